@@ -364,6 +364,14 @@ def mutations(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def exact(session: nox.Session) -> None:
+    """Search schedules against CP-SAT: bounds, optima, windows; needs OR-Tools, not torch."""
+    _install(session, "hp-schedule[exact]", group="test")
+    tests = ("exact", "orders", "search")
+    _pytest(session, *(f"packages/hp-schedule/tests/test_schedule_{name}.py" for name in tests))
+
+
+@nox.session(default=False)
 def mutants(session: nox.Session) -> None:
     """Make 200 small wrong changes, one by one: the tests of the default run must find 95 %.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -77,10 +78,10 @@ class TorchtitanLayer(nn.Module):
         return y_TD.scatter_add(0, token_N.reshape(-1, 1).expand(-1, D), out_ND).view_as(x_BLD)
 
 
-def hp_layer(device: str) -> Layer:
-    """hp-expert's layer."""
+def hp_layer(device: str, *, counts_load: bool = False) -> Layer:
+    """hp-expert's layer; without counters of load, which a correction bias alone reads."""
     with torch.device(device):
-        layer = MoE(TopKRouter(D, E, K), GroupedExperts(E, D, H))
+        layer = MoE(TopKRouter(D, E, K, counts_load=counts_load), GroupedExperts(E, D, H))
     layer.experts.to(torch.bfloat16)
     return lambda x: layer(x)[0]
 
@@ -173,6 +174,7 @@ def beside_products(found: Counter[str]) -> int:
 
 LAYERS: dict[str, Callable[[str], Layer]] = {
     "hp-expert": hp_layer,
+    "hp-expert, with load": partial(hp_layer, counts_load=True),
     "torchtitan, restated": restated_layer,
 }
 

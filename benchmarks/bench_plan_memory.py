@@ -1,8 +1,9 @@
 """Memory as `hp plan` adds it up, beside what a dry run of the same layout finds, both in GB.
 
 Nothing runs on a GPU: `hp dry-run` is the real code of every kind of rank on a device that computes
-nothing. Compared are tensors alive at the peak, of the rank that needs most; `--only WORD` takes
-the layouts that have it in their names.
+nothing. Compared are tensors alive at the peak, of the rank that needs most; and with what the plan
+adds for fragmentation, the fewest bytes with which torch's allocator would meet all requests.
+`--only WORD` takes the layouts that have it in their names.
 """
 
 import argparse
@@ -33,12 +34,31 @@ PP_120B: dict[str, object] = {
     "train.microbatch_size": 1,
     "train.global_batch_size": 128,
 }
+PP_8B: dict[str, object] = {
+    "mesh.pp": 4,
+    "mesh.dp_replicate": 2,
+    "mesh.gather": "stage",
+    "pipeline.schedule": "1f1b",
+    "pipeline.stages_per_rank": 1,
+    "data.seq_len": 4096,
+    "train.microbatch_size": 1,
+    "train.global_batch_size": 16,
+}
 LAYOUTS: dict[str, tuple[str, dict[str, object]]] = {
     "Llama-3.1-8B, FSDP 8 by stage": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "stage"}),
     "Llama-3.1-8B, FSDP 8 by block": ("llama-3.1-8b", {**FSDP_8B, "mesh.gather": "block"}),
     "Llama-3.1-8B, FSDP 4, tp 2": (
         "llama-3.1-8b",
         {**FSDP_8B, "mesh.dp_shard": 4, "mesh.tp": 2, "train.recompute": "none"},
+    ),
+    "Llama-3.1-8B, pp 4, all kept": ("llama-3.1-8b", PP_8B),
+    "Llama-3.1-8B, pp 4, all but one computed again": (
+        "llama-3.1-8b",
+        {**PP_8B, "pipeline.retention": "recompute"},
+    ),
+    "Llama-3.1-8B, pp 4, all but one offloaded": (
+        "llama-3.1-8b",
+        {**PP_8B, "pipeline.retention": "offload"},
     ),
     "Qwen3-30B-A3B, 8 GPUs, ep 8, all again": (
         "qwen3-30b-a3b",
@@ -69,8 +89,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of the names of layouts")
     only = parser.parse_args().only
-    print("| layout | static | activations | buffers | plan, tensors | dry run | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    columns = ("layout", "static", "activations", "buffers", "plan, tensors", "dry run", "ratio")
+    columns = (*columns, "plan, with fragmentation", "dry run, needed", "ratio")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory(prefix="bench-plan-memory-") as scratch:
         text = Path(scratch, "text.txt")
         text.write_text("\n".join(" ".join(_WORDS * 10) for _ in range(8000)))
@@ -84,12 +105,19 @@ def row(name: str, preset: str, keys: dict[str, object], text: Path) -> str:
     config = resolve(preset, keys.items(), env={}).config
     assert config.model.vocab_size
     planned = estimate(config, H100, vocab_size=config.model.vocab_size)
-    live = dry_run(preset, keys, text)
+    live, needed = dry_run(preset, keys, text)
     memory = planned.memory
     static = memory.parameters + memory.gradients + memory.optimizer
     total = tensors(planned)
-    shown = (static, memory.activations, memory.buffers, total, live)
-    return f"| {name} | {' | '.join(f'{x / 1e9:.1f}' for x in shown)} | {total / live:.2f} |"
+    whole = total + memory.fragmentation
+    parts = (static, memory.activations, memory.buffers)
+    cells = [_gigabytes(*parts, total, live), f"{total / live:.2f}"]
+    cells += [_gigabytes(whole, needed), f"{whole / needed:.2f}"]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _gigabytes(*sizes: int) -> str:
+    return " | ".join(f"{size / 1e9:.1f}" for size in sizes)
 
 
 def tensors(planned: Estimate) -> int:
@@ -98,13 +126,13 @@ def tensors(planned: Estimate) -> int:
     return sum(kinds[k] for k in ("parameters", "gradients", "optimizer", "activations", "buffers"))
 
 
-def dry_run(preset: str, keys: dict[str, object], text: Path) -> int:
-    """Bytes of tensors at the peak of the rank that holds most."""
+def dry_run(preset: str, keys: dict[str, object], text: Path) -> tuple[int, int]:
+    """Bytes alive at the peak of the rank that holds most, and the most that a rank needs."""
     given = [f"{key}={value}" for key, value in keys.items()]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         hp(["dry-run", preset, *given, "--data", str(text), "--documents", "1", "--json"])
-    ranks = json.loads(printed.getvalue())["ranks"]
-    return max(int(rank["memory"]["peak_live"]) for rank in ranks)
+    memories = [rank["memory"] for rank in json.loads(printed.getvalue())["ranks"]]
+    return max(int(m["peak_live"]) for m in memories), max(int(m["least"]) for m in memories)
 
 
 if __name__ == "__main__":

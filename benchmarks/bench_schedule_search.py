@@ -8,6 +8,9 @@ bound is proven: no schedule of the places searched is shorter.
 
     python benchmarks/bench_schedule_search.py              a part of the table, some minutes
     python benchmarks/bench_schedule_search.py --all        the whole table, about an hour
+    python benchmarks/bench_schedule_search.py --blocking   where sends hold up their ranks
+
+Where sends hold up their ranks, the published value is the smallest of both sources.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
+from statistics import fmean
 
 from hp_schedule import ModelCosts, search, simulate
 from hp_schedule.placement import PlacementStyle
@@ -42,6 +47,7 @@ class Point:
     costs: str
     latency: float
     memory: str
+    blocking: bool = False
 
     @property
     def memory_limit(self) -> float:
@@ -95,21 +101,24 @@ class Row:
         return self.best_published > self.bound + ROUNDING
 
 
-def points(ranks: list[int]) -> Iterator[Point]:
-    """Yield the lines of the table."""
+def points(ranks: list[int], *, blocking: bool = False) -> Iterator[Point]:
+    """Yield the lines of the table; without latency there is nothing that blocks."""
     for num in ranks:
         for microbatches in sorted({num // 2, num, 3 * num // 2 + 1, 2 * num, 4 * num}):
-            for latency in LATENCIES:
+            for latency in LATENCIES[1:] if blocking else LATENCIES:
                 for costs in SCALES:
                     for memory in ("full", "half"):
-                        yield Point(num, microbatches, costs, latency, memory)
+                        yield Point(num, microbatches, costs, latency, memory, blocking)
 
 
 def published_values(point: Point) -> dict[int, float]:
     """Return the shortest published makespan by stages per rank, infinite where there is none."""
     result = dict.fromkeys(VIRTUAL, math.inf)
     known = table_values(point)
-    for makespan, number in generated_values(point) if known is None else known:
+    values = [] if known is None else known
+    if known is None or point.blocking:
+        values = [*values, *generated_values(point)]
+    for makespan, number in values:
         result[number] = min(result[number], makespan)
     return result
 
@@ -126,7 +135,7 @@ def generated_values(point: Point) -> Iterator[tuple[float, int]]:
                 style=style,
             )
             for _, schedule in forms:
-                simulation = simulate(schedule, costs)
+                simulation = simulate(schedule, costs, blocking=point.blocking)
                 if max(simulation.peak_activations) <= point.memory_limit + EPSILON:
                     yield simulation.makespan, number
 
@@ -137,17 +146,18 @@ def table_values(point: Point) -> list[tuple[float, int]] | None:
     wanted = (point.ranks, point.microbatches, point.costs, point.latency)
     for entry in json.loads(file.read_text(encoding="utf-8"))["points"]:
         if (entry["ranks"], entry["microbatches"], entry["costs"], entry["latency"]) == wanted:
-            return [(makespan, number) for makespan, number, _ in entry[point.memory]]
+            name = f"{point.memory} blocking" if point.blocking else point.memory
+            return [(makespan, number) for makespan, number, _ in entry.get(name, ())]
     return None
 
 
-def num_candidates(point: Point, number: int) -> int:
-    """Return how many plans to build for a number of stages per rank."""
+def num_candidates(point: Point, number: int, most: int) -> int:
+    """Return how many plans to build for a number of stages per rank, at most that many."""
     steps = 3 * point.ranks * number * point.microbatches
-    return min(120, max(20, 500_000 // steps))
+    return min(120, max(20, 500_000 // steps), most)
 
 
-def measure(point: Point) -> Row:
+def measure(point: Point, most: int) -> Row:
     """Search one point."""
     searched = {}
     bound = math.inf
@@ -158,7 +168,8 @@ def measure(point: Point) -> Row:
             num_microbatches=point.microbatches,
             virtual=(number,),
             memory_limit=point.memory_limit,
-            num_candidates=num_candidates(point, number),
+            blocking=point.blocking,
+            num_candidates=num_candidates(point, number, most),
             time_budget=math.inf,
         )
         searched[number] = result.makespan
@@ -209,6 +220,12 @@ def summary(rows: list[Row]) -> Iterator[str]:
     late = [row for row in known if row.point.latency == max(LATENCIES)]
     yield f"Better at latency {max(LATENCIES)}: {share(late)}."
     yield f"Better at uneven costs: {share([row for row in known if row.point.costs == 'uneven'])}."
+    if rows[0].point.blocking:
+        fair = sum(row.best <= row.best_published + ROUNDING for row in known)
+        yield f"Better or equal where sends block: {fair} of {len(known)}."
+    for memory in ("full", "half"):
+        gaps = [1 - row.bound / row.best for row in rows if row.point.memory == memory]
+        yield f"Mean gap to the bound with {memory} memory: {percent(fmean(gaps))}."
     at_bound = sum(row.best <= row.bound + EPSILON for row in rows)
     yield f"At the bound, so proven optimal: {at_bound} of {len(rows)}."
 
@@ -218,6 +235,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every point up to 32 ranks")
     parser.add_argument("--ranks", type=int, nargs="*", help="default 2 4")
+    parser.add_argument("--blocking", action="store_true", help="sends hold up their ranks")
+    parser.add_argument("--candidates", type=int, default=120, help="at most, of each search")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     ranks = options.ranks or ([2, 4, 8, 16, 32] if options.all else [2, 4])
@@ -228,8 +247,9 @@ def main() -> None:
     print(" bound | gap | |")
     print("|--|--|--|--|--|--|--|--|--|--|--|--|")
     rows = []
+    chosen = list(points(ranks, blocking=options.blocking))
     with Pool(options.jobs) as pool:
-        for row in pool.imap(measure, points(ranks)):
+        for row in pool.imap(partial(measure, most=options.candidates), chosen):
             rows.append(row)
             print(line(row), flush=True)
     print()

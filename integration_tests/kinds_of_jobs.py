@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -19,25 +20,25 @@ class Job:
     """What a loop is given.
 
     Args:
-        fault: "no-sync": the first model is not reduced.
+        fault: "no-sync": the first model is not reduced. "sum": microbatches are summed up.
     """
 
     def __init__(self, fault: str) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._fault = fault
+        self.fault, self.has_stages = fault, False
         self._data = torch.Generator().manual_seed(1)
         torch.manual_seed(3)
 
     def parallel(self, model: nn.Module, **options: bool) -> nn.Module:
         """Reduce its gradients, if there is anything to reduce."""
-        fault, self._fault = self._fault, ""
+        fault, self.fault = self.fault, ""
         if self.size == 1 or fault == "no-sync":
             return model
         return DistributedDataParallel(model, **options)  # type: ignore[arg-type]
 
     def mine(self, batch: Tensor) -> Tensor:
-        """This rank's samples."""
-        return batch.chunk(self.size)[self.rank]
+        """This rank's samples: all where ranks have stages."""
+        return batch if self.has_stages else batch.chunk(self.size)[self.rank]
 
     def words(self) -> tuple[Tensor, Tensor]:
         """This rank's tokens, and those that follow them."""
@@ -275,6 +276,31 @@ def dropout(job: Job) -> None:
         optimizer.step()
 
 
+def pipelined(job: Job) -> None:
+    """A model that torch's pipelining cuts into stages, of which each rank has one."""
+    job.has_stages = True
+    net = nn.Sequential(
+        nn.Embedding(WORDS, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, WORDS)
+    )
+    if job.size > 1:
+        for index in (range(2, 4), range(2))[job.rank]:
+            net[index] = nn.Identity()
+        stage = PipelineStage(net, job.rank, job.size, torch.device("cpu"))
+        is_mean = job.fault != "sum"
+        schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_of, scale_grads=is_mean)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        tokens, targets = job.words()
+        optimizer.zero_grad()
+        if job.size == 1:
+            loss_of(net(tokens), targets).backward()
+        elif job.rank == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=targets)
+        optimizer.step()
+
+
 SOUND: dict[str, Callable[[Job], None]] = {
     loop.__name__: loop
     for loop in (
@@ -292,7 +318,9 @@ SOUND: dict[str, Callable[[Job], None]] = {
     )
 }
 """Those that compute what one process does."""
-OTHER: dict[str, Callable[[Job], None]] = {loop.__name__: loop for loop in (batch_norm, dropout)}
+OTHER: dict[str, Callable[[Job], None]] = {
+    loop.__name__: loop for loop in (batch_norm, dropout, pipelined)
+}
 
 
 def train(kind: str, fault: str = "") -> None:

@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
+from hp_schedule import Schedule, from_json, to_json
 from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.data.prepare import prepare
 from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
+from hp_train.model.loss import loss_of
 from hp_train.model.parameters import Parameter
 from hp_train.training.train import Trainer
 
@@ -109,7 +111,12 @@ def prepare_run(config: Config, directory: Path) -> str:
 
 
 def train_in(
-    config: Config, directory: Path, *, until: int | None = None, device: str = "cpu"
+    config: Config,
+    directory: Path,
+    *,
+    until: int | None = None,
+    device: str = "cpu",
+    compute: Schedule | None = None,
 ) -> Result:
     """Train in the layout of the config and bring back what rank 0 gathered.
 
@@ -118,16 +125,19 @@ def train_in(
         directory: Of the run.
         until: Save a checkpoint after this step and end; None trains for ``train.steps``.
         device: ``"cuda"``: each rank takes a GPU, or several share one, with the backend for that.
+        compute: Compute steps to run in place of those of the configured schedule.
     """
     address = prepare_run(config, directory)
-    run = partial(_train_rank, msgspec.json.encode(config), str(directory), until, device, address)
+    steps = "" if compute is None else to_json(compute)
+    encoded = msgspec.json.encode(config)
+    run = partial(_train_rank, encoded, str(directory), until, device, address, steps=steps)
     results = run_distributed(run, world_size=config.world_size, timeout=120)
     assert isinstance(results[0], Result)
     return results[0]
 
 
 def _train_rank(
-    encoded: bytes, directory: str, until: int | None, device: str, address: str
+    encoded: bytes, directory: str, until: int | None, device: str, address: str, *, steps: str
 ) -> Result | None:
     config = msgspec.json.decode(encoded, type=Config)
     info = RankInfo.from_env()
@@ -139,6 +149,8 @@ def _train_rank(
     runtime = initialize(info, device_type=device, init_method=address, backend=backend)
     worker = worker_of(info, Path(directory))
     trainer = Trainer(config, worker, runtime, load_tokenizer(""))
+    if steps:
+        trainer.runner = trainer.pipeline.training(loss_of, from_json(steps))
     trainer.resume()
     trainer.compute_gradients()
     gradients = _whole(trainer, lambda parameter: parameter.local.grad)

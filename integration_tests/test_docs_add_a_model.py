@@ -82,7 +82,7 @@ def test_it_is_short(folder: Path) -> None:
     assert len((folder / "my_model.py").read_text().splitlines()) < MOST_LINES
 
 
-@pytest.mark.sample("all-at-once", "plain")
+@pytest.mark.sample("all-at-once")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from hp_platform.dry import same_program
 from hp_train.cli import main
 from hp_train.config.options import resolve
+from hp_train.config.space import with_keys
 from hp_train.costs.routing import parse_skew
 from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
@@ -56,7 +57,7 @@ PROVEN_BY_FEW = ("etp", "dualpipe", "unequal")
 """Of these it is looked at that the ranks that stand for others prove the same for all."""
 
 
-@pytest.mark.sample("skewed", "unequal")
+@pytest.mark.sample("unequal")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: Path) -> None:
     keys = dict(key.split("=", 1) for key in (*SMALL, *LAYOUTS[name]))
@@ -80,6 +81,26 @@ def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: 
         return
     alone = run_classes(run_rank, job, classes=classes, gpus_per_node=8)
     assert summary_of(alone, classes, name=name).problems == ()
+
+
+def test_a_rank_decides_how_it_gathers_inside_a_dry_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where nothing is known yet
+    keys = dict(key.split("=", 1) for key in (*SMALL, "mesh.gather=stage", "model.num_experts=4"))
+    config = dry_config(resolve("debug-qwen3-moe", [*keys.items()], env={}, fit=fit_to(2)).config)
+    data = tmp_path / "data"
+    data.mkdir()
+    write_tokens(data, load_tokenizer(""), seq_len=config.data.seq_len, num_documents=1)
+    skew = parse_skew("uniform", config.model)
+    left_open = with_keys(config, {"mesh.gather": "auto"})
+    job = Job(config=left_open, skew=skew, data=data, steps=1)
+    everyone = classes_of(config, skew, vocab_size=256)
+    run = run_classes(run_rank, job, classes=everyone, gpus_per_node=8)
+    found = summary_of(run, everyone, name="left open")
+    assert found.problems == ()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    assert found.layout.endswith(f"gathered by {dry_config(left_open).mesh.gather}")
 
 
 def test_the_command_says_and_draws_what_it_found(
@@ -257,7 +278,7 @@ HELD = {
 }
 
 
-@pytest.mark.sample("replicated over both nodes", "etp", "tied")
+@pytest.mark.sample("etp")
 @pytest.mark.parametrize("name", HELD)
 def test_the_plan_counts_what_ranks_hold_of_nccl(name: str, tmp_path: Path) -> None:
     keys = dict(key.split("=", 1) for key in (*SMALL, "model.num_layers=3", *HELD[name]))

@@ -58,3 +58,18 @@ def test_random_numbers_of_own_samples_are_found_and_told(tmp_path: Path) -> Non
     first = result.differences[0]
     assert (first.step, first.phase, first.name) == (1, "forward", "dropout")
     assert any("dropout could explain it" in line for line in explain(result))
+
+
+@pytest.mark.sample
+def test_calls_of_pipelining_for_shapes_alone_are_not_of_the_job(tmp_path: Path) -> None:
+    result = compared(tmp_path, "pipelined")
+    assert not result.differences
+    assert {"first weight", "forward", "loss", "gradient", "weight"} <= result.largest.keys()
+    # What a stage gives is not what the model gives.
+    assert {item.partition(":")[0] for item in result.unaligned} == {"forward ", "backward "}
+
+
+@pytest.mark.sample
+def test_a_sum_over_microbatches_of_pipelining_is_found(tmp_path: Path) -> None:
+    first = compared(tmp_path, "pipelined", "sum").differences[0]
+    assert (first.step, first.phase) == (1, "gradient")

@@ -77,12 +77,29 @@ BY_FSDP = {
 }
 
 
-@pytest.mark.sample("block, pipeline", "copies, stage", "copies, pipeline", "once")
+@pytest.mark.sample("block, pipeline", "copies, pipeline", "once")
 @pytest.mark.parametrize("name", BY_FSDP)
 def test_however_parameters_are_gathered_a_layout_is_equal(
     name: str, corpus: str, runs: Runs
 ) -> None:
     config = config_of(corpus, BY_FSDP[name])
+    comparison = runs.compare(config, one_process(config))
+    assert comparison.ok, str(comparison)
+    assert comparison.num_steps == PROGRAM.steps
+
+
+WHOLE = "data.packing=best_fit"
+PACKED = {
+    "pp, cp": f"{WHOLE} {PIPELINE} {CONTEXT}",
+    "cp, tp": f"{WHOLE} {CONTEXT} {TENSOR}",
+    "ep, recompute": f"{WHOLE} {SHARDED} mesh.ep=2 train.recompute=full",
+}
+
+
+@pytest.mark.sample("cp, tp")
+@pytest.mark.parametrize("name", PACKED)
+def test_padding_counts_in_no_layout(name: str, corpus: str, runs: Runs) -> None:
+    config = config_of(corpus, PACKED[name])
     comparison = runs.compare(config, one_process(config))
     assert comparison.ok, str(comparison)
     assert comparison.num_steps == PROGRAM.steps

@@ -93,6 +93,7 @@ def test_a_loss_that_is_scaled_twice_is_named(tmp_path: Path) -> None:
     assert "the job their mean on rank 0, their mean on rank 1" in done.stdout
 
 
+@pytest.mark.sample
 def test_what_goes_wrong_after_the_last_step_is_told_and_does_not_count(tmp_path: Path) -> None:
     done = verify(tmp_path, "abort")
 
@@ -101,6 +102,7 @@ def test_what_goes_wrong_after_the_last_step_is_told_and_does_not_count(tmp_path
     assert "equal over 2 steps" in done.stdout
 
 
+@pytest.mark.sample
 def test_steps_that_are_missing_after_a_failure_count(tmp_path: Path) -> None:
     done = verify(tmp_path, "abort", flags=["--steps", "3"])
 

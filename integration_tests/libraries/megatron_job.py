@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from megatron_on_cpu import pretend
 
 pretend()
 
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -38,6 +39,30 @@ def layers(config):
     return TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=Norm)
 
 
+def save(args, model, optimizer) -> None:
+    """Save as Megatron's own trainer does: model, optimizer, random states of every rank."""
+    metadata = {"distrib_optim_sharding_type": args.sharding}
+    state = model.sharded_state_dict(metadata=metadata)
+    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+    world = (parallel_state.get_data_parallel_world_size(), args.tp)
+    random_states = {"torch": torch.get_rng_state(), "cpu": "a word"}
+    if args.distributed_optimizer:
+        optim = optimizer.sharded_state_dict(state, metadata=metadata)
+    else:
+        optim = optimizer.sharded_state_dict(state)
+    everything = {
+        "model": state,
+        "optimizer": optim,
+        "rng_state": dist_checkpointing.ShardedObject("rng_state", [random_states], world, place),
+        "iteration": STEPS,
+        "args": args,
+    }
+    if dist.get_rank() == 0:
+        Path(args.save).mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(everything, args.save)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=1)
@@ -45,6 +70,8 @@ def main() -> None:
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--wrong", default="", help="a mistake to make")
+    parser.add_argument("--save", default="", help="a folder to save a checkpoint to")
+    parser.add_argument("--sharding", default="fully_reshardable", help="of the optimizer's state")
     args = parser.parse_args()
 
     os.environ.setdefault("MASTER_ADDR", "localhost")
@@ -138,6 +165,8 @@ def main() -> None:
             forward_only=False,
         )
         optimizer.step()
+    if args.save:
+        save(args, model.module, optimizer)
     dist.destroy_process_group()
 
 

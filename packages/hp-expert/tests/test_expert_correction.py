@@ -108,6 +108,25 @@ def test_microbatches_in_flight_are_counted_as_well() -> None:
     assert moe.router.load.tolist() == expected_load(moe, *xs).tolist()
 
 
+def test_a_router_whose_load_nothing_reads_routes_alike_and_counts_nothing() -> None:
+    moe, x = layer(), tokens(0)
+    y, routing = moe(x)
+    y.sum().backward()
+    assert moe.router.load.any()
+    expected = [parameter.grad for parameter in moe.parameters()]
+    moe.zero_grad()
+    moe.router.load.zero_()
+    moe.router.counts_load = False
+    again, other = moe(x)
+    again.sum().backward()
+    assert torch.equal(again, y)
+    assert torch.equal(other.experts, routing.experts)
+    for parameter, grad in zip(moe.parameters(), expected, strict=True):
+        assert (parameter.grad is None) is (grad is None)
+        assert grad is None or torch.equal(parameter.grad, grad)
+    assert not moe.router.load.any()
+
+
 def test_what_is_not_trained_on_is_not_counted() -> None:
     moe, x = layer(), tokens(0)
     with torch.no_grad():

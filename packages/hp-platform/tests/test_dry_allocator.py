@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from hp_platform.dry import Segment, Usage, replay
+from hp_platform.dry import Segment, Usage, least_bytes, replay
 from hp_platform.dry.memory.caching import round_up
 from hp_platform.dry.trace import Allocate, Borrow, Event, HostWait, Launch, Release
 
@@ -401,3 +401,24 @@ def test_the_answers_of_torchs_own_allocator(case: dict[str, Any]) -> None:
     if usage.out_of_memory is not None:
         found[-1] = "oom"
     assert found == case["answers"].split(";")
+
+
+def test_what_is_needed_is_less_than_what_is_reserved_where_there_is_more() -> None:
+    # Each is larger than the one before it, and alone: none takes the place of another.
+    trace: list[Event] = []
+    for each, num_bytes in enumerate((40 * MIB, 50 * MIB, 60 * MIB)):
+        trace += [ask(each, num_bytes), Release(each)]
+    usage = replay(trace)
+    assert (usage.peak_allocated, usage.peak_reserved) == (60 * MIB, 150 * MIB)
+    assert least_bytes(trace, usage) == 60 * MIB
+
+
+def test_what_is_split_around_a_tensor_is_needed_beside_it() -> None:
+    # The rest of the first segment is free, and too small for what comes.
+    trace = [ask(1, 100 * MIB), Release(1), ask(2, 40 * MIB), ask(3, 80 * MIB)]
+    usage = replay(trace)
+    assert usage.peak_allocated == 120 * MIB
+    least = least_bytes(trace, usage, apart=0.001)
+    assert least == pytest.approx(180 * MIB, rel=0.001)
+    assert replay(trace, total_bytes=least).out_of_memory is None
+    assert replay(trace, total_bytes=int(0.997 * least)).out_of_memory is not None

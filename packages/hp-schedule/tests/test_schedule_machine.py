@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -163,9 +164,49 @@ def test_a_blocking_message_holds_up_both_its_ranks() -> None:
     assert texts == [("0F0", 0, 1), ("0SEND_F0", 1, 1.5), ("0F1", 1.5, 2.5), ("0SEND_F1", 2.5, 4)]
 
 
-def test_blocking_needs_messages() -> None:
-    with pytest.raises(ValueError, match=r"blocking \(True\) must have communication steps"):
-        simulate(gpipe(2, num_microbatches=1), blocking=True)
+def test_what_is_sent_without_a_step_holds_up_its_sender_alone() -> None:
+    schedule = _schedule("0F0 0F1", "1F0 1F1", stage_to_rank=[0, 1], num_microbatches=2)
+    costs = Costs(forward=[1, 2], latency=0.5)
+    found = simulate(schedule, costs, blocking=True)
+    assert found.makespan == 1 + 0.5 + 2 + 2
+    assert found.exposed_communication == (1.0, 0.5)
+    assert found.bubble[0] == pytest.approx(1 - 2 / found.makespan)
+    texts = [(str(s.step), s.start, s.end) for s in found.timeline if s.rank == 0]
+    assert texts == [("0F0", 0, 1), ("0SEND_F0", 1, 1.5), ("0F1", 1.5, 2.5), ("0SEND_F1", 2.5, 3)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_blocking_sends_take_as_long_on_the_clock_as_without_one(seed: int) -> None:
+    rng = random.Random(seed)
+    schedule = rng.choice(
+        [
+            interleaved_zero_bubble(3, num_microbatches=5),
+            zbv(3, num_microbatches=4),
+            u_shape(3, num_microbatches=4),
+            _two_ways("0F0 3F0", "2F0 1F0"),
+        ]
+    )
+    messages = [[rng.random() for _ in range(schedule.num_microbatches)]] * schedule.num_stages
+    costs = replace(_random_costs(schedule, rng), message=messages, bandwidth=2.0)
+    machine = Machine(schedule, costs, blocking=True)
+    found = simulate(schedule, costs, blocking=True)
+    assert found.makespan == pytest.approx(machine.run(), rel=1e-12)
+    assert found.exposed_communication == pytest.approx([rank.exposed for rank in machine.ranks])
+    busy = [(1 - share) * found.makespan for share in found.bubble]
+    assert busy == pytest.approx([rank.busy for rank in machine.ranks])
+    assert found.makespan >= simulate(schedule, costs).makespan * (1 - 1e-12)
+
+
+def test_messages_of_a_blocking_overlap_move_at_once() -> None:
+    pairs = dualpipe_v(2, num_microbatches=6)
+    costs = Costs(latency=0.25)
+    machine = Machine(pairs, costs, blocking=True)
+    assert simulate(pairs, costs, blocking=True).makespan == machine.run()
+    # What one rank sends in a pair goes to its only neighbour, two messages in one latency.
+    steps = sum(len(step.sub_steps) == 2 for step in pairs.steps[0] if step)
+    sent = machine.ranks[0].exposed
+    assert steps > 0
+    assert sent >= 0.25
 
 
 def test_ranks_that_share_cores_slow_each_other_down() -> None:

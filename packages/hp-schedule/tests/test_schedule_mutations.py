@@ -80,6 +80,13 @@ _V_SHAPE = _rows(
     stage_to_rank=[0, 1, 1, 0],
     num_microbatches=2,
 )
+# As a search leaves them: each stage and each kind of step with an order of its own.
+_CHOSEN = _rows(
+    "0F1 0F0 0F2 0I2 0I1 0W2 0I0 0W1 0F3 0I3 0W0 0W3",
+    "1F0 1F1 1I1 1F2 1I2 1W1 1I0 1W0 1F3 1I3 1W3 1W2",
+    stage_to_rank=[0, 1],
+    num_microbatches=4,
+)
 _OVERLAPS = _rows(
     "0F0 0F1 0F2 (0B0;0F3)OVERLAP_B_F 0B1 0B2 0B3",
     "1F0 (1F1;1B0)OVERLAP_F_B (1B1;1F2)OVERLAP_B_F (1F3;1I2)OVERLAP_F_B 1B3 1W2",
@@ -113,6 +120,7 @@ _ORIGINALS = {
     "zero_bubble": zero_bubble(3, num_microbatches=5),
     "interleaved_zero_bubble": interleaved_zero_bubble(2, num_microbatches=3),
     "v_shape": _V_SHAPE,
+    "chosen orders": _CHOSEN,
     "overlaps": _OVERLAPS,
     "forward_only": forward_only(3, num_microbatches=3),
     "sharded": _SHARDED,

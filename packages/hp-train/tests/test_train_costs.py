@@ -14,12 +14,15 @@ from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
+from hp_train.costs.machine import MACHINES
 from hp_train.costs.modules import kernels, stage, stages, whole_model
 from hp_train.costs.work import Work
+from hp_train.layout.ranks import StageLayout
 from hp_train.layout.schedules import split_layers
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
 from hp_train.model.stage import Stage
 from hp_train.model.transformer import build_stage
+from hp_train.price.rates import rates_of
 
 VOCAB = 256
 MODELS = {
@@ -244,6 +247,24 @@ def test_kernels_of_experts_read_weights_once_however_many_tokens_there_are() ->
     read = sum(times * kernel.fixed_bytes for kernel, times in grouped)
     weights = 3 * model.num_layers * model.num_experts * model.dim * model.expert_hidden
     assert read == pytest.approx(2 * weights, rel=1e-3)  # and where each expert's rows begin
+
+
+def test_experts_in_fp32_are_products_one_by_one_that_are_shared_out() -> None:
+    model = MODELS["experts"]
+    config = with_keys(Config(model=model), {"data.seq_len": 64, "train.dtype": "float32"})
+    (found,) = kernels(config, VOCAB, num_stages=1)
+    forward, backward = (
+        [(k, t) for k, t in way.items() if k.kind == "product" and k.is_expert] for way in found[:2]
+    )
+    number = 3 * model.num_layers * model.num_experts
+    operations = 6 * model.num_layers * model.top_k * model.dim * model.expert_hidden
+    for way, times in ((forward, 1), (backward, 2)):
+        assert sum(n * kernel.launches for kernel, n in way) == times * number
+        assert sum(n * kernel.flops for kernel, n in way) == times * operations
+    machine = MACHINES["h100"].with_values(launch_seconds=1.0)
+    rates = rates_of(machine, is_compiled=False, slowed=1.0)
+    alone, shared = (rates.compute(found, 64, StageLayout(ep=ep)).host for ep in (1, 2))
+    assert alone - shared == pytest.approx(3 * number / 2)  # with those of both gradients
 
 
 def test_only_routed_experts_are_shared_out_as_experts_are() -> None:

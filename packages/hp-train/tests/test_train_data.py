@@ -139,7 +139,7 @@ def test_prepared_data_survives_a_change_of_its_sources(tmp_path: Path) -> None:
 
 def test_targets_are_the_inputs_shifted_by_one(tmp_path: Path) -> None:
     data = Dataset.open(_prepare(tmp_path), "train", seq_len=16, seed=None, separate=False)
-    inputs, targets, documents = data.batch(range(3))
+    inputs, targets, documents, _ = data.batch(range(3))
     assert documents == ((16,),) * 3
     assert data.num_targets(range(3)) == 48
     for ahead in (1, 15, 16, 40):
@@ -160,7 +160,7 @@ def test_a_sequence_has_the_target_of_its_last_token(size: int, sequences: int) 
 def test_documents_are_kept_apart() -> None:
     stream = np.frombuffer(b"abc\0de\0\0fghijklmnopq\0", dtype=np.uint8)
     data = Dataset(stream, seq_len=8, seed=None, digest="", separator=0)
-    tokens, targets, documents = data.batch(range(2))
+    tokens, targets, documents, _ = data.batch(range(2))
     assert documents == ((4, 3, 1), (8,))
     assert targets[0].tolist() == [ord("b"), ord("c"), 0, -1, ord("e"), 0, -1, -1]
     assert torch.equal(targets[1, :7], tokens[1, 1:])

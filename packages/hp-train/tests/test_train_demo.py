@@ -10,6 +10,7 @@ from hp_train.architectures.forks import run_ranks
 from hp_train.architectures.shrinking import shrunk
 from hp_train.cli import main
 from hp_train.demo import command
+from hp_train.demo.by_hand import MOST_LINES, program
 from hp_train.demo.causes import CAUSES, VERSION
 from hp_train.demo.cells import (
     DIFFERENT,
@@ -80,6 +81,19 @@ def test_the_page_tells_every_cell_and_escapes_what_others_wrote() -> None:
         "5.0e-01 w",
     ):
         assert escaped in text
+
+
+def test_a_red_cell_has_its_program_folded_with_its_command() -> None:
+    fields = {"vocab_size": 64, "text_config": {f"field_{i}": list(range(9)) for i in range(40)}}
+    written = program("llama", fields, LAYOUTS["tp 2"])
+    cell = Cell(layout="tp 2", state=DIFFERENT, program=written)
+
+    text = page([], [Architecture(name="llama", versions={}, cells=(cell,))], 1.0)
+
+    assert len(written.splitlines()) <= MOST_LINES
+    compile(written, "written", "exec")
+    assert "<code>torchrun --nproc-per-node 2 llama-tp-2.py</code>" in text
+    assert f"<summary>Reproduction: {len(written.splitlines())} lines" in text
 
 
 def test_a_rank_that_fails_or_hangs_is_told_and_the_others_end(tmp_path: Path) -> None:

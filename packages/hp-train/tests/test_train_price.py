@@ -30,6 +30,7 @@ from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import KINDS
 from hp_train.plan import MACHINES, Spread, estimate
 from hp_train.plan.report import as_dict, name
+from hp_train.price.estimate import Plan
 from hp_train.price.gather import planned
 from hp_train.price.rates import Rates, Routed
 from hp_train.price.traffic import (
@@ -356,7 +357,7 @@ def test_tensor_parallel_ranks_share_out_the_heads_that_context_parallel_ranks_e
         {
             transfer.purpose: transfer.bytes
             for transfer in activation_transfers(
-                config, works, StageLayout(cp=2, tp=tp), H100, tokens=64
+                config, works, StageLayout(cp=2, tp=tp), H100, tokens=64, backward=True
             )
         }
         for tp in (1, 2)
@@ -453,3 +454,18 @@ def test_buffers_of_a_fixed_size_are_sent_and_kept_whole() -> None:
         for each in (bounded, roomy)
     ]
     assert again[1] - again[0] == pytest.approx(0.5 * 4 * hidden)
+
+
+def test_weight_gradients_that_are_put_off_take_the_time_of_layers_once_more() -> None:
+    keys = {"mesh.pp": 2, "mesh.dp_replicate": 1, "mesh.ep": 1, "pipeline.stages_per_rank": 1}
+    slow = MACHINES["cpu"].with_values(layer_seconds=1.0)
+    whole, split = (
+        Plan(
+            with_keys(config_of(keys), {"pipeline.schedule": name, "mesh.gather": "stage"}),
+            slow,
+            vocab_size=VOCAB,
+        ).prices
+        for name in ("1f1b", "zero_bubble")
+    )
+    layers = config_of(keys).model.num_layers
+    assert sum(price.full for price in split) - sum(price.full for price in whole) == layers

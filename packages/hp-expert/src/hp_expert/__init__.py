@@ -1,6 +1,6 @@
 """Expert parallelism for mixture-of-experts models: stateless dispatch, one host read per layer."""
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, LocalRead
 from hp_expert.checkpoint import (
     ExpertNames,
     StackedPart,
@@ -100,6 +100,7 @@ __all__ = [
     "GroupedExperts",
     "GroupedProducts",
     "LocalDispatcher",
+    "LocalRead",
     "Mark",
     "MoE",
     "Permutation",

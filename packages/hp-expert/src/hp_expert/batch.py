@@ -4,6 +4,7 @@ Shape symbols: T tokens, K experts per token, N rows, F slots per row, P positio
 D width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor
 from hp_expert.kernels import kernels_for
 from hp_expert.kernels.triton_sorting import Starts
 from hp_expert.permute import SlotCounts, count_slots, invalid_experts, invert, sort_counted
-from hp_platform.host_reads import require_on_device
+from hp_platform.host_reads import arrived, require_on_device
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of rows and routing weights."""
@@ -163,6 +164,35 @@ class ExpertBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class LocalRead:
+    """The host read of a layer whose experts are all here: a purpose of `hp_platform.host_reads`.
+
+    Attributes:
+        num_tokens: Number of tokens, T.
+        top_k: Number of experts per token, K.
+        num_experts: Number of experts, E.
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        return f"slots of {self.num_tokens} tokens x {self.top_k} of {self.num_experts} experts"
+
+    def numbers(self, slots: Sequence[int], *, like: Tensor) -> Tensor:
+        """Numbers as the host would read them.
+
+        Args:
+            slots: How many slots each expert gets: E numbers.
+            like: The copy, int64 [E + 2].
+        """
+        without = self.num_tokens * self.top_k - sum(slots)
+        return torch.tensor([*slots, without, 0], dtype=like.dtype, device="cpu")
+
+
+@dataclass(frozen=True, slots=True)
 class LocalDispatcher:
     """All experts are in this process: rows stay where they are, nothing is copied.
 
@@ -191,7 +221,11 @@ class LocalDispatcher:
             message = f"experts must be in [0, num_experts ({self.num_experts})), or -1 for none"
             require_on_device(counted.counts[-1] == 0, message)
         else:
-            *numbers, _, invalid = counted.counts.tolist()
+            found = counted.counts
+            if found.is_cuda:
+                read = LocalRead(*experts.shape, num_experts=self.num_experts)
+                found = arrived(found.cpu(), purpose=read)
+            *numbers, _, invalid = found.tolist()
             if invalid:
                 raise invalid_experts(invalid, self.num_experts)
             order, counts = order[: sum(numbers)], tuple(numbers)

@@ -39,7 +39,9 @@ class MoE(nn.Module):
             )
         self.router, self.experts, self.shared = router, experts, shared
 
-    def forward(self, x: Tensor, *, replay: Tensor | None = None) -> tuple[Tensor, Routing]:
+    def forward(
+        self, x: Tensor, *, replay: Tensor | None = None, padding: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
         """Apply the layer.
 
         Args:
@@ -47,6 +49,8 @@ class MoE(nn.Module):
                 sequence of S tokens. [S, D] is one sequence.
             replay: Experts to take instead of the router's, int64 [T, K] for the T tokens in order
                 [B * S, ...]; see `TopKRouter.route`.
+            padding: Tokens that go to no expert and are not counted, bool [B, S]; None: none. The
+                shared expert computes them as any other.
 
         Returns:
             y of the same shape, and the routing of the tokens in order [B * S, ...].
@@ -59,7 +63,7 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         try:
             # Of the rows, not of x: their gradients are added before that of the shared expert.
-            routing: Routing = self.router(x_TD.view(x.shape), replay=replay)
+            routing: Routing = self.router(x_TD.view(x.shape), replay=replay, padding=padding)
         except Exception as error:
             _refuse(self.experts, x_TD, error)
             raise

@@ -35,6 +35,7 @@ from hp_schedule.passes import (
     pair_overlap,
 )
 from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
+from hp_schedule.profiles import costs_from_json, costs_to_json
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
 from hp_schedule.searching import Fit, SearchResult, fit_memory, search
@@ -89,6 +90,8 @@ __all__ = [
     "auto_align_and_add_send_recv",
     "chrome_trace",
     "closed_form",
+    "costs_from_json",
+    "costs_to_json",
     "drop_communication",
     "drop_retention",
     "dualpipe_v",

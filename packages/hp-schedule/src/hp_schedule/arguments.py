@@ -25,6 +25,22 @@ OPTIONS: Final = {
 """The options of all generators with their annotations; pairs, of any schedule, are --overlap."""
 
 
+MODEL: Final = {
+    "forward": "default: 1",
+    "input-grad": "default: 1",
+    "weight-grad": "default: 1",
+    "first-scale": "of the first stage; default: 1",
+    "last-scale": "of the last stage; default: 1",
+    "latency": "of a message; default: 0",
+    "message": "size of a message; default: 0",
+    "bandwidth": "size per unit of time; default: without end",
+    "recompute": "of a RECOMPUTE; default: of a forward",
+    "kept-input": "memory a stage keeps until a RECOMPUTE; default: 0",
+    "host-bandwidth": "microbatches copied to the host per unit of time; default: without end",
+}
+"""What can be said of a model whose stages are alike, as `ModelCosts` has it."""
+
+
 def flag(option: str) -> str:
     """Return how an option of a generator is written on the command line."""
     return "--" + option.removeprefix("num_").replace("_", "-")
@@ -111,14 +127,24 @@ def parser() -> argparse.ArgumentParser:
     cost.add_argument("--cores", type=int, help="that all ranks share; default: enough")
     cost.add_argument("--svg", type=Path, help="write a picture")
     cost.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
+    _add_search(commands)
+    convert = _command(commands, "convert", "between JSON and torch's CSV", file=True)
+    convert.add_argument("output", type=Path, nargs="?", default=Path("-"))
+    convert.add_argument("--to", choices=["csv", "json"], help="default: the output's ending")
+    convert.add_argument(
+        "--waits", action="store_true", help="say in CSV where torch waits, as torch 2.15 wants it"
+    )
+    return whole
+
+
+def _add_search(commands: Any) -> None:
     find = _command(commands, "search", "find a short schedule")
     find.add_argument("--ranks", type=int, required=True)
     find.add_argument("--microbatches", type=int, required=True)
     find.add_argument(
         "--virtual",
         type=_numbers,
-        default=(1, 2),
-        help="stages per rank to try, as in 1,2,4; default: 1,2",
+        help="stages per rank to try, as in 1,2,4; default: 1,2, or what --costs are for",
     )
     _add_costs(find)
     find.add_argument(
@@ -132,6 +158,18 @@ def parser() -> argparse.ArgumentParser:
     find.add_argument("--candidates", type=int, help="stop after so many, for equal results")
     find.add_argument("--seed", type=int, default=0)
     find.add_argument(
+        "--exact",
+        type=float,
+        default=0.0,
+        help="effort of an exact engine, about seconds; needs hp-schedule[exact]; default: 0",
+    )
+    find.add_argument(
+        "--keep-order", action="store_true", help="every stage takes the microbatches in order"
+    )
+    find.add_argument(
+        "--blocking", action="store_true", help="what is sent holds up the rank that sends it"
+    )
+    find.add_argument(
         "--retention",
         choices=[*get_args(Retention), "both"],
         help="how microbatches may make room where --memory does not suffice",
@@ -139,35 +177,17 @@ def parser() -> argparse.ArgumentParser:
     find.add_argument("--whole-backward", action="store_true", help="do not split backwards")
     find.add_argument("--communication", action="store_true", help="insert sends and receives")
     find.add_argument("--output", "-o", type=Path, default=Path("-"), help="default: print")
-    convert = _command(commands, "convert", "between JSON and torch's CSV", file=True)
-    convert.add_argument("output", type=Path, nargs="?", default=Path("-"))
-    convert.add_argument("--to", choices=["csv", "json"], help="default: the output's ending")
-    convert.add_argument(
-        "--waits", action="store_true", help="say in CSV where torch waits, as torch 2.15 wants it"
-    )
-    return whole
 
 
 def _add_costs(command: argparse.ArgumentParser) -> None:
     command.description = f"{command.description}; costs are those of one rank's share of the model"
-    for name in ("forward", "input-grad", "weight-grad"):
-        command.add_argument(f"--{name}", type=float, default=1.0)
-    for name in ("first-scale", "last-scale"):
-        stage = name.partition("-")[0]
-        command.add_argument(f"--{name}", type=float, default=1.0, help=f"of the {stage} stage")
-    command.add_argument("--latency", type=float, default=0.0, help="of a message")
-    command.add_argument("--message", type=float, default=0.0, help="size of a message")
-    command.add_argument("--bandwidth", type=float, default=math.inf, help="size per unit of time")
-    command.add_argument("--recompute", type=float, help="of a RECOMPUTE; default: of a forward")
     command.add_argument(
-        "--kept-input", type=float, default=0.0, help="memory a stage keeps until a RECOMPUTE"
+        "--costs",
+        type=Path,
+        help="JSON with those of every stage, or stage and microbatch, instead of the rest",
     )
-    command.add_argument(
-        "--host-bandwidth",
-        type=float,
-        default=math.inf,
-        help="microbatches copied to the host per unit of time",
-    )
+    for name, text in MODEL.items():
+        command.add_argument(f"--{name}", type=float, help=text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from hp_schedule.arguments import GENERATORS, OPTIONS, flag, parser
-from hp_schedule.costs import ModelCosts
+from hp_schedule.arguments import GENERATORS, MODEL, OPTIONS, flag, parser
+from hp_schedule.costs import Costs, ModelCosts, numbers
 from hp_schedule.errors import ScheduleError
 from hp_schedule.notation import parse, to_csv, to_json
 from hp_schedule.passes import Retention, add_send_recv, pair_overlap
+from hp_schedule.profiles import costs_from_json, num_stages_of
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching import SearchResult, search
@@ -139,7 +140,9 @@ def _verdict(report: ValidationReport) -> dict[str, Any]:
 
 def _simulate(options: argparse.Namespace) -> int:
     schedule = _load(options.file)
-    costs = _model_costs(options).of_stages(schedule.num_ranks, schedule.num_stages)
+    costs = _costs(options)
+    if isinstance(costs, ModelCosts):
+        costs = costs.of_stages(schedule.num_ranks, schedule.num_stages)
     result = simulate(
         schedule, costs, channels=options.channels, blocking=options.blocking, cores=options.cores
     )
@@ -164,19 +167,24 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    scale = min(options.first_scale, options.last_scale)
-    if options.communication and min(options.forward, options.input_grad) * scale <= 0:
+    costs = _costs(options)
+    scale = min(costs.first_scale, costs.last_scale) if isinstance(costs, ModelCosts) else 1.0
+    shortest = min(scale * cost for of in (costs.forward, costs.input_grad) for cost in numbers(of))
+    if options.communication and shortest <= 0:
         raise ValueError("--forward and --input-grad (0) must be > 0 for --communication")
     result = search(
-        _model_costs(options),
+        costs,
         num_ranks=options.ranks,
         num_microbatches=options.microbatches,
-        virtual=options.virtual,
+        virtual=options.virtual or _stages_per_rank(costs, options.ranks),
         memory_limit=options.memory,
         split_backward=not options.whole_backward,
+        keep_order=options.keep_order,
+        blocking=options.blocking,
         retention=_retention(options.retention),
         num_candidates=options.candidates,
         time_budget=options.time_budget,
+        exact=options.exact,
         seed=options.seed,
     )
     schedule = result.schedule
@@ -186,6 +194,16 @@ def _search(options: argparse.Namespace) -> int:
     text = to_json(schedule) if options.json else timetable(schedule) + "\n"
     _write(options.output, text)
     return 0
+
+
+def _stages_per_rank(costs: ModelCosts | Costs, num_ranks: int) -> tuple[int, ...]:
+    """Return the numbers of stages per rank to try where none is given."""
+    if isinstance(costs, ModelCosts):
+        return (1, 2)
+    num_stages = num_stages_of(costs) or num_ranks
+    if num_ranks < 1 or num_stages % num_ranks:
+        raise ValueError(f"stages of --costs ({num_stages}) must divide by --ranks ({num_ranks})")
+    return (num_stages // num_ranks,)
 
 
 def _retention(chosen: str | None) -> tuple[Retention, ...]:
@@ -202,20 +220,22 @@ def _found(result: SearchResult) -> str:
     )
 
 
-def _model_costs(options: argparse.Namespace) -> ModelCosts:
-    return ModelCosts(
-        forward=options.forward,
-        input_grad=options.input_grad,
-        weight_grad=options.weight_grad,
-        first_scale=options.first_scale,
-        last_scale=options.last_scale,
-        latency=options.latency,
-        message=options.message,
-        bandwidth=options.bandwidth,
-        recompute=options.recompute,
-        kept_input=options.kept_input,
-        host_bandwidth=options.host_bandwidth,
-    )
+def _costs(options: argparse.Namespace) -> ModelCosts | Costs:
+    """Return the costs of the stages from a file, or those of a model from the other options.
+
+    Raises:
+        ValueError: If both are given, or the file has no costs.
+    """
+    names = [name.replace("-", "_") for name in MODEL]
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.costs is None:
+        return ModelCosts(**given)
+    for name, value in given.items():
+        raise ValueError(f"{flag(name)} ({value:g}) must be left out with --costs")
+    try:
+        return costs_from_json(options.costs.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{options.costs}: {error}") from None
 
 
 def _convert(options: argparse.Namespace) -> int:

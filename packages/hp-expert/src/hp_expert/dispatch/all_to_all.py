@@ -149,6 +149,8 @@ class AllToAllDispatcher:
 
     def launch_combine(self, y: Tensor, state: DispatchState) -> Tensor:
         """Launch the exchange back."""
+        if self.group.size() == 1:
+            return y
         return all_to_all_lazy(
             y,
             output_splits=state.input_splits,
@@ -162,6 +164,8 @@ class AllToAllDispatcher:
 
 
 def _exchange(x: Tensor, splits: DispatchState | SlotExchange, group: ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return x
     return all_to_all_lazy(
         x, output_splits=splits.output_splits, input_splits=splits.input_splits, group=group
     )

@@ -23,6 +23,7 @@ def sequence_balance_loss(
     *,
     num_experts: int,
     group: ProcessGroup | DeviceMesh | None = None,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """How unequally each sequence uses the experts: 1 for equal use, more otherwise.
 
@@ -39,6 +40,8 @@ def sequence_balance_loss(
         group: The ranks with other positions of the same B sequences, as many as they like:
             context-parallel ranks. Each returns the part of its own positions. The parts of all
             ranks add up to the value of the whole, their gradients are those of the whole.
+        padding: Positions that hold nothing, bool [B, S]: the value is that of the sequence without
+            them. None: there are none, on any rank of the group.
 
     Returns:
         One value per sequence [B], fp32 or wider; gradients flow through `scores` alone.
@@ -50,11 +53,15 @@ def sequence_balance_loss(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     counts_BE = count_by_sequence(experts.flatten(1), num_experts=num_experts)
     length: int | Tensor = max(scores.shape[1], 1)
-    if group is not None:
+    if padding is not None:
+        counts_BE, length = _lengths_without(padding, counts_BE, group)
+    elif group is not None:
         counts_BE, length = _sum_over_ranks(counts_BE, scores.shape[1], resolve_group(group))
     f_BE = counts_BE.to(scores.dtype) * (num_experts / (length * max(experts.shape[2], 1)))
     tiny = torch.finfo(scores.dtype).tiny
     shares_BSE = scores / scores.sum(dim=-1, keepdim=True).clamp_min(tiny)
+    if padding is not None:
+        shares_BSE = shares_BSE.masked_fill(padding.unsqueeze(-1), 0.0)
     p_BE = shares_BSE.sum(dim=1) / length
     return (f_BE * p_BE).sum(dim=1)
 
@@ -121,6 +128,18 @@ def _sum_over_ranks(
     summed = torch.cat([counts_BE.flatten(), counts_BE.new_full((1,), num_positions)])
     dist.all_reduce(summed, group=group)
     return summed[:-1].view_as(counts_BE), summed[-1].clamp_min(1).to(torch.float64)
+
+
+def _lengths_without(
+    padding: Tensor, counts_BE: Tensor, group: ProcessGroup | DeviceMesh | None
+) -> tuple[Tensor, Tensor]:
+    """Counts of all ranks, and how many positions of each sequence are no padding, fp64 [B, 1]."""
+    lengths_B1 = (~padding).sum(dim=1, keepdim=True)
+    if group is not None:
+        summed = torch.cat([counts_BE, lengths_B1.to(counts_BE.dtype)], dim=1)
+        dist.all_reduce(summed, group=resolve_group(group))
+        counts_BE, lengths_B1 = summed.split([counts_BE.shape[1], 1], dim=1)
+    return counts_BE, lengths_B1.clamp_min(1).to(torch.float64)
 
 
 def _check(scores: Tensor, experts: Tensor, num_experts: int) -> None:

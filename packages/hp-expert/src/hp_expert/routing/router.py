@@ -91,6 +91,8 @@ class TopKRouter(nn.Module):
             others are dropped; the weights of a token's other slots stay as they are. None: all.
         drop_policy: Which it takes: those with the highest weights ("score") or of the first tokens
             ("position"). Of equal weights, those of the first tokens.
+        counts_load: Whether `load` is counted; where nothing reads it, that is a layer's work for
+            nothing.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -116,6 +118,7 @@ class TopKRouter(nn.Module):
         group_score: GroupScore = "top2_sum",
         capacity_factor: float | None = None,
         drop_policy: DropPolicy = "score",
+        counts_load: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -126,6 +129,7 @@ class TopKRouter(nn.Module):
         self.num_groups, self.num_limited_groups = num_groups, num_limited_groups
         self.group_score = group_score
         self.capacity_factor, self.drop_policy = capacity_factor, drop_policy
+        self.counts_load = counts_load
         _check(self)
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         empty = torch.empty(num_experts, device=device, dtype=dtype)
@@ -144,12 +148,15 @@ class TopKRouter(nn.Module):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x: Tensor, *, replay: Tensor | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, *, replay: Tensor | None = None, padding: Tensor | None = None
+    ) -> Routing:
         """Route tokens.
 
         Args:
             x: Any floating dtype, one sequence [S, D] or several [..., S, D].
             replay: See `route`.
+            padding: See `route`.
         """
         # Two dims whatever x has: the kernel and its bits do not depend on the caller's view.
         x_TD = x.reshape(-1, x.shape[-1])
@@ -157,9 +164,11 @@ class TopKRouter(nn.Module):
             dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), _WIDE)
             logits_TE = linear(x_TD, self.weight, self.bias, dtype=dtype)
             logits = logits_TE.view(*x.shape[:-1], self.num_experts)
-            return self.route(logits, replay=replay)
+            return self.route(logits, replay=replay, padding=padding)
 
-    def route(self, logits: Tensor, *, replay: Tensor | None = None) -> Routing:
+    def route(
+        self, logits: Tensor, *, replay: Tensor | None = None, padding: Tensor | None = None
+    ) -> Routing:
         """Route by logits.
 
         Args:
@@ -167,14 +176,18 @@ class TopKRouter(nn.Module):
             replay: Experts to take instead of the best ones, int64 [T, K]; their weights follow the
                 logits all the same, and so do the gradients. A slot with expert -1 was dropped:
                 the weights of the others are what they are without it. See `check_replay`.
+            padding: Which tokens hold nothing, bool of the shape of `logits` without E: they go to
+                no expert and are not counted. None: none of them.
 
         Returns:
             The routing of the tokens of all sequences, one after the other.
 
         Raises:
             ValueError: If the record is of the wrong shape or dtype; on the CPU also if its experts
-                are none.
+                are none. If `padding` does not fit, or there is a capacity, of which it would take.
         """
+        if padding is not None:
+            _check_padding(padding, logits, self)
         logits_TE = logits.reshape(-1, self.num_experts)
         logits_TE = logits_TE.to(torch.promote_types(logits.dtype, _WIDE))
         sequence_length = logits.shape[-2] if logits.ndim > 1 else 1
@@ -183,13 +196,15 @@ class TopKRouter(nn.Module):
         if fuses(logits_TE) and not torch.compiler.is_compiling():
             rule = self._rule()
             if rule.fits(self.num_experts):
-                return self._route_fused(logits_TE, rule, sequence_length, replay=replay)
+                make = partial(self._choose_fused, logits_TE.detach(), rule, sequence_length)
+                given = replay if padding is None else self._without(padding, replay, make)
+                return self._route_fused(logits_TE, rule, sequence_length, replay=given)
         softmax = self.score_function == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
-        if replay is None:
-            choice = decide(self, partial(self._choose, scores_TE.detach(), sequence_length))
-        else:
-            choice = _Choice(replay, replay)
+        make = partial(self._choose, scores_TE.detach(), sequence_length)
+        if padding is not None:
+            replay = self._without(padding, replay, make)
+        choice = decide(self, make) if replay is None else _Choice(replay, replay)
         load = self._counter(scores_TE)
         if load is not None:
             scores_TE = count_in_backward(scores_TE, choice.chosen, load)
@@ -228,6 +243,13 @@ class TopKRouter(nn.Module):
         _, weights_TK, chosen_TK = triton_routing.route(logits_TE, rule, bias=self.correction_bias)
         return self._drop(chosen_TK, lambda: weights_TK, sequence_length)
 
+    def _without(
+        self, padding: Tensor, replay: Tensor | None, make: Callable[[], _Choice]
+    ) -> Tensor:
+        """Experts of all tokens, int64 [T, K]; -1 for those of padding."""
+        experts = decide(self, make).experts if replay is None else replay
+        return experts.masked_fill(padding.reshape(-1, 1), -1)
+
     def _rule(self) -> Rule:
         return Rule(
             self.top_k,
@@ -241,7 +263,8 @@ class TopKRouter(nn.Module):
 
     def _counter(self, scores: Tensor) -> Tensor | None:
         """What the slots of experts are counted in; None if they are not."""
-        if not (self.training and torch.is_grad_enabled() and scores.requires_grad):
+        wanted = self.counts_load and self.training
+        if not (wanted and torch.is_grad_enabled() and scores.requires_grad):
             return None
         return self.load if self.load.device == scores.device else self._load_on(scores)
 
@@ -395,6 +418,19 @@ def _check_record(replay: Tensor, *, num_tokens: int, router: TopKRouter) -> Non
     if replay.device.type == "cpu" and not torch.compiler.is_compiling():
         check_replay(
             replay, num_tokens=num_tokens, top_k=router.top_k, num_experts=router.num_experts
+        )
+
+
+def _check_padding(padding: Tensor, logits: Tensor, router: TopKRouter) -> None:
+    if padding.shape != logits.shape[:-1] or padding.dtype != torch.bool:
+        raise ValueError(
+            f"padding ({tuple(padding.shape)}, {padding.dtype}) must be bool and "
+            f"{tuple(logits.shape[:-1])}, as the tokens are"
+        )
+    if router.capacity_factor is not None:
+        raise ValueError(
+            f"capacity_factor ({router.capacity_factor}) must be None with padding, which is part "
+            "of the length that a capacity is a share of"
         )
 
 

@@ -5,7 +5,7 @@ from hp_platform.dry.cuda.current import active as active_device
 from hp_platform.dry.cuda.current import is_dry
 from hp_platform.dry.device.device import DryDevice
 from hp_platform.dry.gpu import Gpu
-from hp_platform.dry.memory.allocator import OutOfMemory, Segment, Usage, replay
+from hp_platform.dry.memory.allocator import OutOfMemory, Segment, Usage, least_bytes, replay
 from hp_platform.dry.proof.hazards import Hazard
 from hp_platform.dry.proof.matching import Problem
 from hp_platform.dry.proof.order import prove, same_program
@@ -26,6 +26,7 @@ __all__ = [
     "active_device",
     "check_streams",
     "is_dry",
+    "least_bytes",
     "prove",
     "replay",
     "run_ranks",

@@ -8,9 +8,12 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from math import floor, inf, isinf
 
+from hp_schedule.searching.joined import joined_bound
 from hp_schedule.searching.problem import Problem
 
 _EPSILON = 1e-9
+_SMALL = 400
+"""Steps up to which all ranks are looked at."""
 _LARGE = 20_000
 """Steps from which the one bound that takes long is worked out for some ranks only."""
 
@@ -26,7 +29,9 @@ def lower_bound(problem: Problem) -> float:
     - for each rank, its work plus the time it must stand idle because its memory is full before the
       first input gradient can come back, or, seen from the end, before the last forward;
     - for each stage, microbatches one after another in as many slots as fit its memory;
-    - for each rank, the memory its microbatches hold times how long, over the memory there is.
+    - for each rank, the memory its microbatches hold times how long, over the memory there is;
+    - for the two ends, in small problems for each rank, all its stages in the memory they share,
+      where microbatches cost the same (`joined_bound`).
     """
     heads, tails = _heads_and_tails(problem)
     bounds = [0.0]
@@ -48,7 +53,20 @@ def lower_bound(problem: Problem) -> float:
         bounds.append(_memory_full(problem, parts[::-1], tails))
         bounds.append(_held(problem, rank, heads, tails))
     bounds.extend(_slots(problem, stage, heads) for stage in range(problem.num_stages))
+    if _are_equal(problem) and _is_scarce(problem):
+        ranks = range(problem.num_ranks)
+        ends = {0, problem.num_ranks - 1}
+        joined = ranks if problem.num_steps <= _SMALL else ends
+        bounds.extend(joined_bound(problem, rank) for rank in joined)
     return max(bounds)
+
+
+def _is_scarce(problem: Problem) -> bool:
+    """Return whether some rank cannot hold all microbatches at once."""
+    sizes = [0.0] * problem.num_ranks
+    for size, rank in zip(problem.acquires, problem.rank, strict=True):
+        sizes[rank] += size
+    return max(sizes) > problem.memory_limit + _EPSILON
 
 
 def _heads_and_tails(problem: Problem) -> tuple[list[float], list[float]]:

@@ -6,10 +6,12 @@ the priorities its own order gives, and forwards again: forward-backward improve
 1992; Tormos and Lova 2001), here with memory that is taken and given back.
 
 Note [Memory without deadlock]. A step that takes memory starts only if there is room for it and,
-beside it, for the most that each later stage of its rank may take. So among the microbatches under
-way the one that is furthest can always go on, on every rank: whatever stands before it there was
-taken by stages before its own, and each of those left room for it. Stages take microbatches in one
-order, which makes this hold backwards in time too, where W takes memory long before F returns it.
+beside it, for the most that each later stage of its rank may take, less what that stage holds now.
+So among the microbatches under way the one that is furthest can always go on, on every rank:
+whatever stands before it there was taken by stages before its own, and each of those left room for
+it or saw its stage hold as much, for microbatches that have ended since. Stages take microbatches
+in one order, which makes this hold backwards in time too, where W takes memory long before F
+returns it.
 """
 
 from collections.abc import Sequence
@@ -36,6 +38,12 @@ class Plan:
     starts: list[float]
     sequence: list[int]
     makespan: float
+
+    def order(self) -> list[int]:
+        """Return all steps, each after those that it waits for, as each rank runs them."""
+        if self.sequence:
+            return self.sequence
+        return sorted(range(len(self.starts)), key=lambda step: (self.starts[step], step))
 
     def mirrored_priorities(self, duration: Sequence[float]) -> list[float]:
         """Return the priorities that rebuild the plan with time running the other way."""
@@ -97,6 +105,9 @@ class _Construction:
         self._coming: list[list[tuple[float, float, int]]] = [[] for _ in ranks]
         self._blocked: list[list[tuple[float, int]]] = [[] for _ in ranks]
         self._held = [0.0] * problem.num_ranks
+        # What each stage holds, and what its rank must keep free for the stages behind it.
+        self._held_by = [0.0] * problem.num_stages
+        self._reserve = problem.reserve.copy()
         self._free_at = [0.0] * problem.num_ranks
         self._wakes_at = [inf] * problem.num_ranks
         self._events: list[tuple[float, int]] = []
@@ -136,9 +147,8 @@ class _Construction:
         while coming and coming[0][0] <= moment:
             _, priority, step = heappop(coming)
             heappush(ready, (priority, step))
-        needs = self._problem.needs
         room = self._problem.memory_limit + _EPSILON - self._held[rank]
-        while ready and needs[ready[0][1]] > room:
+        while ready and self._needs(ready[0][1]) > room:
             self._blocked[rank].append(heappop(ready))
         if not ready:
             if coming:
@@ -150,7 +160,7 @@ class _Construction:
             better = [
                 arrival
                 for arrival, other, candidate in coming
-                if arrival < until and other < priority and needs[candidate] <= room
+                if arrival < until and other < priority and self._needs(candidate) <= room
             ]
             if better:
                 return self._fill(rank, now, min(better), room)
@@ -159,10 +169,10 @@ class _Construction:
 
     def _fill(self, rank: int, now: float, until: float, room: float) -> int:
         """Take out the best step that ends by the arrival of a better one; -1 to wait for it."""
-        duration, needs = self._problem.duration, self._problem.needs
+        duration = self._problem.duration
         ready = self._ready[rank]
         time = until - now + _EPSILON
-        fitting = [e for e in ready if duration[e[1]] <= time and needs[e[1]] <= room]
+        fitting = [e for e in ready if duration[e[1]] <= time and self._needs(e[1]) <= room]
         if not fitting:
             self._wake(rank, until)
             return -1
@@ -177,10 +187,10 @@ class _Construction:
         self._free_at[rank] = end
         self._wake(rank, end)
         if problem.acquires[step]:
-            self._held[rank] += problem.acquires[step]
+            self._hold(step, rank, problem.acquires[step])
         elif problem.releases[step]:
             # The rank chooses its next step at the end of this one: then the memory is free.
-            self._held[rank] -= problem.releases[step]
+            self._hold(step, rank, -problem.releases[step])
             for entry in self._blocked[rank]:
                 heappush(self._ready[rank], entry)
             self._blocked[rank].clear()
@@ -196,6 +206,24 @@ class _Construction:
                 heappush(self._coming[there], (time, self._priority[follower], follower))
                 if there != rank:
                     self._wake(there, max(time, self._free_at[there]))
+
+    def _needs(self, step: int) -> float:
+        """Return the memory that must be free for a step to start."""
+        size = self._problem.acquires[step]
+        if not size:
+            return 0.0
+        return size + self._reserve[step % self._problem.part // self._problem.num_microbatches]
+
+    def _hold(self, step: int, rank: int, more: float) -> None:
+        """Take memory for a step's stage, or give it back."""
+        problem, held = self._problem, self._held_by
+        self._held[rank] += more
+        stage = step % problem.part // problem.num_microbatches
+        before = max(0.0, problem.largest[stage] - held[stage])
+        held[stage] += more
+        change = max(0.0, problem.largest[stage] - held[stage]) - before
+        for earlier in problem.earlier[stage] if change else ():
+            self._reserve[earlier] += change
 
     def _wake(self, rank: int, time: float) -> None:
         if time < self._wakes_at[rank]:

@@ -10,6 +10,7 @@ microbatch's place in the order in which every stage takes them.
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from functools import cached_property
 
 from hp_schedule.costs import Costs, per_step
 from hp_schedule.packing import (
@@ -44,7 +45,9 @@ class Problem:
         successors: Which steps it precedes, each with the time from its end to their start.
         acquires: Memory that each step takes at its start.
         releases: Memory that each step gives back at its end.
-        needs: Memory that must be free for each step to start.
+        largest: For each stage the most memory that a microbatch takes.
+        earlier: For each stage those before it on its rank.
+        reserve: For each stage what those behind it on its rank take at most for one microbatch.
         num_predecessors: Number of steps that precede each step.
         lag: For each cell of a forward, the time of its message to the next stage; 0 on one rank.
         lag_back: For each cell of a backward, the time of the gradient's message to the stage
@@ -62,7 +65,6 @@ class Problem:
     ) -> None:
         self.stage_to_rank = tuple(stage_to_rank)
         self.order = tuple(order)
-        self._place = {microbatch: place for place, microbatch in enumerate(self.order)}
         self.memory_limit = memory_limit
         self.kinds = (FWD, BWD_INPUT, BWD_WEIGHT) if split_backward else (FWD, BWD)
         self.num_ranks = 1 + max(stage_to_rank)
@@ -78,9 +80,23 @@ class Problem:
         nothing = [0.0] * (self.num_steps - self.part)
         self.acquires = activation + nothing
         self.releases = nothing + activation
-        self.needs = self._with_reserve(activation) + nothing
+        num = self.num_microbatches
+        self.largest = [max(activation[at : at + num]) for at in range(0, self.part, num)]
+        self.earlier = [
+            [other for other in range(stage) if stage_to_rank[other] == rank]
+            for stage, rank in enumerate(stage_to_rank)
+        ]
+        self.reserve = [0.0] * self.num_stages
+        for stage, others in enumerate(self.earlier):
+            for other in others:
+                self.reserve[other] += self.largest[stage]
         self._set_lags(costs)
-        self.follow_with(self._successors())
+        self.follow_with(self.all_successors())
+
+    @cached_property
+    def mirror(self) -> "Problem":
+        """`reversed`, once."""
+        return self.reversed()
 
     def reversed(self) -> "Problem":
         """Return the problem with time running backwards: its schedules are this one's, mirrored.
@@ -89,7 +105,7 @@ class Problem:
         opposite order. A rank's stages take a microbatch's memory in their order, which nothing
         else would see to (see "Memory without deadlock").
         """
-        mirror = copy(self)
+        mirror = self._copy()
         turned: list[list[tuple[int, float]]] = [[] for _ in range(self.num_steps)]
         for step, successors in enumerate(self.successors):
             for successor, lag in successors:
@@ -102,13 +118,28 @@ class Problem:
                 turned[taken].append((then, 0.0))
         mirror.follow_with(turned)
         mirror.acquires, mirror.releases = self.releases, self.acquires
-        nothing = [0.0] * (self.num_steps - self.part)
-        mirror.needs = nothing + self._with_reserve(self.acquires[: self.part])
         return mirror
+
+    def with_order(self, order: Sequence[int]) -> "Problem":
+        """Return the problem with the microbatches in another order."""
+        other = self._copy()
+        other.order = tuple(order)
+        places = [self.order.index(microbatch) for microbatch in other.order]
+        num = self.num_microbatches
+
+        def moved(table: list[float]) -> list[float]:
+            return [table[row + place] for row in range(0, len(table), num) for place in places]
+
+        other.duration = moved(self.duration)
+        other.acquires, other.releases = moved(self.acquires), moved(self.releases)
+        other.lag, other.lag_back = moved(self.lag), moved(self.lag_back)
+        if other.lag != self.lag or other.lag_back != self.lag_back:
+            other.follow_with(other.all_successors())
+        return other
 
     def with_windows(self, windows: Sequence[int]) -> "Problem":
         """Return the problem with at most windows[stage] microbatches in each stage at once."""
-        narrow = copy(self)
+        narrow = self._copy()
         limited = list(self.successors)
         last = self.num_steps - self.part
         for stage, window in enumerate(windows):
@@ -137,8 +168,40 @@ class Problem:
         kind = code & KIND_MASK
         part = self.kinds.index(kind) if kind in self.kinds else 1
         stage = code >> STAGE_SHIFT & STAGE_MASK
-        place = self._place[code >> MICROBATCH_SHIFT]
+        place = self._place_of[code >> MICROBATCH_SHIFT]
         return (part * self.num_stages + stage) * self.num_microbatches + place
+
+    def chains(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
+        """Return what each step waits for but for the order of the microbatches.
+
+        Returns:
+            By step the step that it waits for, -1 for none; the time between the two; the steps
+            that wait for it, each with that time.
+        """
+        before, lag = [-1] * self.num_steps, [0.0] * self.num_steps
+        after: list[list[tuple[int, float]]] = []
+        for step, successors in enumerate(self.successors):
+            mine = [
+                entry for entry in successors if entry[0] != step + 1 or not self._is_next(step)
+            ]
+            after.append(mine)
+            for follower, gap in mine:
+                before[follower], lag[follower] = step, gap
+        return before, lag, after
+
+    @cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {microbatch: place for place, microbatch in enumerate(self.order)}
+
+    def _is_next(self, step: int) -> bool:
+        """Whether the next step is the same one of the next microbatch."""
+        return (step + 1) % self.num_microbatches > 0
+
+    def _copy(self) -> "Problem":
+        other = copy(self)
+        for name in ("mirror", "_place_of"):
+            vars(other).pop(name, None)
+        return other
 
     def _same_rank(self) -> Iterator[tuple[int, int]]:
         """Yield each stage with the next one of its rank."""
@@ -163,17 +226,6 @@ class Problem:
             for microbatch in self.order
         ]
 
-    def _with_reserve(self, activation: Sequence[float]) -> list[float]:
-        """Return what a stage takes, and the most that each later stage of its rank may take."""
-        needs = list(activation)
-        reserve = [0.0] * self.num_ranks
-        num = self.num_microbatches
-        for stage, rank in reversed(list(enumerate(self.stage_to_rank))):
-            cells = slice(stage * num, (stage + 1) * num)
-            needs[cells] = [size + reserve[rank] for size in activation[cells]]
-            reserve[rank] += max(activation[cells])
-        return needs
-
     def _set_lags(self, costs: Costs) -> None:
         transmission = costs.transmission(self.num_stages, self.num_microbatches)
         self.lag = [0.0] * self.part
@@ -189,7 +241,8 @@ class Problem:
                     self.lag[cell + position] = there + sent
                     self.lag_back[cell + self.num_microbatches + position] = back + sent
 
-    def _successors(self) -> list[list[tuple[int, float]]]:
+    def all_successors(self) -> list[list[tuple[int, float]]]:
+        """Return for each step those that wait for it, with the time between them."""
         num, part = self.num_microbatches, self.part
         result: list[list[tuple[int, float]]] = [[] for _ in range(self.num_steps)]
         for cell in range(part):

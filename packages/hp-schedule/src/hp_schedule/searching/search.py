@@ -14,7 +14,9 @@ from hp_schedule.passes.retention import Retention
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
+from hp_schedule.searching.exact import check_engine
 from hp_schedule.searching.fitting import check_ways, fit_memory
+from hp_schedule.searching.orders import first_orders
 from hp_schedule.searching.space import Recipe, Space
 from hp_schedule.searching.units import Units
 
@@ -30,6 +32,10 @@ _WIDE, _NARROW = 0.3, 0.04
 """How far behind a space may lie and still be tried after the first recipe, and with the last."""
 _NEW = 0.3
 """How often a pattern with new parameters is tried instead of a variation."""
+_WALKING = 2
+"""Spaces in which steps are moved after each recipe."""
+_WALKED = 0.6
+"""How often a plan's steps are moved instead of a plan built anew."""
 _FOCUS = 1.2
 """How much likelier the space with the best schedule is to be varied than the next one."""
 
@@ -113,9 +119,12 @@ def search(
     latency: Latency | None = None,
     placements: Sequence[PlacementStyle] = ("loop", "v"),
     split_backward: bool = True,
+    keep_order: bool = False,
+    blocking: bool = False,
     retention: Sequence[Retention] = (),
     num_candidates: int | None = None,
     time_budget: float | None = None,
+    exact: float = 0.0,
     seed: int = 0,
 ) -> SearchResult:
     """Find a short schedule.
@@ -135,6 +144,11 @@ def search(
         placements: Placements to try; with one stage per rank they are the same.
         split_backward: Whether to split backwards into I and W; without, weight gradients are
             computed with the input's.
+        keep_order: Whether every stage must take the microbatches in the order of their numbers, so
+            that sums over them are those of one process bit for bit. Otherwise the order is
+            searched too where their costs differ, and may differ from stage to stage; microbatches
+            that cost the same stay in order.
+        blocking: Whether a rank stands still until what it sends has arrived; see `simulate`.
         retention: How microbatches may make room where the memory does not suffice: "recompute",
             "offload" or both, see `fit_memory`. Schedules that need more memory are then searched
             too, each limit with an equal part of the budget, and made to fit.
@@ -142,13 +156,23 @@ def search(
         time_budget: Seconds of processor time of the calling thread, so that a busy machine gets
             the same plans, later; the closed forms and the bounds are worked out however little.
             Default: 10, or as many as `num_candidates` take.
+        exact: Effort of an exact engine after that, in its deterministic time (about seconds, the
+            same result on every machine): what it finds is proven to be the shortest, or bounded
+            from below. Needs `hp-schedule[exact]`.
         seed: Seed of the random numbers by which plans are varied.
 
     Raises:
         ValueError: If a count is below 1, costs are of stages and `virtual` has several numbers,
-            a way of retention is unknown, or nothing fits the memory.
+            a way of retention is unknown or comes with `blocking`, nothing fits the memory, or
+            `exact` is asked for and OR-Tools is not installed.
     """
     check_ways(retention)
+    if not 0 <= exact < math.inf:
+        raise ValueError(f"exact ({exact}) must be >= 0 and finite")
+    if exact:
+        check_engine()
+    if retention and blocking:
+        raise ValueError("blocking (True) must be left out with retention")
     if retention and memory_limit < math.inf:
         shares = len(_LIMITS)
         find = partial(
@@ -160,8 +184,11 @@ def search(
             latency=latency,
             placements=placements,
             split_backward=split_backward,
+            keep_order=keep_order,
+            blocking=blocking,
             num_candidates=None if num_candidates is None else num_candidates // shares,
             time_budget=None if time_budget is None else time_budget / shares,
+            exact=exact / shares,
             seed=seed,
         )
         return _made_to_fit(find, memory_limit, retention)
@@ -181,6 +208,8 @@ def search(
         places=[(v, style) for v in virtual for style in (placements if v > 1 else ("loop",))],
         memory_limit=memory_limit,
         split_backward=split_backward,
+        keep_order=keep_order,
+        blocking=blocking,
     )
     random = Random(seed)  # noqa: S311 - nothing is secret
     built = 0
@@ -191,6 +220,8 @@ def search(
             break
         build()
         built += 1
+    if exact and ended_by != "bound" and spaces.solve(exact):
+        ended_by = "bound"
     return spaces.result(built, ended_by)
 
 
@@ -245,6 +276,8 @@ class _Spaces:
         places: Sequence[Place],
         memory_limit: float,
         split_backward: bool,
+        keep_order: bool,
+        blocking: bool,
     ) -> None:
         self._units = Units.fitting(costs)
         self._all: list[tuple[Place, Space]] = []
@@ -255,16 +288,18 @@ class _Spaces:
                 else costs
             )
             mapping = generate_stage_to_rank_mapping(num_ranks, num_ranks * number, style)
-            for order in _orders(of_stages, num_ranks * number, num_microbatches):
-                space = Space(
-                    of_stages,
-                    stage_to_rank=[mapping[stage] for stage in range(len(mapping))],
-                    order=order,
-                    memory_limit=memory_limit,
-                    split_backward=split_backward,
-                    units=self._units,
-                )
-                self._all.append(((number, style), space))
+            orders = first_orders(of_stages, num_ranks * number, num_microbatches)
+            space = Space(
+                of_stages,
+                stage_to_rank=[mapping[stage] for stage in range(len(mapping))],
+                orders=orders,
+                memory_limit=memory_limit,
+                split_backward=split_backward,
+                keep_order=keep_order,
+                blocking=blocking,
+                units=self._units,
+            )
+            self._all.append(((number, style), space))
             forms = closed_forms(
                 num_ranks,
                 num_microbatches=num_microbatches,
@@ -282,16 +317,29 @@ class _Spaces:
         for index, recipe in enumerate(RECIPES):
             field = max(_WIDE / index, _NARROW) if index else math.inf
             for space in self._open(field):
-                yield partial(space.follow, recipe)
+                yield partial(space.follow, recipe, random)
             if index < _TIGHTENED:
                 for space in self._open(_WIDE):
                     yield space.tighten_next
+            for space in self._open(_NARROW)[:_WALKING]:
+                yield partial(space.walk, random)
         while spaces := self._open(math.inf):
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
             if random.random() < _NEW:
-                yield partial(spaces[index].follow, _random_recipe(random))
+                yield partial(spaces[index].follow, _random_recipe(random), random)
+            elif random.random() < _WALKED:
+                yield partial(spaces[index].walk, random)
             else:
                 yield partial(spaces[index].vary, random)
+
+    def solve(self, effort: float) -> bool:
+        """Let an exact engine shorten and bound what is open; return whether nothing is left."""
+        spaces = self._open(math.inf)
+        for space in spaces:
+            if space in self._open(math.inf):
+                space.solve(effort / len(spaces))
+        self._bound = min(space.bound for _, space in self._all)
+        return not self._open(math.inf)
 
     def result(
         self, num_candidates: int, ended_by: Literal["bound", "candidates", "time"]
@@ -340,17 +388,6 @@ def _random_recipe(random: Random) -> Recipe:
         weight_delay=random.choice((0.0, random.uniform(0.0, 1.0), _AT_WILL)),
         patience=random.choice((0.0, 0.5, 1.0)),
     )
-
-
-def _orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[tuple[int, ...]]:
-    """Return the orders to try: as they come; if they differ, the long ones first or last too."""
-    microbatches = range(num_microbatches)
-    work = [0.0] * num_microbatches
-    for table in costs.durations(num_stages, num_microbatches):
-        for cell, duration in enumerate(table):
-            work[cell % num_microbatches] += duration
-    rising = tuple(sorted(microbatches, key=work.__getitem__))
-    return list(dict.fromkeys([tuple(microbatches), rising, rising[::-1]]))
 
 
 def _check_places(

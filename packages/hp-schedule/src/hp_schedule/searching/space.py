@@ -1,5 +1,6 @@
 """One way to place the stages, and the best plans found for it so far."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -10,17 +11,35 @@ from hp_schedule.costs import Costs
 from hp_schedule.packing import BWD, KIND_MASK, leaves
 from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
+from hp_schedule.searching.blocking import while_sending
 from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
+from hp_schedule.searching.exact import rank_bound, solve_in_windows
+from hp_schedule.searching.orders import Order, in_order, neighbour, with_order
 from hp_schedule.searching.problem import Problem
 from hp_schedule.searching.template import template
 from hp_schedule.searching.units import Units
+from hp_schedule.searching.walking import Walk
 from hp_schedule.simulation import simulate
 
 _POOL_SIZE = 6
 _SIDEWAYS = 0.3
 """How often a plan as long as the worst kept takes its place."""
 _EPSILON = 1e-9
+_OTHER_ORDER = 0.3
+"""How often a pattern is followed in one of the first orders instead of that of the best plan."""
+_REORDERED = 0.4
+"""How often a plan is varied with its microbatches in another order."""
+_KNOWN = 32
+"""Orders whose problems are kept."""
+_BOUNDING = 0.3
+"""The part of an exact engine's time that bounds take."""
+_MOVED = 8_000
+"""Steps that are timed anew at once by a walk, each of whose moves times all of them."""
+_MOVES = (4, 40)
+"""Moves that a walk makes at once, at least and at most."""
+_PATIENT = 8
+"""Walks without a shorter plan after which another plan is the start."""
 
 
 class Recipe(NamedTuple):
@@ -48,27 +67,31 @@ class Candidate:
     Attributes:
         makespan: What the simulator says it takes.
         origin: How it was found, in words.
-        plan: Its steps in the problem of its space.
+        problem: Problem of its space, with one order of the microbatches.
+        plan: Its steps in that problem.
         patience: Patience with which it was built.
         schedule: A closed form as it is; None if the plan says it all.
     """
 
     makespan: float
     origin: str
+    problem: Problem
     plan: Plan
     patience: float
     schedule: Schedule | None = None
 
 
 class Space:
-    """All plans of one placement and one order of the microbatches.
+    """All plans of one placement.
 
     Args:
         costs: Costs for its number of stages.
         stage_to_rank: The placement.
-        order: The order in which every stage takes the microbatches.
+        orders: Orders of the microbatches to begin with.
         memory_limit: Most memory that the activations of a rank may take, in the unit of the costs.
         split_backward: Whether I and W are steps of their own.
+        keep_order: Whether every stage must take the microbatches in the first of these orders.
+        blocking: Whether a rank stands still until what it sends has arrived.
         units: Units of time and memory of the plans; all times of the space are in them.
 
     Attributes:
@@ -84,27 +107,38 @@ class Space:
         costs: Costs,
         *,
         stage_to_rank: Sequence[int],
-        order: Sequence[int],
+        orders: Sequence[Order],
         memory_limit: float,
         split_backward: bool,
+        keep_order: bool,
+        blocking: bool,
         units: Units,
     ) -> None:
         self.costs = costs
+        self._blocking = blocking
         self._in_units = units.apply(costs)
+        self._priced = self._in_units
+        if blocking:
+            self._priced = while_sending(self._in_units, stage_to_rank, len(orders[0]))
         self._problem = Problem(
-            self._in_units,
+            self._priced,
             stage_to_rank=stage_to_rank,
-            order=order,
+            order=orders[0],
             memory_limit=memory_limit / units.memory,
             split_backward=split_backward,
         )
         self._units = units
-        self._mirror = self._problem.reversed()
-        self._is_contended = costs.bandwidth < inf
+        self._orders = orders[:1] if keep_order else orders
+        self._keep_order = keep_order
+        self._known: OrderedDict[Order, Problem] = OrderedDict()
+        self._is_contended = self._priced.bandwidth < inf
         self.bound = lower_bound(self._problem)
         self._pool: list[Candidate] = []
-        self._keep(self._first())
+        for order in self._orders:
+            self._keep(self._first(self._of(order)))
         self._loose = self._pool.copy()
+        self._walk: tuple[Walk, Candidate] | None = None
+        self._idle = 0
 
     @property
     def best(self) -> Candidate:
@@ -120,47 +154,58 @@ class Space:
 
     def schedule(self, candidate: Candidate) -> Schedule:
         """Return the schedule of a candidate of this space."""
-        return candidate.schedule or self._problem.schedule(candidate.plan.sequence)
+        if candidate.schedule is not None:
+            return candidate.schedule
+        return candidate.problem.schedule(in_order(candidate.problem, candidate.plan.sequence))
 
     def makespan(self, candidate: Candidate) -> float:
         """Return what the simulator says that a candidate takes; a plan's sums round otherwise."""
-        return simulate(self.schedule(candidate), self.costs).makespan
+        schedule = self.schedule(candidate)
+        return simulate(schedule, self.costs, blocking=self._blocking).makespan
 
     def adopt(self, name: str, schedule: Schedule) -> None:
-        """Keep a closed form if it fits the memory."""
-        result = simulate(schedule, self._in_units)
-        if max(result.peak_activations) > self._problem.memory_limit + _EPSILON:
-            return
-        plan = Plan(self._starts_of(schedule), [], result.makespan)
-        candidate = Candidate(result.makespan, name, plan, 1.0, schedule)
-        self._keep(candidate)
-        self._loose.append(candidate)
+        """Keep a closed form if it fits the memory, in each of the orders to begin with."""
+        for order in self._orders:
+            problem = self._of(order)
+            permuted = with_order(schedule, order)
+            result = simulate(permuted, self._in_units, blocking=self._blocking)
+            if max(result.peak_activations) <= self._problem.memory_limit + _EPSILON:
+                plan = Plan(self._starts_of(problem, permuted), [], result.makespan)
+                candidate = Candidate(result.makespan, name, problem, plan, 1.0, permuted)
+                self._keep(candidate)
+                self._loose.append(candidate)
         self._loose.sort(key=lambda loose: loose.makespan)
 
     def tighten_next(self) -> None:
         """Tighten the best of the plans that the space began with, if one is left."""
         if self._loose:
             old = self._loose.pop(0)
-            plan = tighten(self._problem, self._mirror, old.plan, patience=old.patience)
+            plan = tighten(old.problem, old.problem.mirror, old.plan, patience=old.patience)
             if plan is not old.plan:
                 origin = f"{old.origin}, tightened"
-                self._keep(Candidate(plan.makespan, origin, plan, old.patience))
+                self._keep(Candidate(plan.makespan, origin, old.problem, plan, old.patience))
 
-    def follow(self, recipe: Recipe) -> None:
-        """Build a plan from a pattern."""
-        pattern = template(self._problem, stretch=recipe.stretch, slack=recipe.slack)
+    def follow(self, recipe: Recipe, random: Random) -> None:
+        """Build a plan from a pattern, in the order of the best plan or in one of the first."""
+        order = self.best.problem.order
+        if random.random() < _OTHER_ORDER:
+            order = random.choice(self._orders)
+        problem = self._of(order)
+        pattern = template(problem, stretch=recipe.stretch, slack=recipe.slack)
         if pattern is None:
             return
-        priority = pattern.priorities(
-            self._problem.num_microbatches, weight_delay=recipe.weight_delay
+        priority = pattern.priorities(problem.num_microbatches, weight_delay=recipe.weight_delay)
+        windows = tuple(pattern.windows(problem, fill=recipe.fill))
+        self._build(
+            problem, priority, windows, patience=recipe.patience, origin=f"pattern {recipe}"
         )
-        windows = tuple(pattern.windows(self._problem, fill=recipe.fill))
-        self._build(priority, windows, recipe.patience, f"pattern {recipe}")
 
     def vary(self, random: Random) -> None:
         """Disturb a kept plan's order, perhaps its windows too, and build it anew."""
-        index = min(int(random.expovariate(1.0)), len(self._pool) - 1)
-        old = self._pool[index]
+        old = self._pick(random)
+        problem = old.problem
+        if len(self._orders) > 1 and random.random() < _REORDERED:
+            problem = self._of(neighbour(problem.order, random))
         windows = self._windows_of(old.plan) if random.random() < 0.5 else None
         if windows and random.random() < 0.5:
             stage = random.randrange(len(windows))
@@ -169,44 +214,101 @@ class Space:
         patience = random.choice((0.0, 0.25, 0.5, 1.0, old.patience))
         origin = old.origin.removesuffix(", varied")
         sideways = random.random() < _SIDEWAYS
+        priority = self._disturbed(old.plan, random)
         self._build(
-            self._disturbed(old.plan, random), windows, patience, f"{origin}, varied", sideways
+            problem,
+            priority,
+            windows,
+            patience=patience,
+            origin=f"{origin}, varied",
+            sideways=sideways,
         )
+
+    def walk(self, random: Random) -> None:
+        """Move steps of a kept plan within their rows, on from where the last walk came."""
+        if self._walk is None or self._idle > _PATIENT:
+            old = self._pick(random)
+            self._walk = Walk(old.problem, old.plan, random, keep_order=self._keep_order), old
+            self._idle = 0
+        rows, old = self._walk
+        fewest, most = _MOVES
+        moves = min(most, max(fewest, _MOVED // self._problem.num_steps))
+        self._idle = 0 if rows.improve(moves) else self._idle + 1
+        plan = rows.best
+        if not self._idle and plan.makespan < self._pool[-1].makespan - _EPSILON:
+            origin = f"{old.origin.removesuffix(', moved')}, moved"
+            self._keep(Candidate(plan.makespan, origin, old.problem, plan, old.patience))
+
+    def solve(self, effort: float) -> None:
+        """Raise the bound and shorten the best plan by the exact engine, with so much effort."""
+        problem, ranks = self.best.problem, range(self._problem.num_ranks)
+        share = effort * _BOUNDING / len(ranks)
+        for rank in ranks:
+            bound = rank_bound(problem, rank, effort=share, keep_order=self._keep_order)
+            self.bound = max(self.bound, bound)
+        if self.bound >= self.best.makespan - _EPSILON:
+            return
+        old = self.best
+        sequence = in_order(problem, old.plan.order())
+        starts = [0.0] * problem.num_steps
+        for step, renamed in zip(old.plan.order(), sequence, strict=True):
+            starts[renamed] = old.plan.starts[step]
+        plan = Plan(starts, sequence, old.plan.makespan)
+        left = effort * (1 - _BOUNDING)
+        found = solve_in_windows(problem, plan, effort=left, keep_order=self._keep_order)
+        self.bound = max(self.bound, found.bound)
+        if found.plan.makespan < old.makespan - _EPSILON:
+            origin = f"{old.origin}, solved"
+            self._keep(Candidate(found.plan.makespan, origin, problem, found.plan, old.patience))
+
+    def _pick(self, random: Random) -> Candidate:
+        return self._pool[min(int(random.expovariate(1.0)), len(self._pool) - 1)]
+
+    def _of(self, order: Order) -> Problem:
+        """Return the problem with an order of the microbatches."""
+        found = self._known.get(order)
+        if found is None:
+            found = self._problem.with_order(order)
+            if len(self._known) == _KNOWN:
+                self._known.popitem(last=False)
+            self._known[order] = found
+        return found
 
     def _build(
         self,
+        problem: Problem,
         priority: Sequence[float],
         windows: tuple[int, ...] | None,
+        *,
         patience: float,
         origin: str,
         sideways: bool = True,
     ) -> None:
         """Build a plan within windows, tighten it there and then without them."""
-        problem, mirror = self._problem, self._mirror
         narrow = problem if windows is None else problem.with_windows(windows)
         plan = construct(narrow, priority, patience=patience)
         if plan is None:
             return
         if windows is not None:
-            plan = tighten(narrow, narrow.reversed(), plan, patience=patience)
-        plan = tighten(problem, mirror, plan, patience=patience)
+            plan = tighten(narrow, narrow.mirror, plan, patience=patience)
+        plan = tighten(problem, problem.mirror, plan, patience=patience)
         if sideways or plan.makespan < self._pool[-1].makespan - _EPSILON:
-            self._keep(Candidate(plan.makespan, origin, plan, patience))
+            self._keep(Candidate(plan.makespan, origin, problem, plan, patience))
 
-    def _first(self) -> Candidate:
+    def _first(self, problem: Problem) -> Candidate:
         """Return the plan that prefers earlier microbatches."""
-        problem = self._problem
         priority = [float(step % problem.num_microbatches) for step in range(problem.num_steps)]
         plan = construct(problem, priority)
         if plan is None:
+            needs = map(sum, zip(problem.largest, problem.reserve, strict=True))
             limit, least = (
-                memory * self._units.memory for memory in (problem.memory_limit, max(problem.needs))
+                memory * self._units.memory for memory in (problem.memory_limit, max(needs))
             )
             raise ValueError(
                 f"memory_limit ({limit:g}) must be >= what one microbatch holds on a rank "
                 f"({least:g})"
             )
-        return Candidate(plan.makespan, "microbatches in order", plan, 1.0)
+        return Candidate(plan.makespan, "microbatches in order", problem, plan, 1.0)
 
     def _windows_of(self, plan: Plan) -> tuple[int, ...]:
         """Return how many microbatches each stage holds at most in a plan."""
@@ -240,7 +342,8 @@ class Space:
     def _keep(self, candidate: Candidate) -> None:
         if self._is_contended and candidate.schedule is None:
             # Messages that wait for each other are more than the problem knows of.
-            makespan = simulate(self.schedule(candidate), self._in_units).makespan
+            schedule = candidate.problem.schedule(candidate.plan.sequence)
+            makespan = simulate(schedule, self._in_units).makespan
             candidate = replace(candidate, makespan=makespan)
         if any(candidate.plan.starts == other.plan.starts for other in self._pool):
             return
@@ -251,20 +354,22 @@ class Space:
         self._pool.append(candidate)
         self._pool.sort(key=lambda kept: kept.makespan)
 
-    def _starts_of(self, schedule: Schedule) -> list[float]:
+    def _starts_of(self, problem: Problem, schedule: Schedule) -> list[float]:
         """Return when the steps of a schedule start; a whole backward is I and then W."""
-        problem = self._problem
         starts = [0.0] * problem.num_steps
-        for codes, ends in zip(*compute_clock(schedule, self._in_units), strict=True):
+        for codes, ends in zip(*compute_clock(schedule, self._priced), strict=True):
             for code, end in zip(codes, ends, strict=True):
                 time = end
-                for step in reversed([s for leaf in leaves(code) for s in self._steps_of(leaf)]):
+                for step in reversed(
+                    [s for leaf in leaves(code) for s in _steps_of(problem, leaf)]
+                ):
                     time -= problem.duration[step]
                     starts[step] = time
         return starts
 
-    def _steps_of(self, code: int) -> tuple[int, ...]:
-        step = self._problem.step_of(code)
-        if code & KIND_MASK == BWD and len(self._problem.kinds) == 3:
-            return step, step + self._problem.part
-        return (step,)
+
+def _steps_of(problem: Problem, code: int) -> tuple[int, ...]:
+    step = problem.step_of(code)
+    if code & KIND_MASK == BWD and len(problem.kinds) == 3:
+        return step, step + problem.part
+    return (step,)

@@ -116,13 +116,19 @@ class Machine:
         stage = code >> STAGE_SHIFT & STAGE_MASK
         return stage * self.num_microbatches + (code >> MICROBATCH_SHIFT)
 
-    def produce(self, value: int, code: int, rank: int) -> None:
-        """Make a value known on its rank and, without communication steps, send it."""
+    def produce(self, value: int, code: int, rank: int) -> bool:
+        """Make a value known on its rank and, without communication steps, send it.
+
+        Returns:
+            Whether it was sent.
+        """
         self.produced[value] = self.arrived[value, rank] = self.clock.now
         peer = self.flow.peer[SEND_OF[code & KIND_MASK]][code >> STAGE_SHIFT & STAGE_MASK]
         if self.implicit and peer >= 0:
             self.channels.issue(rank, value, (rank, peer))
             self.channels.issue(peer, value, (rank, peer))
+            return True
+        return False
 
     def _arrive(self, value: int, edge: Edge) -> None:
         source, destination = edge
@@ -157,8 +163,8 @@ class _SimulatedRank:
         # The rank is free since this time; while it is occupied, `ready` says so.
         self._free = 0.0
         self._occupied = False
-        # In blocking mode: the message that the rank stands at, and its step.
-        self._transfer: tuple[int, MetaStep] | None = None
+        # In blocking mode: the messages that the rank stands at, and their steps.
+        self._transfers: dict[int, MetaStep] = {}
         # The collectives' communicator is free at this time; each stage has its parameters at.
         self._collectives_free = 0.0
         self._last_collective: MetaStep | None = None
@@ -242,10 +248,10 @@ class _SimulatedRank:
 
     def moved(self, value: int) -> None:
         """Take note that a message of this rank has arrived."""
-        if self._transfer is not None and self._transfer[0] == value:
-            step, self._transfer = self._transfer[1], None
+        step = self._transfers.pop(value, None)
+        if step is not None:
             self._wait(step, self._machine.clock.now, self._machine.produced.get(value, 0.0))
-            self._occupied = False
+            self._occupied = bool(self._transfers)
         self._machine.wake(self._rank)
 
     def close(self) -> None:
@@ -254,8 +260,8 @@ class _SimulatedRank:
         Raises:
             DeadlockError: If that is a message which never comes.
         """
-        if self._transfer is not None:
-            raise DeadlockError(f"no rank can go on: rank {self._rank} in {self._transfer[1]}")
+        for step in self._transfers.values():
+            raise DeadlockError(f"no rank can go on: rank {self._rank} in {step}")
         if self._last_collective is not None:
             self._wait(self._last_collective, self._collectives_free, 0.0)
 
@@ -275,7 +281,7 @@ class _SimulatedRank:
         if value < 0:
             value, edge = flow.value_written(code), (peer, self._rank)
         if self._machine.blocking:
-            self._transfer = (value, unpack(code))
+            self._transfers[value] = unpack(code)
             self._occupied = True
             self._free = self._machine.clock.now
         self._machine.channels.issue(self._rank, value, edge)
@@ -302,8 +308,9 @@ class _SimulatedRank:
             if code & KIND_MASK in {BWD, BWD_WEIGHT}:
                 self._hold(-machine.held.all[machine.index(code)])
             value = machine.flow.value_written(code)
-            if value >= 0:
-                machine.produce(value, code, self._rank)
+            if value >= 0 and machine.produce(value, code, self._rank) and machine.blocking:
+                self._transfers[value] = unpack(code & ~KIND_MASK | SEND_OF[code & KIND_MASK])
+                self._occupied = True
         machine.wake(self._rank)
 
     def _copied(self, stage_index: int, microbatch_index: int) -> tuple[Machine, int, float]:

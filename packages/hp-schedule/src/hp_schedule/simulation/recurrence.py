@@ -25,6 +25,7 @@ from hp_schedule.packing import (
     OVERLAP_F_B,
     RECOMPUTE,
     RELOAD,
+    SEND_OF,
     STAGE_MASK,
     STAGE_SHIFT,
     encode,
@@ -33,6 +34,7 @@ from hp_schedule.packing import (
     leaves,
 )
 from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.channels import transmission_by_value
 
 _ABSENT: Final = -1.0
 
@@ -44,9 +46,10 @@ _WAIT, _RUN, _RUN_AND_WRITE, _WRITE = (act << _ACT_SHIFT for act in range(1, 5))
 _LAST_RUN: Final = _RUN_AND_WRITE >> _ACT_SHIFT
 _KEY_MASK: Final = ~(MICROBATCH_MASK << MICROBATCH_SHIFT)
 
-_Entry = tuple[int, int, float, list[float]]
-"""What a kind of step does in a stage: the values of microbatch 0 that it reads and writes, the
-latency of what it reads, its duration by microbatch."""
+_Entry = tuple[int, int, list[float], list[float], list[float]]
+"""What a kind of step does in a stage: the values of microbatch 0 that it reads and writes; by
+microbatch, how long what it reads was on its way, its duration, and how long its rank then stands
+still."""
 
 
 @dataclass(slots=True)
@@ -59,14 +62,20 @@ class Numbers:
     peak: list[float]
 
 
-def recurrence(schedule: Schedule, costs: Costs) -> Numbers | None:
+def recurrence(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Numbers | None:
     """Return the numbers of a schedule of compute steps, None if it cannot be run to its end.
 
     Empty cells, FSDP steps and copies are skipped, messages are as long as their latency.
+
+    Args:
+        schedule: Without overlaps if it is blocking.
+        costs: What its steps cost.
+        blocking: Whether a rank stands still until what it sends has arrived, sizes included.
     """
     rows = [row.codes() for row in schedule.steps]
     durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
-    walk = Walk(schedule, durations, costs.latency_of)
+    sending = transmission_by_value(schedule, costs) if blocking else None
+    walk = Walk(schedule, durations, costs.latency_of, sending=sending)
     if not walk.run(rows):
         return None
     num = schedule.num_microbatches
@@ -86,6 +95,7 @@ class Walk:
         schedule: Its placement and its counts.
         durations: Durations of each kind of compute step; see `Costs.durations`.
         latency_of: Function that returns the latency of the edge from one rank to another.
+        sending: If a rank stands still while it sends, how long each value occupies its channel.
 
     Attributes:
         ends: For each rank the end of each of its compute steps.
@@ -98,11 +108,13 @@ class Walk:
         schedule: Schedule,
         durations: Sequence[list[float]],
         latency_of: Callable[[int, int], float],
+        *,
+        sending: Sequence[float] | None = None,
     ) -> None:
         self.ends: list[list[float]] = [[] for _ in schedule.steps]
         self.busy, self.exposed = ([0.0] * schedule.num_ranks for _ in range(2))
         self._runnable = list(range(schedule.num_ranks))
-        self._table = _table(schedule, durations, latency_of)
+        self._table = _table(schedule, durations, latency_of, sending)
         # By value: when it was computed, -1 before; -2 - rank where that rank waits for it.
         num_values = 2 * schedule.num_stages * schedule.num_microbatches
         self._written = [_ABSENT] * num_values
@@ -128,7 +140,7 @@ class Walk:
             entry = entry_of(code & _KEY_MASK)
             if entry is None:
                 continue
-            reads, writes, latency, durations = entry
+            reads, writes, gaps, durations, pauses = entry
             microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
             if reads >= 0:
                 produced = written[reads + microbatch]
@@ -136,7 +148,7 @@ class Walk:
                     written[reads + microbatch] = -2 - rank
                     yield False
                     produced = written[reads + microbatch]
-                arrival = produced + latency
+                arrival = produced + gaps[microbatch]
                 if arrival > now:
                     exposed += arrival - max(now, produced)
                     now = arrival
@@ -149,6 +161,10 @@ class Walk:
                 written[writes + microbatch] = now
                 if waiter < _ABSENT:
                     runnable.append(int(-2 - waiter))
+                pause = pauses[microbatch]
+                if pause:
+                    now += pause
+                    exposed += pause
         self.busy[rank], self.exposed[rank] = busy, exposed
 
 
@@ -156,23 +172,36 @@ def _table(
     schedule: Schedule,
     durations: Sequence[list[float]],
     latency_of: Callable[[int, int], float],
+    sending: Sequence[float] | None,
 ) -> dict[int, _Entry]:
     num, flow = schedule.num_microbatches, dataflow(schedule)
     nothing = [0.0] * num
     table: dict[int, _Entry] = {}
+
+    def on_the_way(source: int, target: int, value: int) -> list[float]:
+        """Return how long a value travels between two ranks, by microbatch."""
+        latency = latency_of(source, target)
+        if sending is None:
+            return [latency] * num
+        return [sent + latency for sent in sending[value : value + num]]
+
     for stage, rank in enumerate(schedule.stage_to_rank):
         for kind in range(FIRST_COMMUNICATION):
             source = (schedule.upstream if kind == FWD else schedule.downstream)[stage]
             place = rank if source < 0 else schedule.stage_to_rank[source]
-            latency = 0.0 if place == rank else latency_of(place, rank)
             reads, writes = flow.reads[kind][stage], flow.writes[kind][stage]
+            gaps = nothing if place == rank else on_the_way(place, rank, reads)
+            pauses = nothing
+            if sending is not None and writes >= 0:
+                peer = flow.peer[SEND_OF[kind]][stage]
+                pauses = nothing if peer < 0 else on_the_way(rank, peer, writes)
             cells = durations[kind][stage * num : (stage + 1) * num]
             code = encode(kind, stage)
-            table[code] = (reads, writes, latency, cells)
-            table[code | _WAIT] = (reads, -1, latency, nothing)
-            table[code | _RUN] = (-1, -1, 0.0, cells)
-            table[code | _RUN_AND_WRITE] = (-1, writes, 0.0, cells)
-            table[code | _WRITE] = (-1, writes, 0.0, nothing)
+            table[code] = (reads, writes, gaps, cells, pauses)
+            table[code | _WAIT] = (reads, -1, gaps, nothing, nothing)
+            table[code | _RUN] = (-1, -1, nothing, cells, nothing)
+            table[code | _RUN_AND_WRITE] = (-1, writes, nothing, cells, nothing)
+            table[code | _WRITE] = (-1, writes, nothing, nothing, nothing)
     return table
 
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hp_schedule.costs import Costs
-from hp_schedule.packing import FSDP_REDUCE_GRAD, FSDP_UNSHARD, OFFLOAD
+from hp_schedule.packing import (
+    FSDP_REDUCE_GRAD,
+    FSDP_UNSHARD,
+    OFFLOAD,
+    OVERLAP_B_F,
+    OVERLAP_F_B,
+)
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, check_model
 from hp_schedule.simulation.machine import Machine
@@ -69,25 +75,23 @@ def simulate(
         channels: Which messages share an in-order queue on a rank: those of a directed edge
             ("edge"; only there may a message follow another before that has arrived), of a pair
             of ranks ("pair"), or all ("rank").
-        blocking: Whether a send or a receive holds up its rank until the message has arrived.
+        blocking: Whether a send or a receive holds up its rank until the message has arrived. In a
+            schedule without communication steps only sends do, from the end of what they send.
         cores: Cores that all ranks together have for compute steps; while more steps run than
             there are cores, all of them run slower by the same factor. Default: no such limit.
 
     Raises:
         DeadlockError: If the schedule cannot run to its end.
-        ValueError: If the costs do not fit the schedule, `channels` is unknown, `cores` is below 1,
-            or `blocking` is asked of a schedule without communication steps.
+        ValueError: If the costs do not fit the schedule, `channels` is unknown, `cores` is below 1.
     """
     check_model(channels)
     if cores is not None and cores < 1:
         raise ValueError(f"cores ({cores}) must be >= 1")
-    if blocking and not schedule.has_communication and schedule.edges:
-        raise ValueError("blocking (True) must have communication steps; see add_send_recv")
     costs = costs or Costs()
     make = partial(Machine, schedule, costs, channels=channels, blocking=blocking, cores=cores)
     numbers = None
-    if channels == "edge" and cores is None and _is_free_of_contention(schedule, costs):
-        numbers = recurrence(schedule, costs)
+    if channels == "edge" and cores is None and _is_free_of_contention(schedule, costs, blocking):
+        numbers = recurrence(schedule, costs, blocking=blocking)
     if numbers is None:
         machine = make()
         numbers = Numbers(
@@ -106,11 +110,15 @@ def simulate(
     )
 
 
-def _is_free_of_contention(schedule: Schedule, costs: Costs) -> bool:
-    """Whether every step starts as soon as its inputs are there."""
+def _is_free_of_contention(schedule: Schedule, costs: Costs, blocking: bool) -> bool:
+    """Whether every step starts as soon as its inputs are there and its rank is free."""
     if schedule.has_communication:
         return False
-    if any(costs.transmission(schedule.num_stages, schedule.num_microbatches)):
+    if blocking:
+        # Messages of one edge never meet; the two of an overlap move at once.
+        if schedule.kinds & {OVERLAP_F_B, OVERLAP_B_F}:
+            return False
+    elif any(costs.transmission(schedule.num_stages, schedule.num_microbatches)):
         return False
     if OFFLOAD in schedule.kinds and costs.host_bandwidth < math.inf:
         return False

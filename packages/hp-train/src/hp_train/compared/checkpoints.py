@@ -40,8 +40,8 @@ class Comparison:
 
     Attributes:
         differences: Tensors that differ.
-        missing: Of the first, not in the second -> what there is to say.
-        extra: Of the second, not of the first -> what there is to say.
+        missing: Tensors of the first that the second has not -> what there is to say.
+        extra: Tensors of the second that the first has not -> what there is to say.
         counts: What was found of how many tensors.
         made: How tensors of the second are made of the first's, of how many.
         notes: What else there is to say.

@@ -27,7 +27,7 @@ class Found:
 
     Attributes:
         ours: What its values should be, shaped like it; the padding is its own.
-        parts: Names of the tensors that it is made of.
+        parts: Names of the tensors behind it.
         how: How, for people.
     """
 

@@ -22,7 +22,7 @@ class Verdict:
     """What two tensors are to each other.
 
     Attributes:
-        said: In words: equal, or what explains the difference, or where it is.
+        said: Words: equal, or what explains the difference, or where it is.
         is_equal: Whether they are, but for what is explained.
         error: Norm of the difference, relative to the first's.
     """

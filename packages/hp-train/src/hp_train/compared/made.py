@@ -53,7 +53,7 @@ class Made:
 
     Attributes:
         shape: Its shape.
-        parts: Names of the checkpoint's tensors that it is made of.
+        parts: Names of the checkpoint's tensors behind it.
         read: Gives its values.
         how: How it is made, for people; empty: it is there.
     """

@@ -20,7 +20,7 @@ class Listed(msgspec.Struct, frozen=True):
     Attributes:
         dtype: Its dtype as safetensors calls it, such as `"BF16"`.
         shape: Its shape.
-        sha256: Of its bytes, little-endian, in C order; hexadecimal.
+        sha256: SHA of its bytes, little-endian, in C order; hexadecimal.
     """
 
     dtype: str

@@ -36,8 +36,8 @@ class Answer:
     Attributes:
         differs: Whether the second curve differs from the first by more than noise.
         chance: How often noise alone would give as large a statistic; at least 1 / (draws + 1).
-        step: Step from which on, about, it differs.
-        offset: Mean difference from there on.
+        step: First step that differs, about.
+        offset: Mean difference of the steps that follow.
         noise: Standard deviation of a single step's difference that is noise.
         correlation: Correlation of neighbouring steps' noise.
         visible: Smallest offset over the last half of the steps that would be found 19 times of 20.

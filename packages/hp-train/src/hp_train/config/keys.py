@@ -389,6 +389,13 @@ class DataConfig(Struct, frozen=True, kw_only=True):
         Literal["separate", "joined"],
         _help("Whether attention and loss stop at the end of a document."),
     ] = "separate"
+    packing: Annotated[
+        Literal["stream", "best_fit"],
+        _help(
+            "stream: text is cut wherever a sequence is full; best_fit: no document shorter than a "
+            "sequence is cut, what none fills is padding."
+        ),
+    ] = "stream"
     eval_fraction: Annotated[
         Annotated[float, Meta(gt=0, lt=1)], _help("Share of the text held out for evaluation.")
     ] = 0.02

@@ -2,8 +2,9 @@
 
 The model runs forward and backward on `hp_platform.dry.DryDevice`, one rank with one layer of each
 kind, once with two sequences and once with three: what differs grows with tokens, what stays is
-read or written whatever their number, as weights are. Each part of a block is cut from the graph of
-the others, so that its backward is run, and counted, by itself.
+read or written whatever their number, as weights are. Experts get the same number of tokens; where
+they are computed one by one, as in fp32, each has products of its own. Each part of a block is cut
+from the graph of the others, so that its backward is run, and counted, by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from hp_context import Attention, SlidingWindow
 from hp_expert import MoE
 from hp_platform.dry import DryDevice
 from hp_platform.dry.trace import Launch, Trace
+from hp_platform.host_reads import answering
 from hp_train.config import ModelConfig
+from hp_train.costs.routed import evenly
 from hp_train.costs.work import Kernel, KernelKind, Kernels
 from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.model.block import Block
@@ -31,7 +34,7 @@ from hp_train.model.transformer import build_stage
 
 BEFORE, LOSS = "before", "loss"
 _PARTS = (".attend", ".feed")
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
+_PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm"))
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class _Parts:
     """Parts of a stage, each with a graph of its own.
 
     Args:
-        trace: Trace of the device they run on.
+        trace: Trace of their device.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -151,7 +154,7 @@ def learn(
         is counted as in front of the first.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
-    with DryDevice() as device:
+    with DryDevice() as device, answering(evenly):
         stage = build(layers=layers, first=True, last=True)
         stage.to_empty(device="cuda")
         stage.share_casts()

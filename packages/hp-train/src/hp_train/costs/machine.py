@@ -45,8 +45,9 @@ class Machine:
         memory_bandwidth: Bytes per second of a device's memory.
         host_bandwidth: Bytes per second from a device to its host, and likewise back; PCIe 4.0 with
             16 lanes reaches 25 GB/s in pinned memory.
-        layer_seconds: What a layer takes in forward however small its input is; not where kernels
-            are priced one by one.
+        layer_seconds: What a layer takes in forward however small its input is, and as much again
+            in each half of backward, and where these are apart; not where kernels are priced one by
+            one.
         launch_seconds: Seconds that the host takes to launch a kernel. 0: kernels are not priced
             one by one, but layers as products and `layer_seconds`.
         grouped_flops: The same as `flops` of products in groups, those of experts.

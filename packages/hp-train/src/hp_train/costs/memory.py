@@ -138,7 +138,16 @@ def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -
 
 def stage_elements(stage: Work, layout: StageLayout, *, is_expert: bool) -> int:
     """Elements on a rank of those parameters of a stage that are experts, or of the others."""
-    return _elements(kinds_of(stage), layout, is_expert=is_expert)
+    return _elements(kinds_of(stage), _cutting(layout, is_expert=is_expert), is_expert=is_expert)
+
+
+@lru_cache(maxsize=1 << 16)
+def _cutting(layout: StageLayout, *, is_expert: bool) -> StageLayout:
+    """The same for all layouts that cut experts, or other parameters, alike."""
+    if is_expert:
+        ranks = layout.ep * layout.etp
+        return StageLayout(dp_shard=ranks * layout.expert_shard, ep=layout.ep, etp=layout.etp)
+    return StageLayout(dp_shard=layout.fsdp, tp=layout.tp)
 
 
 @lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
@@ -176,7 +185,8 @@ class _Sharded(NamedTuple):
 def sharded_bytes(config: Config, stage: Work, layout: StageLayout, *, is_expert: bool) -> _Sharded:
     """Bytes that a rank has of those parameters of a stage that are experts, or of the others."""
     sizes = parameter_bytes(config), BYTES[config.train.dtype]
-    return _sharded_bytes(kinds_of(stage), layout, *sizes, is_expert=is_expert)
+    cutting = _cutting(layout, is_expert=is_expert)
+    return _sharded_bytes(kinds_of(stage), cutting, *sizes, is_expert=is_expert)
 
 
 @lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
@@ -369,6 +379,14 @@ def _kinds_of_units(stage: Work, *, has_ends: bool) -> tuple[tuple[str, Kinds], 
         kinds = _same_kinds(tuple(Counter(weights).items()))
         found.setdefault(kinds if _BLOCK.match(name) else name, (name, kinds))
     return tuple(found.values())
+
+
+@lru_cache(maxsize=4096)
+def num_units(stage: Work, *, is_expert: bool) -> int:
+    """How many collectives gather those parameters of a stage that are experts, or the others."""
+    names = (weight.name for weight in stage.weights if weight.spec.is_expert is is_expert)
+    matches = (_BLOCK.match(name) for name in names)
+    return len({match and match[0] for match in matches})
 
 
 def _shards(weight: Weight, layout: StageLayout) -> int:

@@ -12,7 +12,7 @@ token, F hidden width of an expert, V vocabulary.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -26,7 +26,7 @@ from hp_expert import MoE
 from hp_train.base._internals import FakeTensorMode
 from hp_train.config import ModelConfig
 from hp_train.costs.kernels import seen_positions
-from hp_train.costs.work import Weight, Work
+from hp_train.costs.work import BlockWork, ModelWork, Weight, Work, alike
 from hp_train.layout.vocabulary import LogitTile
 from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.model.block import Block
@@ -38,43 +38,6 @@ from hp_train.model.transformer import build_stage
 
 _SEQUENCES = 2
 BEFORE, AFTER, LOSS, TILED = "before", "after", "loss", "tiled loss"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockWork:
-    """What a block does, by its parts.
-
-    Attributes:
-        attend: Up to the first residual connection; of a block of one's own, nothing.
-        feed: What follows it; of a block of one's own, all of it.
-        rest: What runs only once, whatever backward runs again.
-    """
-
-    attend: Work
-    feed: Work
-    rest: Work
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWork:
-    """What a model does.
-
-    Attributes:
-        before: What the first stage has in front of its blocks.
-        blocks: The blocks, by global name; those of multi-token prediction are behind the others.
-        after: What the last stage has behind its blocks, up to the output matrix.
-        loss: The product with the output matrix, and the loss of all logits at once.
-        tiled_loss: The same by tiles of logits, see `hp_train.layout.vocabulary`; of a model of
-            one's own, which has its own loss, all logits at once.
-        tied: Parameters of `before` that the last stage has too.
-    """
-
-    before: Work
-    blocks: Mapping[str, BlockWork]
-    after: Work
-    loss: Work
-    tiled_loss: Work
-    tied: tuple[Weight, ...]
 
 
 def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> ModelWork:
@@ -131,16 +94,6 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
         tiled_loss=replace(tiled, again=Work(flops=tiled.flops)) if tiled.flops else loss,
         tied=_weights({name: d for name, d in last.items() if name in first}, cast),
     )
-
-
-def alike(model: ModelConfig) -> dict[int, int]:
-    """The first layer of the kind of each; of a model of one's own nothing is known of kinds."""
-    firsts: dict[object, int] = {}
-    found = {}
-    for index in range(model.num_layers):
-        kind = index if model.is_own else (model.is_dense(index), model.has_window(index))
-        found[index] = firsts.setdefault(kind, index)
-    return found
 
 
 def _forward(stage: Stage, model: ModelConfig, seq_len: int, recorder: "_Recorder") -> None:
@@ -203,6 +156,8 @@ class _Recorder:
             summed = partial(self._count, "summed")
             stage.place_exchanges(Exchanges(self._gather, summed, self._lose))
         stage.linear_cross_entropy = self._lose
+        blocks = [block for block in stage.blocks if isinstance(block, Block)]
+        self._balanced = {id(block.moe) for block in blocks if block.balance_coefficient}
         for part in stage.modules():
             if isinstance(part, Attention):
                 _replace_forward(part, partial(self._attend, part))
@@ -282,6 +237,7 @@ class _Recorder:
         loss = loss_of(logits[None], targets[None])
         for name in (TILED, LOSS):
             self._counts[name]["logits"] = logits.numel()
+            self._counts[name]["losses"] += targets.numel()
         self.enter(outer)
         return loss
 
@@ -310,15 +266,23 @@ class _Recorder:
         counts["heads"] += sum(tensor.numel() for tensor in (q, k, v, y))
         return y
 
-    def _mix(self, moe: MoE, x: Tensor, *, replay: Tensor | None = None) -> Any:
+    def _mix(
+        self,
+        moe: MoE,
+        x: Tensor,
+        *,
+        replay: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Any:
         """See `hp_expert.MoE.forward`."""
-        routing = moe.router(x, replay=replay)
+        routing = moe.router(x, replay=replay, padding=padding)
         x_TD = x.reshape(-1, x.shape[-1])
         T, K = routing.experts.shape
         _, F, D = moe.experts.w1.shape
         counts = self._counts[self._now]
         counts["flops"] += 6.0 * T * K * D * F
         counts["rows"] += T * K
+        counts["balances"] += T * (id(moe) in self._balanced)
         hidden = x_TD.new_empty(2, T, K, F)
         counts["routed"] += hidden.nbytes
         y = _keep(x.shape, x_TD, hidden, routing.weights, routing.experts)

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
-from hp_train.costs.work import Kernel, Kernels, Work, together
+from hp_train.costs.kept import kept
+from hp_train.costs.stored import StoredKernels, StoredModel
+from hp_train.costs.work import BlockWork, Kernel, Kernels, ModelWork, Work, alike, together
 from hp_train.layout.schedules import placement, split_layers
 from hp_train.layout.vocabulary import logit_tile
 
-if TYPE_CHECKING:
-    from hp_train.costs.meta_run import BlockWork, ModelWork
-
+T = TypeVar("T", StoredModel, StoredKernels)
 Key = tuple[ModelConfig, int, int, str]
 """What a run of the model depends on: its configuration, vocabulary, sequence length and dtype."""
 
@@ -79,10 +79,18 @@ def _key(config: Config, vocab_size: int) -> Key:
 
 @lru_cache(maxsize=64)
 def _model(key: Key) -> ModelWork:
-    from hp_train.costs.meta_run import run  # noqa: PLC0415 - imports torch
+    return _known(StoredModel, key).model
 
-    model, vocab_size, seq_len, dtype = key
-    return run(model, vocab_size, seq_len=seq_len, dtype=dtype)
+
+def _known(kind: type[T], key: Key) -> T:
+    """What this run learns, or others have; a model of one's own is code that may change."""
+
+    def learn() -> T:
+        from hp_train.costs.learning import learned  # noqa: PLC0415 - imports torch
+
+        return learned(kind, key)
+
+    return learn() if key[0].is_own else kept(key, kind, learn)
 
 
 @lru_cache(maxsize=4096)  # thousands of layouts cut a model in few ways
@@ -171,13 +179,7 @@ def _kinds(key: Key, layers: Sequence[int]) -> tuple[BlockWork, ...]:
 @lru_cache(maxsize=64)
 def _learned(key: Key) -> tuple[dict[str, Kernels], dict[int, int]]:
     """Kernels of parts by name, and the layer that each one is like."""
-    from hp_train.costs.kernels import learn  # noqa: PLC0415 - imports torch
-    from hp_train.costs.meta_run import alike  # noqa: PLC0415 - imports torch
-
-    model, vocab_size, seq_len, dtype = key
-    same = alike(model)
-    layers = sorted({*same.values()})
-    return learn(model, vocab_size, layers, seq_len=seq_len, dtype=dtype), same
+    return _known(StoredKernels, key).kernels, alike(key[0])
 
 
 @lru_cache(maxsize=1024)

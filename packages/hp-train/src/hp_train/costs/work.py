@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+from hp_train.config import ModelConfig
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.layout.vocabulary import WIDE_BYTES
 
@@ -53,8 +54,8 @@ class Kernels(NamedTuple):
     """What a part of a model launches for a microbatch, and how many times.
 
     Attributes:
-        forward: In forward.
-        backward: In backward, but for what runs again.
+        forward: Kernels of forward.
+        backward: Kernels of backward, without what runs again.
         again: What backward runs again.
     """
 
@@ -110,6 +111,8 @@ class Work:
         attentions: Number of layers whose attention has that exchange.
         rows: Rows of width D per token that travel to experts and back, in one direction.
         routed: Bytes per token of `kept` that are of such rows.
+        balances: Number of layers that sum the loads of experts over ranks that share a sequence.
+        losses: Number of losses, of which ranks that cut the vocabulary sum the parts.
         logits: Logits of a token, where this has the loss.
         again: What backward runs again of the forward, operations and exchanges; None: nothing.
     """
@@ -124,13 +127,16 @@ class Work:
     attentions: float = 0.0
     rows: float = 0.0
     routed: float = 0.0
+    balances: float = 0.0
+    losses: float = 0.0
     logits: float = 0.0
     again: "Work | None" = None
 
     @property
     def exchanged(self) -> tuple[float, ...]:
         """What `EXCHANGED` names."""
-        return (self.gathered + self.summed, self.heads, self.attentions, self.rows)
+        cut = self.gathered + self.summed
+        return (cut, self.heads, self.attentions, self.rows, self.balances, self.losses)
 
     def kept_bytes(self, tokens: int, *, tp: int = 1, padded: float = 1.0) -> float:
         """Bytes that a microbatch keeps from forward to backward on a rank.
@@ -184,5 +190,52 @@ def together(parts: Iterable[Work]) -> Work:
 
 _SUMMED = tuple(each.name for each in fields(Work) if each.name not in ("weights", "again"))
 
-EXCHANGED = ("summed", "heads", "attentions", "rows")
+EXCHANGED = ("summed", "heads", "attentions", "rows", "balances", "losses")
 """What ranks exchange inside layers: as much is what they gather and what they sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """What a block does, by its parts.
+
+    Attributes:
+        attend: Up to the first residual connection; of a block of one's own, nothing.
+        feed: What follows it; of a block of one's own, all of it.
+        rest: What runs only once, whatever backward runs again.
+    """
+
+    attend: Work
+    feed: Work
+    rest: Work
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """What a model does.
+
+    Attributes:
+        before: What the first stage has in front of its blocks.
+        blocks: The blocks, by global name; those of multi-token prediction are behind the others.
+        after: What the last stage has behind its blocks, up to the output matrix.
+        loss: The product with the output matrix, and the loss of all logits at once.
+        tiled_loss: The same by tiles of logits, see `hp_train.layout.vocabulary`; of a model of
+            one's own, which has its own loss, all logits at once.
+        tied: Parameters of `before` that the last stage has too.
+    """
+
+    before: Work
+    blocks: Mapping[str, BlockWork]
+    after: Work
+    loss: Work
+    tiled_loss: Work
+    tied: tuple[Weight, ...]
+
+
+def alike(model: ModelConfig) -> dict[int, int]:
+    """The first layer of the kind of each; of a model of one's own nothing is known of kinds."""
+    firsts: dict[object, int] = {}
+    found = {}
+    for index in range(model.num_layers):
+        kind = index if model.is_own else (model.is_dense(index), model.has_window(index))
+        found[index] = firsts.setdefault(kind, index)
+    return found

@@ -9,18 +9,17 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hp_train.base.atomic_write import remove_unfinished
+from hp_train.base.user_cache import make_own, opened_own, user_cache
 from hp_train.data.folders import new_folder
 from hp_train.data.index import INDEX, Index, read_index, write_index
 from hp_train.data.tokens import SPLITS, TokenFile
 from hp_train.errors import DataError
 
-_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NAME = re.compile(r"[0-9a-f]{32}")
 _FILES = (INDEX, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "sums")))
 
@@ -49,9 +48,7 @@ class Cache:
     @classmethod
     def of_user(cls, *, limit_bytes: int) -> "Cache | None":
         """The cache of this user, ``$XDG_CACHE_HOME/hp-train``; None if it may hold nothing."""
-        home = os.environ.get("XDG_CACHE_HOME", "")
-        folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()  # noqa: PTH117
-        return cls(folder / "hp-train", limit_bytes=limit_bytes) if limit_bytes else None
+        return cls(user_cache("hp-train"), limit_bytes=limit_bytes) if limit_bytes else None
 
     @property
     def is_empty(self) -> bool:
@@ -82,8 +79,7 @@ class Cache:
         if sum((directory / name).stat().st_size for name in _FILES) > self._limit:
             return
         with contextlib.suppress(OSError):
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            make_own(self._folder)
             with self._opened() as folder:
                 if folder is None:
                     return
@@ -96,17 +92,8 @@ class Cache:
     @contextmanager
     def _opened(self) -> Iterator[Path | None]:
         """The folder by its descriptor; None where it is not this user's alone."""
-        try:
-            descriptor = os.open(self._folder, _FLAGS)
-        except OSError:
-            yield None
-            return
-        try:
-            about = os.fstat(descriptor)
-            is_own = about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077
-            yield Path(f"/proc/self/fd/{descriptor}") if is_own else None
-        finally:
-            os.close(descriptor)
+        with opened_own(self._folder) as descriptor:
+            yield None if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
 
     def _make_room(self, folder: Path) -> None:
         """Remove the least recently used entries until the others are within the limit."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from hp_train.base.randomness import generator
 from hp_train.data.corpus import printable
 from hp_train.data.index import INDEX, OldIndex, read_index
+from hp_train.data.packing import Packs, best_fit
 from hp_train.data.renewal import old_digest
 from hp_train.data.tokens import TokenFile
 from hp_train.errors import DataError
@@ -32,12 +33,14 @@ class Batch(NamedTuple):
     Attributes:
         tokens: int64 [B, S].
         targets: The token after each, int64 [B, S]; -1 where that is one of another document.
-        documents: Lengths of the documents in each sequence, in order.
+        documents: Lengths of the documents in each sequence, in order; padding counts as one.
+        padding: Positions that hold nothing, bool [B, S]; None: there are none.
     """
 
     tokens: Tensor
     targets: Tensor
     documents: tuple[tuple[int, ...], ...]
+    padding: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Dataset:
         digest: Digest of all tokens: two runs read the same data exactly if these agree. Of tokens
             that have not been read, it is what they must be to be read.
         separator: Ends a document; None: sequences are taken for one document each.
+        packs: Which documents each sequence has; None: the text is cut wherever a sequence is full.
     """
 
     tokens: NDArray[Any] | TokenFile
@@ -58,6 +62,7 @@ class Dataset:
     seed: int | None
     digest: str
     separator: int | None
+    packs: Packs | None = None
 
     @classmethod
     def open(
@@ -68,6 +73,7 @@ class Dataset:
         seq_len: int,
         seed: int | None,
         separate: bool = True,
+        packing: Literal["stream", "best_fit"] = "stream",
     ) -> "Dataset":
         """Open a split written by :func:`hp_train.data.prepare.prepare`.
 
@@ -77,6 +83,7 @@ class Dataset:
             seq_len: Length of whole sequences, S.
             seed: Seed of the order; None keeps that of the file.
             separate: Whether documents are to be kept apart.
+            packing: ``data.packing``. Best fit reads all tokens, to find where documents end.
 
         Raises:
             DataError: When the file does not fit its index or holds not even one sequence.
@@ -92,7 +99,11 @@ class Dataset:
                 f"({seq_len}){hint}"
             )
         digest = (index.train if split == "train" else index.eval).digest
-        return cls(tokens, seq_len, seed, digest, index.separator if separate else None)
+        if packing == "stream":
+            return cls(tokens, seq_len, seed, digest, index.separator if separate else None)
+        ends = tokens.places_of(index.separator)
+        packs = best_fit(ends, num_tokens=tokens.size, seq_len=seq_len)
+        return cls(tokens, seq_len, seed, packs.digest(digest), index.separator, packs)
 
     def is_known_as(self, digest: str) -> bool:
         """Whether a digest is that of these tokens, or the one that the first version had for them.
@@ -102,11 +113,15 @@ class Dataset:
         """
         if digest == self.digest:
             return True
-        return isinstance(self.tokens, TokenFile) and digest == old_digest(self.tokens.path)
+        if self.packs is not None or not isinstance(self.tokens, TokenFile):
+            return False
+        return digest == old_digest(self.tokens.path)
 
     @property
     def num_sequences(self) -> int:
         """Different sequences in one pass over the split."""
+        if self.packs is not None:
+            return self.packs.num_sequences
         return int((self.tokens.size - 1) // self.seq_len)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - two permutations of one long-lived object
@@ -125,6 +140,8 @@ class Dataset:
         Args:
             sequence_index: Global indices; past the end a new pass begins, in another order.
         """
+        if self.packs is not None:
+            return self._packed(self.packs, sequence_index)
         rows = np.empty((len(sequence_index), self.seq_len + 1), dtype=np.int64)
         for row, tokens_of_row in zip(rows, self._tokens(sequence_index), strict=True):
             row[:] = tokens_of_row
@@ -145,6 +162,9 @@ class Dataset:
             sequence_index: Global indices.
             ahead: How much further ahead than the next token they are.
         """
+        if self.packs is not None:
+            places = self._places(sequence_index)
+            return sum(self.packs.num_targets(place, ahead=ahead) for place in places)
         if self.separator is None:
             return len(sequence_index) * max(0, self.seq_len - ahead)
         total = 0
@@ -157,15 +177,44 @@ class Dataset:
 
     def _tokens(self, sequence_index: range) -> Iterator[NDArray[Any]]:
         """The tokens of each sequence and the one after it, as they are stored."""
+        places, length = self._places(sequence_index), self.seq_len + 1
+        starts = [place * self.seq_len for place in places]
+        if isinstance(self.tokens, TokenFile):
+            return self.tokens.rows(starts, length)
+        return (self.tokens[start : start + length] for start in starts)
+
+    def _places(self, sequence_index: range) -> list[int]:
+        """Which sequences of the split these are."""
         epochs, offsets = np.divmod(np.asarray(sequence_index), self.num_sequences)
         places = np.empty_like(offsets)
         # numpy's unique would import its masked arrays, in every rank.
         for epoch in sorted(set(epochs.tolist())):
             places[epochs == epoch] = self._order(epoch)[offsets[epochs == epoch]]
-        starts, length = (places * self.seq_len).tolist(), self.seq_len + 1
-        if isinstance(self.tokens, TokenFile):
-            return self.tokens.rows(starts, length)
-        return (self.tokens[start : start + length] for start in starts)
+        found: list[int] = places.tolist()
+        return found
+
+    def _packed(self, packs: Packs, sequence_index: range) -> Batch:
+        """Sequences of whole documents; what they leave is separators, from which none learns."""
+        assert self.separator is not None
+        shape = len(sequence_index), self.seq_len
+        tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, -1, np.int64)
+        padding, documents = np.ones(shape, dtype=bool), []
+        for row, place in enumerate(self._places(sequence_index)):
+            pieces, at = packs.pieces(place), 0
+            lengths = packs.lengths[pieces].tolist()
+            for begin, length, more in zip(
+                packs.begins[pieces].tolist(), lengths, packs.has_next[pieces].tolist(), strict=True
+            ):
+                ids = self.tokens[begin : begin + length + more]
+                tokens[row, at : at + length] = ids[:length]
+                targets[row, at : at + ids.size - 1] = ids[1:]
+                at += length
+            padding[row, :at] = False
+            documents.append((*lengths, self.seq_len - at) if at < self.seq_len else tuple(lengths))
+        is_padding = torch.from_numpy(padding) if padding.any() else None
+        return Batch(
+            torch.from_numpy(tokens), torch.from_numpy(targets), tuple(documents), is_padding
+        )
 
     def _lengths(self, rows: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
         """Lengths of the documents of sequences [B, S], separators included."""

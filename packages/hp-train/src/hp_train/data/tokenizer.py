@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         vocab_size: One more than the largest id.
         separator: The id put between two documents.
         dtype: The narrowest unsigned type that holds all ids.
-        path: What `load_tokenizer` makes it from.
+        path: Argument that `load_tokenizer` makes it of again.
         identity: Stands for the ids that it gives: two that agree in it give the same.
         is_cheap: Whether encoding costs no more than copying, so that results are not worth
             keeping.

@@ -147,6 +147,20 @@ class TokenFile:
                     self.verified(chunk)
             yield np.frombuffer(self._read(begin, begin + nbytes), dtype=self._dtype)
 
+    def places_of(self, token: int) -> NDArray[np.int64]:
+        """Where a token is in the whole file, ascending; every chunk is compared with its digest.
+
+        Raises:
+            DataError: Naming file and chunk, where they are not what was written.
+        """
+        per_chunk = CHUNK_BYTES // self._dtype.itemsize
+        found = [
+            np.flatnonzero(np.frombuffer(self.verified(chunk), dtype=self._dtype) == token)
+            + chunk * per_chunk
+            for chunk in range(self.num_chunks)
+        ]
+        return np.concatenate(found).astype(np.int64)
+
     @property
     def num_chunks(self) -> int:
         """How many digests there are."""

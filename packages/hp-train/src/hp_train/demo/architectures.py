@@ -189,7 +189,7 @@ def _seen(runs: _Runs, layout: str, *, fails: bool) -> dict[str, Any] | None:
 
     Args:
         runs: Runs of its model.
-        layout: What it is about.
+        layout: Layout of its cell.
         fails: Whether a failure is what must be seen, and not a difference.
 
     Returns:

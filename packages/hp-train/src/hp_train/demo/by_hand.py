@@ -6,51 +6,45 @@ from typing import Any
 
 from hp_train.demo.cells import Layout
 
+MOST_LINES = 40
+"""Of a program, the fields of its config included."""
+
 _PROGRAM = """\
-# torchrun --nproc-per-node 2 this.py
+# {command}
 import torch, torch.distributed as dist
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 fields = {fields}
 sizes = {sizes}
-
-def load(**more):
-    return AutoModelForCausalLM.from_pretrained("tiny", {options}, **more).train()
-
 def whole(tensor):
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().double()
-
-def computed(model, tokens):
+def computed(tokens, **more):
+    model = AutoModelForCausalLM.from_pretrained("tiny", {options}, **more).train()
     logits = model(input_ids=tokens, use_cache=False).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     named = {{n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}}
     return {{"logits": whole(logits), **named}}
 
-if not dist.is_initialized():
-    dist.init_process_group("gloo")
+dist.is_initialized() or dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model({name!r}, **fields)).double()
-with torch.no_grad():
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=0.05)
+for parameter in model.parameters():
+    parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
 if dist.get_rank() == 0:
     model.save_pretrained("tiny")
 dist.barrier()
 tokens = torch.randint(5, 60, (4, 16))
 mine = tokens.chunk(2)[dist.get_rank()] if sizes.get("fsdp_size") else tokens
-one = computed(load(), tokens)
-many = computed(load(distributed_config=DistributedConfig(**sizes)), mine)
+one, many = computed(tokens), computed(mine, distributed_config=DistributedConfig(**sizes))
 if len(mine) < len(tokens):
     one["logits"] = one["logits"].chunk(2)[dist.get_rank()]
-errors = {{n: float((many[n] - one[n]).norm() / (one[n].norm() + 1e-30)) if n in many else 1.0
-          for n in one}}
-for name, error in errors.items():
-    if error > 1e-4 and one[name].norm() > 1e-12 and dist.get_rank() == 0:
-        print(f"{{error:.2e}} {{name}}")
+errors = {{n: float((many[n] - x).norm() / (x.norm() + 1e-30)) if n in many else 1.0
+          for n, x in one.items() if x.norm() > 1e-12}}
+if dist.get_rank() == 0:
+    print(*(f"{{e:.2e}} {{n}}" for n, e in errors.items() if not e < 1e-4), sep="\\n")
 """
 
 
@@ -61,17 +55,28 @@ _OPTIONS = {
 
 
 def program(name: str, fields: Mapping[str, Any], layout: Layout) -> str:
-    """Write the program.
+    """Write the program, of at most `MOST_LINES` lines.
 
     Args:
         name: Type of a model.
         fields: Fields of its config.
         layout: What is compared with one process.
     """
-    text = pprint.pformat(dict(fields), width=100, compact=True, sort_dicts=False)
-    return _PROGRAM.format(
-        name=name,
-        fields=text.replace("\n", "\n    "),
-        sizes=layout.sizes,
-        options=_OPTIONS[layout.float64],
-    )
+    width = 100
+    while True:
+        text = pprint.pformat(dict(fields), width=width, compact=True, sort_dicts=False)
+        made = _PROGRAM.format(
+            command=command("this"),
+            name=name,
+            fields=text.replace("\n", "\n    "),
+            sizes=layout.sizes,
+            options=_OPTIONS[layout.float64],
+        )
+        if len(made.splitlines()) <= MOST_LINES:
+            return made
+        width *= 2
+
+
+def command(name: str) -> str:
+    """How the program is run, saved as ``NAME.py``."""
+    return f"torchrun --nproc-per-node 2 {name}.py"

@@ -24,7 +24,7 @@ def look_for(bugs: Iterable[Bug], sound: Iterable[str]) -> Iterator[Bred]:
     """Run jobs with bugs and without, each beside one process.
 
     Args:
-        bugs: Bugs to look for.
+        bugs: Bugs, by name.
         sound: Layouts without a bug, as in `hp_train.demo.zoo.bugs.SOUND`.
 
     Yields:

@@ -4,6 +4,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from hp_train.demo.by_hand import command
 from hp_train.demo.causes import cause_of
 from hp_train.demo.cells import (
     DIFFERENT,
@@ -84,7 +85,11 @@ def _cell(one: Architecture, cell: Cell) -> str:
 
 
 def _anchor(one: Architecture, cell: Cell) -> str:
-    return escape(f"{one.name}-{cell.layout}".replace(" ", "-"), quote=True)
+    return escape(_file_name(one, cell), quote=True)
+
+
+def _file_name(one: Architecture, cell: Cell) -> str:
+    return f"{one.name}-{cell.layout}".replace(" ", "-")
 
 
 def _told(one: Architecture, cell: Cell) -> str:
@@ -99,12 +104,22 @@ def _told(one: Architecture, cell: Cell) -> str:
         lines.append(f"by hand it fails: {cell.by_hand_failed}")
     lines += [f"not compared: {name}: {why}" for name, why in cell.unaligned.items()]
     title = escape(f"{one.name}, {cell.layout}: {cell.state}")
-    program = ""
-    if cell.program:
-        program = f"<p>Reproduction:</p><pre>{escape(cell.program)}</pre>"
     return (
         f'<details id="{_anchor(one, cell)}"><summary>{title}</summary>'
-        f"<pre>{escape(chr(10).join(lines))}</pre>{program}</details>"
+        f"<pre>{escape(chr(10).join(lines))}</pre>{_reproduction(one, cell)}</details>"
+    )
+
+
+def _reproduction(one: Architecture, cell: Cell) -> str:
+    """The program of transformers and torch alone, folded, and how it is run."""
+    if not cell.program:
+        return ""
+    name = _file_name(one, cell)
+    told = f"Reproduction: {len(cell.program.splitlines())} lines of transformers and torch"
+    return (
+        f"<details><summary>{told}</summary>"
+        f"<p>As {escape(name)}.py, in an empty folder: <code>{escape(command(name))}</code></p>"
+        f"<pre>{escape(cell.program)}</pre></details>"
     )
 
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_expert import ExchangeRead
+from hp_expert import ExchangeRead, LocalRead
 from hp_platform.threads.places import current_place
 from hp_schedule.runtime import HeaderRead
-from hp_train.costs.routing import ALL_LAYERS, Skew, rows_per_rank
+from hp_train.costs.routed import routed
+from hp_train.costs.routing import ALL_LAYERS, Skew
 
 SQUARES = "squared gradient norms"
 """What `hp_train.training.train` calls them, which decide whether gradients are clipped."""
@@ -28,16 +29,8 @@ class Answers:
 
     def __call__(self, copy: Tensor, purpose: object) -> Tensor:
         """See `hp_platform.host_reads.Answer`."""
-        if isinstance(purpose, ExchangeRead):
-            slots = self.skew.slots(
-                _layer(),
-                num_tokens=purpose.num_tokens,
-                top_k=purpose.top_k,
-                num_experts=purpose.num_experts,
-                num_ranks=purpose.num_ranks,
-            )
-            rows = rows_per_rank(slots, purpose.num_tokens, purpose.top_k, purpose.num_ranks)
-            return purpose.numbers(slots, rows, like=copy)
+        if isinstance(purpose, ExchangeRead | LocalRead):
+            return routed(purpose, copy, self.skew, layer=_layer())
         if isinstance(purpose, HeaderRead):
             return purpose.numbers(like=copy)
         if purpose == SQUARES:

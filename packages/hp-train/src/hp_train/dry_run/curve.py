@@ -102,7 +102,7 @@ class _Drawing:
         self._memory = memory
         self._points = memory.curve or (Point(0, (0,) * len(KINDS), 0),)
         self._gpu_bytes = gpu_bytes
-        highest = max(memory.needed, memory.peak_live, 1)
+        highest = max(memory.highest, 1)
         self._shows_limit = 0.5 * gpu_bytes < highest < 2 * gpu_bytes
         self._highest = 1.06 * max(highest, gpu_bytes if self._shows_limit else 0)
         self._last = max(self._points[-1].launches, 1)
@@ -197,7 +197,7 @@ class _Drawing:
         left = x > _WIDTH / 2
         where = peak.schedule_step or (f"step {peak.step}" if peak.step >= 0 else "")
         label = f"peak {size(memory.peak_live)}" + (f" in {where}" if where else "")
-        above = self._y(memory.needed) - 9
+        above = self._y(memory.highest) - 9
         side = (x - 9, "end") if left else (x + 9, "start")
         return [
             f'<path class="at" d="M{x:g} {y:g}V{_HEIGHT - _BOTTOM}"/>',

@@ -90,6 +90,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         peak_live: Most bytes of tensors that were alive at once.
         peak_reserved: Most bytes that the caching allocator had reserved; None if not replayed.
+        least: Fewest bytes with which the caching allocator meets all requests, as it gives back
+            what it can where memory is short; None if not replayed.
         fragmentation: Share of `peak_reserved` that no tensor had, 0 to 1.
         retries: Times that free memory had to be given back to meet a request.
         out_of_memory: The request that the device could not meet; empty if all were met.
@@ -104,6 +106,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     peak_live: int
     peak_reserved: int | None
+    least: int | None
     fragmentation: float
     retries: int
     out_of_memory: str
@@ -116,9 +119,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
 
     @property
+    def highest(self) -> int:
+        """Reserved bytes; live ones where those are not known."""
+        return max(self.peak_live, self.peak_reserved or 0)
+
+    @property
     def needed(self) -> int:
-        """Reserved bytes, live ones where those are not known."""
-        return self.peak_live if self.peak_reserved is None else self.peak_reserved
+        """Bytes that a device must have for tensors; live ones where more is not known."""
+        return self.peak_live if self.least is None else self.least
 
 
 class _Change(NamedTuple):
@@ -130,12 +138,13 @@ class _Change(NamedTuple):
     live: tuple[int, ...]
 
 
-def memory_of(trace: Trace, usage: Usage | None = None) -> Memory:
+def memory_of(trace: Trace, usage: Usage | None = None, *, least: int | None = None) -> Memory:
     """Account for the memory of a trace.
 
     Args:
         trace: Trace of one rank.
         usage: The same trace, replayed through the caching allocator.
+        least: Fewest bytes with which that meets all requests.
     """
     kinds, replayed = _kinds(trace), usage or Usage()
     changes = list(_changes(trace, kinds))
@@ -146,6 +155,7 @@ def memory_of(trace: Trace, usage: Usage | None = None) -> Memory:
     return Memory(
         peak_live=highest.total if highest else 0,
         peak_reserved=None if usage is None else usage.peak_reserved,
+        least=least,
         fragmentation=replayed.fragmentation,
         retries=replayed.num_retries,
         out_of_memory=str(replayed.out_of_memory or ""),

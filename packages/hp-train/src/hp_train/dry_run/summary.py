@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from hp_platform.dry.memory.allocator import Usage
+from hp_platform.dry.memory.allocator import Usage, least_bytes
 from hp_platform.dry.trace import Trace
 from hp_train.dry_run.memory import Memory, memory_of
 from hp_train.dry_run.traffic import Traffic, traffic_of
@@ -131,11 +131,12 @@ def summarize(
         num_parameters: Elements of the parameters that it has; -1: not counted.
         saved: What it would write of a checkpoint; None: not asked.
     """
+    least = None if usage is None else least_bytes(trace.events, usage)
     return RankSummary(
         rank=trace.rank,
         stands_for=tuple(stands_for) or (trace.rank,),
         skew=skew,
-        memory=memory_of(trace, usage),
+        memory=memory_of(trace, usage, least=least),
         work=work_of(trace),
         traffic=traffic_of(trace),
         num_parameters=num_parameters,

@@ -158,6 +158,11 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
         if memory.retries:
             lost += f", given back {memory.retries} times"
         rows.append(("reserved", size(memory.peak_reserved), "", lost))
+    if memory.least is not None:
+        over = memory.least / max(memory.peak_live, 1) - 1
+        rows.append(
+            ("needed, where memory is short", size(memory.least), "", f"{over:.1%} beside tensors")
+        )
     counts = {"communicators": summary.communicators, "peer buffers": summary.peers}
     rows += [
         (name, size(number), "", str(counts[name]) if name in counts else "")

@@ -3,9 +3,12 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 _DEPTH = 8
+_FOR_SHAPES = {"_forward_metadata_inference"}
+"""Functions of torch.distributed.pipelining that call a stage only to see what shapes it gives."""
 
 
 def around(
@@ -54,3 +57,18 @@ def kwargs_of_call() -> dict[str, Any]:
         if frame.f_code.co_name in {"inner", "_call_impl"} and isinstance(found, dict):
             return found
     return {}
+
+
+def is_for_shapes() -> bool:
+    """Whether a library calls a root module to see shapes alone, with values that it makes up.
+
+    Called from a global hook of that call.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, CPython
+    for _ in range(_DEPTH):
+        if frame is None:
+            break
+        if frame.f_code.co_name in _FOR_SHAPES:
+            return True
+        frame = frame.f_back
+    return False

@@ -42,7 +42,7 @@ class Place:
         rest: Error that is left then.
         who: Ranks that disagree with each other; empty: the job differs from the reference.
         note: What there is to say beside numbers.
-        origin: Of a gradient, `BACKWARD` or `REDUCTION`, where it became wrong; empty: not known.
+        origin: Where a gradient became wrong, `BACKWARD` or `REDUCTION`; empty: not known.
     """
 
     step: int

@@ -42,9 +42,9 @@ def exact(
         parts: What of it ranks have; empty: they have terms of it.
         bound: Difference that rounding explains, relative to the root mean square.
         others: What the job may have in its place: a name for each.
-        offsets: Rows that it may be off by: a name for each.
+        offsets: Rows of another place that it may have: a name for each.
         dims: What dims are called.
-        terms: What it may be a sum of multiples of: a name for each.
+        terms: Terms whose multiples it may be a sum of, and a name for each.
 
     Returns:
         None where nothing differs.

@@ -54,7 +54,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         box: Where it is in the whole.
         sums: Its values with signs, summed; `NUM_SIGNS` of them.
         norm: Its 2-norm.
-        row: Sample of the batch that it is of; empty: it is of no sample.
+        row: Its sample of the batch; empty: it is of no sample.
     """
 
     box: Box
@@ -67,7 +67,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     """A tensor that a process has computed, or the part of it that this process has.
 
     Attributes:
-        step: Update of the weights that it is before, counted from 1.
+        step: Number of the next update of the weights, counted from 1.
         phase: One of `PHASES`.
         name: Module or parameter, as the reference calls it.
         shape: Shape of the whole; of a batch's tensor that of one sample.
@@ -94,7 +94,7 @@ class Number(msgspec.Struct, frozen=True, array_like=True):
     """A number that a process has computed.
 
     Attributes:
-        step: Update of the weights that it is before, counted from 1.
+        step: Number of the next update of the weights, counted from 1.
         phase: One of `PHASES`.
         name: Which of several.
         value: The number.
@@ -112,7 +112,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     """What a root module was given, sample by sample.
 
     Attributes:
-        step: Update of the weights that it is before, counted from 1.
+        step: Number of the next update of the weights, counted from 1.
         call: Which call of a root module in this step and process.
         rows: A name for each sample; that of its content where it is made of tokens, or is the
             reference's.
@@ -138,9 +138,9 @@ class Randomness(msgspec.Struct, frozen=True, array_like=True):
     """Random numbers of a process.
 
     Attributes:
-        step: Update of the weights that it is before, counted from 1.
+        step: Number of the next update of the weights, counted from 1.
         states: Generator -> name of its state when the step began.
-        drawn: Generators that calls of root modules with gradients drew from.
+        drawn: Generators that calls of root modules with gradients used.
     """
 
     step: int

@@ -74,7 +74,7 @@ class Step:
         numbers: Phase -> name -> process -> numbers.
         rows: Names of the samples of the step's forward.
         states: Process -> generator of random numbers -> name of its state when the step began.
-        drawn: Generators that the model drew from.
+        drawn: Generators that the model used.
     """
 
     tensors: dict[str, dict[str, Digests]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Recording:
 
     Attributes:
         steps: By index, from 1.
-        facts: Of each process.
+        facts: Rank and number of ranks, of each process.
     """
 
     steps: dict[int, Step]
@@ -126,7 +126,7 @@ def join(folder: Path) -> Recording:
     """Put a job's recording together.
 
     Args:
-        folder: What its processes wrote into.
+        folder: Folder that its processes wrote.
 
     Raises:
         NothingRecordedError: When none has.

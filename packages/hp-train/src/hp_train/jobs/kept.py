@@ -41,7 +41,7 @@ class Whole:
 
     Attributes:
         values: All of it; zero where no rank has it.
-        parts: What it is made of.
+        parts: Parts of it.
         is_complete: Whether every element is on a rank.
         is_sum: Whether parts were added up because they were not the same.
     """
@@ -56,7 +56,7 @@ def whole_of(parts: Sequence[Part]) -> Whole:
     """Put parts of one tensor together; of ranks that should have the same, the first counts.
 
     Args:
-        parts: At least one.
+        parts: Parts of one tensor, one or more.
     """
     first = parts[0]
     result = Whole(torch.zeros(first.shape, dtype=first.values.dtype), list(parts))

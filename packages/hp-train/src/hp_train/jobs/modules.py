@@ -23,8 +23,8 @@ class Pair:
     """Second runs of both jobs.
 
     Attributes:
-        expected: That of the reference.
-        actual: That of the job.
+        expected: Run of the reference.
+        actual: Run of the job.
         step: Where they differ.
         phase: Where in the step.
         bound: What rounding explains.
@@ -86,7 +86,7 @@ def laid_like(samples: Tensor, shape: Sequence[int]) -> Tensor:
     """Lay samples, `[samples, ...]`, as a module has them.
 
     Args:
-        samples: At least one.
+        samples: One sample or more.
         shape: What the module's tensor has: samples first, or second, or with their tokens.
     """
     count = len(samples)

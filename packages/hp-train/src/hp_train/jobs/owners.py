@@ -107,6 +107,15 @@ class Owners:
         stand_ins = {id(tensor): tensor for *_, tensor in flats.values()}
         return Learned(there, renaming, list(real.values()), list(stand_ins.values()))
 
+    def has_parameters(self, module: str) -> bool:
+        """Whether a module of the reference has parameters.
+
+        Args:
+            module: Its name there.
+        """
+        weights = () if self._reference is None else self._reference.weights
+        return any(name.startswith(f"{module}.") for name in weights)
+
     def hold(self, tensor: Tensor, runs: list[Run]) -> None:
         """A flat tensor, and what its values are."""
         if id(tensor) not in self._runs:

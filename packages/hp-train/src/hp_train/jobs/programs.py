@@ -138,7 +138,7 @@ def values_program(title: str, bound: float, said: str) -> str:
     Args:
         title: What differs.
         bound: What rounding explains.
-        said: What it ends with.
+        said: Its last words.
     """
     return HEAD.format(title=title, bound=bound) + "\n" + _VALUES + f"print({said!r})\n"
 
@@ -149,7 +149,7 @@ def numbers_program(title: str, bound: float, said: str) -> str:
     Args:
         title: What differs.
         bound: What rounding explains.
-        said: What it ends with.
+        said: Its last words.
     """
     body = """
 print(f"the reference has {expected}, {sum(expected):.8g} together")

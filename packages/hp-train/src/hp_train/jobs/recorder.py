@@ -32,11 +32,11 @@ from hp_train.base.lifting import lift
 from hp_train.jobs import events as ev
 from hp_train.jobs import randomness
 from hp_train.jobs.adapters import adapters
-from hp_train.jobs.calls import around, kwargs_of_call
+from hp_train.jobs.calls import around, is_for_shapes, kwargs_of_call
 from hp_train.jobs.disturbing import disturb
 from hp_train.jobs.events import Box, Event, Log, Number, Randomness, Rows
 from hp_train.jobs.launches import Launches
-from hp_train.jobs.names import plain
+from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.owners import Owners
 from hp_train.jobs.parts import Reference
 from hp_train.jobs.request import Request
@@ -184,9 +184,9 @@ class Recorder:
             return
         call = self._call()
         if not call.stack:
-            has_weights = next(module.parameters(), None) is not None
-            call.root = module if has_weights else None
-            if has_weights:
+            is_root = next(module.parameters(), None) is not None and not is_for_shapes()
+            call.root = module if is_root else None
+            if is_root:
                 self._begin(call, module, args, kwargs_of_call())
         call.stack.append(module)
 
@@ -318,14 +318,20 @@ class Recorder:
             self._listen_to(parameter, parts)
             self._terms.update(p.name.rpartition(".")[0] for p in parts if _is_of_columns(p))
         self._shapes |= {p.name: p.shape for _, parts in owners.slices() for p in parts}
-        innermost = {
-            f"{inside}{plain(name)}".rstrip("."): id(module)
-            for name, module in root.named_modules()
-        }
-        for name, module in innermost.items():  # of wrappers and what they wrap, the latter
-            self._modules.setdefault(module, learned.renaming(name))
+        self._name_modules(root, learned.renaming, inside)
         if not self._launch().steps:
             self._parameters(ev.START, ((p, p) for p in learned.tensors))
+
+    def _name_modules(self, root: nn.Module, renaming: Renaming, inside: str) -> None:
+        """Note down what the reference calls a model's modules."""
+        innermost = {
+            f"{inside}{plain(name)}".rstrip("."): module for name, module in root.named_modules()
+        }
+        for own, module in innermost.items():  # of wrappers and what they wrap, the latter
+            name = renaming(own)
+            if isinstance(module, nn.Identity) and self._all_owners().has_parameters(name):
+                continue  # it stands in for a module of another rank
+            self._modules.setdefault(id(module), name)
 
     def _launch(self) -> Launches:
         """Which launch of its job this process is of; steps go on from those before it."""

@@ -33,7 +33,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         folder: Where its processes write.
         reference: Folder that the reference has written; empty: this is the reference.
-        seed: Of the random numbers that a program begins with; its own seeds come later and count.
+        seed: Seed of random numbers at the start of a program; its own come later and count.
         steps: Updates of the weights that are recorded.
         float64: Whether parameters and casts are lifted to float64.
         disturb: Whether sums of products are taken in another order, to learn what rounding does.

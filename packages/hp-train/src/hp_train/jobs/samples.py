@@ -106,7 +106,7 @@ class Samples:
         call: Which call in this step and process.
         known: Name -> tokens of the reference's samples in this step; ranks that share a sequence
             have parts of these. None: this is the reference.
-        given: Names of the samples that another root module has made this of; empty: none has.
+        given: Names of the samples behind what another root module has made; empty: none has.
         seen: How often samples were evaluated in the update that is under way, for this batch to be
             added to: their names tell evaluations apart. None: no update is under way.
     """

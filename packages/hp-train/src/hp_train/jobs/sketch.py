@@ -20,7 +20,7 @@ class Digest:
 
     Attributes:
         box: Where each is in its whole.
-        rows: Sample that each is of; empty names: they are of none.
+        rows: Sample of each; empty names: they have none.
         sums: `[N, NUM_SIGNS]`.
         norms: `[N]`.
     """
@@ -61,11 +61,18 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     if values.ndim == 1:
         return Digest(box, rows, values[:, None].expand(-1, NUM_SIGNS), values.abs())
-    last = values.ndim - 2
-    sums = values @ _signs(last, box[last], values)
-    for dim in range(last - 1, -1, -1):
-        sums = torch.einsum("...ik,ik->...k", sums, _signs(dim, box[dim], values))
-    return Digest(box, rows, sums, torch.linalg.vector_norm(values.flatten(1), dim=1))
+    norms = torch.linalg.vector_norm(values.flatten(1), dim=1)
+    num_dims = values.ndim - 1
+    if num_dims == 1:
+        return Digest(box, rows, values @ _signs(0, box[0], values), norms)
+    # The first dim is summed over first, from the left: a product with four columns is six times
+    # as slow as one with four rows, and of a short step that of all parameters is most of the cost.
+    lead = _signs(0, box[0], values).T.expand(len(values), -1, -1)
+    sums = torch.bmm(lead, values.flatten(2)).unflatten(2, values.shape[2:])
+    for dim in range(num_dims - 1, 0, -1):
+        signs = _signs(dim, box[dim], values).T  # [NUM_SIGNS, indices]
+        sums = (sums * signs.view(NUM_SIGNS, *(1,) * (dim - 1), -1)).sum(-1)
+    return Digest(box, rows, sums, norms)
 
 
 def sum_of_digests(terms: Sequence[Digest]) -> Digest:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from hp_schedule import (
     SCHEDULES,
     Costs,
+    MetaStepType,
     Schedule,
     ScheduleError,
     add_fsdp_reduce_grad,
@@ -94,20 +95,32 @@ def compute_schedule(
 
 
 def training_schedule(
-    config: PipelineConfig, *, num_ranks: int, num_microbatches: int, sharded: bool = False
+    config: PipelineConfig,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    sharded: bool = False,
+    compute: Schedule | None = None,
 ) -> Schedule:
-    """The configured schedule with its communication.
+    """The configured schedule, or another one for the same stages, with its communication.
 
     Args:
         config: Configuration of the pipeline.
         num_ranks: Number of pipeline ranks.
         num_microbatches: Number of microbatches in a step.
         sharded: Whether parameters are gathered before they are used, and gradients reduced.
+        compute: Compute steps to take in place of the configured schedule's, in any order of the
+            microbatches; a search finds such.
 
     Raises:
+        ValueError: When those steps are of other stages or another number of microbatches, or
+            split backwards where the configured schedule does not.
         hp_schedule.ScheduleError: When the schedule would not complete.
     """
-    compute = compute_schedule(config, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    if compute is not None:
+        _check_stages(compute, config, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    else:
+        compute = compute_schedule(config, num_ranks=num_ranks, num_microbatches=num_microbatches)
     if compute is None:
         raise ScheduleError(
             f"pipeline.keep_microbatches ({config.keep_microbatches}) is too small for "
@@ -118,3 +131,27 @@ def training_schedule(
         schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
     validate(schedule).raise_if_failed()
     return schedule
+
+
+def _check_stages(
+    compute: Schedule, config: PipelineConfig, *, num_ranks: int, num_microbatches: int
+) -> None:
+    """Refuse steps that the stages of a configured schedule cannot take."""
+    configured = placement(config, num_ranks=num_ranks)
+    if compute.stage_to_rank != configured:
+        raise ValueError(
+            f"stage_to_rank ({compute.stage_to_rank}) must be that of pipeline.schedule "
+            f"({config.schedule}), {configured}"
+        )
+    if compute.num_microbatches != num_microbatches:
+        raise ValueError(
+            f"num_microbatches ({compute.num_microbatches}) must equal those of a step "
+            f"({num_microbatches})"
+        )
+    is_split = KINDS[config.schedule].splits_backward or config.overlap
+    kinds = (step.type for row in compute.steps for step in row if step is not None)
+    if not is_split and MetaStepType.BWD_WEIGHT in kinds:
+        raise ValueError(
+            f"pipeline.schedule ({config.schedule}) must compute weight gradients apart, as the "
+            "steps do"
+        )

@@ -41,6 +41,8 @@ class Microbatch:
         positions: Positions of the tokens that attention sees on this rank, in their sequence,
             int64 [S]; None: 0 .. S - 1.
         documents: What limits attention besides the model's own mask, for each sequence.
+        padding: Which positions hold nothing, of those that are on this rank between layers, bool
+            [B, S]: no expert computes them and no balance counts them. None: none on any rank.
         targets: The token after each, int64 [B, S] of the positions that attention sees on this
             rank, negative where none is to be learned: the last stage returns their loss. None: it
             returns logits.
@@ -56,6 +58,7 @@ class Microbatch:
     key: DropoutKey | None = None
     positions: Tensor | None = None
     documents: Limits = None
+    padding: Tensor | None = None
     targets: Tensor | None = None
     ahead: Ahead | None = None
     balance_losses: dict[str, Tensor] = field(default_factory=dict)
@@ -127,7 +130,7 @@ class Block(nn.Module):
             hidden = config.dense_hidden
             self.feed_forward = FeedForward(config.dim, hidden, is_cut=True, published="mlp")
         self.attend: Callable[[Tensor, Rotation, Limits], Tensor] = self._attend
-        self.feed: Callable[[Tensor], tuple[Tensor, Routing | None]] = self._feed
+        self.feed: Callable[[Tensor, Tensor | None], tuple[Tensor, Routing | None]] = self._feed
 
     def forward(
         self,
@@ -186,16 +189,16 @@ class Block(nn.Module):
         y: Tensor = self.attention(self.attention_norm(x), rotation=rotation, documents=documents)
         return y
 
-    def _feed(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+    def _feed(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Routing | None]:
         x = self.feed_forward_norm(x)
         if self.feed_forward is not None:
             return self.feed_forward(x), None
         assert self.moe is not None
-        result: tuple[Tensor, Routing] = self.moe(x)
+        result: tuple[Tensor, Routing] = self.moe(x, padding=padding)
         return result
 
     def _feed_forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
-        y, routing = self.feed(x)
+        y, routing = self.feed(x, microbatch.padding)
         if routing is None or self.balance_coefficient == 0.0 or microbatch.key is None:
             return y
         assert self.moe is not None
@@ -205,6 +208,7 @@ class Block(nn.Module):
             routing.experts.view(B, S, -1),
             num_experts=self.moe.experts.num_experts,
             group=self.sequence_ranks,
+            padding=microbatch.padding,
         )
         loss = loss_B.sum() * (self.balance_coefficient / microbatch.num_sequences)
         microbatch.balance_losses[self.name] = loss.detach()
@@ -222,6 +226,7 @@ def make_moe(config: ModelConfig) -> MoE:
         scaling_factor=config.router_scale,
         bias=config.router_bias,
         correction_bias=config.correction_bias,
+        counts_load=config.correction_bias,  # which alone is corrected by it
         num_groups=config.num_expert_groups,
         num_limited_groups=config.num_limited_groups,
     )

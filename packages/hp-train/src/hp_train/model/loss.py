@@ -45,7 +45,7 @@ def linear_cross_entropy(
         targets: int64 [T].
         casts: See `hp_train.model.layers.cast_linear`.
         is_split: Whether some schedule may compute the weight gradient later.
-        first: Token of the vocabulary that the first row stands for.
+        first: First token of the vocabulary that is here.
         group: Ranks that have the other rows; all of them get the same loss, and must call. None:
             there are none.
 
@@ -97,7 +97,7 @@ def cross_entropy(
     Args:
         logits: Logits of this rank's part of the vocabulary, [T, v]; they are made fp32 or wider.
         targets: int64 [T].
-        first: Token of the vocabulary that the first logit stands for.
+        first: Token of the first logit.
         group: Ranks that have the other parts; all of them get the same loss, and must call. None:
             there are none.
     """
@@ -182,7 +182,7 @@ class _Cut:
 
     Attributes:
         tile: Shape of the tiles of logits.
-        first: Token of the vocabulary that the first row of the output matrix stands for.
+        first: Token of the first row of the output matrix.
         group: Ranks that have the other rows.
         cast: The output matrix in the dtype of its input, if it was made.
     """
@@ -265,13 +265,13 @@ class _Gradients:
 
     Attributes:
         x: [T, D].
-        used: The output matrix as it was computed with, [v, D].
+        used: The output matrix in the dtype of the products, [v, D].
         targets: int64 [T].
-        norm: Logarithm of what the exponentials of all logits of a token add up to, [T].
+        norm: Log-sum-exp of all logits of a token, [T].
         scale: Gradient of the loss of each token, [T].
         cut: Part of the vocabulary.
         needs_x: Whether the gradient of the input is still to be computed.
-        found: That gradient.
+        found: Gradient of the input, [T, D]; None: not computed yet.
     """
 
     x: Tensor

@@ -16,7 +16,7 @@ from hp_context import ContextParallel
 from hp_expert import save_routing
 from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
-from hp_schedule import MetaStep
+from hp_schedule import MetaStep, Schedule
 from hp_schedule.runtime import (
     FullySharded,
     PipelineScheduleRuntime,
@@ -99,16 +99,19 @@ class Pipeline:
         """Whether FSDP gathers and reduces by itself, and not when a schedule says so."""
         return self.config.mesh.gather == "block"
 
-    def training(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleRuntime:
-        """What runs the configured schedule over the microbatches of one step."""
+    def training(
+        self, loss_fn: Callable[[Tensor, Tensor], Tensor], compute: Schedule | None = None
+    ) -> PipelineScheduleRuntime:
+        """What runs the configured schedule, or other steps, over the microbatches of one step."""
         size = self.config.train.microbatch_size
-        return self.runner(count_microbatches(self.config), size, loss_fn)
+        return self.runner(count_microbatches(self.config), size, loss_fn, compute)
 
     def runner(
         self,
         num_microbatches: int,
         microbatch_size: int,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        compute: Schedule | None = None,
     ) -> PipelineScheduleRuntime:
         """What runs the configured schedule over some microbatches, or its forwards alone.
 
@@ -117,6 +120,7 @@ class Pipeline:
             microbatch_size: Number of sequences in each microbatch.
             loss_fn: Function that maps what the last stage returns and targets to a scalar; None to
                 get what it returns.
+            compute: Compute steps in place of the configured schedule's; see `training_schedule`.
         """
         # The others need not know: what a stage does for its own parameters, it does alone.
         sharded = not self._by_block and any(map(_is_sharded, self.modules.values()))
@@ -125,6 +129,7 @@ class Pipeline:
             num_ranks=self.mesh.layout.pp,
             num_microbatches=num_microbatches,
             sharded=sharded,
+            compute=compute,
         )
         own = next(iter(self.modules.values())).width_sent
         width, dtype = own or self.config.model.stage_width, DTYPES[self.config.train.dtype]

@@ -32,7 +32,7 @@ def shard(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
     """Apply FSDP2 to a stage; gradients are sums, as everywhere here.
 
     Args:
-        module: On the meta device, cut already.
+        module: A stage on the meta device, cut already.
         mesh: Mesh of the run.
         by_block: Whether FSDP gathers and reduces by itself, see Note [Units of FSDP].
     """

@@ -1,9 +1,12 @@
 """Measure the rates of this machine with the model that is to be trained.
 
 Processes train a few steps with microbatches of two sizes, which tells what a product and what a
-layer by itself takes. On a CPU they are two: a core is slower while the others compute. Two
-processes then compute and exchange messages of two sizes in turn, since what an exchange takes in
-training is for the most part the wait for the rank that comes later.
+layer by itself takes: that of the config, and a smaller one, as ranks that share a sequence have.
+Twice as large ones leave the caches, and hide what a layer takes by itself. On a CPU processes are
+two: a core is slower while the others compute. They then train layouts in which layers exchange,
+which tells what an exchange takes beside its bytes: the work of its host, and the wait for the rank
+that comes later. What bytes take is told by two processes that compute and exchange messages in
+turn; so is the rest where no such layout is allowed.
 """
 
 import json
@@ -12,6 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +24,7 @@ import torch.distributed as dist
 
 from hp_platform import initialize, launch_all_to_all, new_group, shutdown
 from hp_schedule import MetaStepType
-from hp_train.config import Config
+from hp_train.config import Config, rules
 from hp_train.config.space import with_keys
 from hp_train.config.timeouts import Timeouts
 from hp_train.costs.machine import GPU_MARGIN, Machine
@@ -30,13 +34,22 @@ from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
 from hp_train.layout.ranks import StageLayout
+from hp_train.price.estimate import Plan
 from hp_train.training.train import start
 from hp_train.verify.pairs import checked_config, one_process
 
-_STEPS, _MICROBATCHES, _ROUNDS = 4, 4, 60
+_STEPS, _MICROBATCHES, _ROUNDS = 6, 4, 60
 _SMALL, _LARGE = 1 << 10, 1 << 22
 _FIRST, _LONGEST = 2, 3  # rounds that are not counted
 _RESULT = "measured.json"
+_MOST_FIXED = 0.9
+"""Share of a microbatch's time that layers take by themselves, at most."""
+_EXCHANGING: tuple[dict[str, object], ...] = (
+    {"mesh.dp_replicate": 2, "mesh.ep": 2},
+    {"mesh.tp": 2},
+    {"mesh.cp": 2},
+)
+"""Layouts that tell what an exchange takes."""
 
 
 def measure(config: Config) -> tuple[Machine, str]:
@@ -53,15 +66,20 @@ def measure(config: Config) -> tuple[Machine, str]:
     """
     scratch = Path(tempfile.mkdtemp(prefix="hp-plan-"))
     size = config.train.microbatch_size
+    small_size, large_size = (max(1, size // 4), size) if size > 1 else (1, 2)
     try:
-        small, large = (_timed(config, scratch, size=times * size) for times in (1, 2))
+        small, large = (_timed(config, scratch, size=size) for size in (small_size, large_size))
         link = _run(scratch, with_keys(_plain(config), {"mesh.dp_replicate": 2}), "time_link")
+        sizes = (small_size, small), (large_size, large)
+        machine = machine_of(config, dict(sizes), link)
+        exchanging = _exchanging(config, size=large_size) if machine.cores > 1 else []
+        found = [(layout, _run(scratch, layout, "time_model")) for layout in exchanging]
+        machine = with_latency(machine, found)
     except HpError as error:
         if error.exit_code > 128:  # somebody wanted it to end: nothing to look at
             shutil.rmtree(scratch, ignore_errors=True)
         raise
     shutil.rmtree(scratch, ignore_errors=True)
-    machine = machine_of(config, small, large, link)
     flags = {
         "flops": machine.flops,
         "memory": machine.memory,
@@ -79,35 +97,35 @@ def measure(config: Config) -> tuple[Machine, str]:
 
 
 def machine_of(
-    config: Config,
-    small: dict[str, float],
-    large: dict[str, float],
-    link: dict[str, float],
+    config: Config, timed: Mapping[int, dict[str, float]], link: dict[str, float]
 ) -> Machine:
     """Solve for rates: time is tokens times the time of a token, plus that of the layers.
 
     Args:
         config: Configuration that was timed.
-        small: What `time_model` found with the config's microbatches.
-        large: The same times with microbatches twice as large.
+        timed: What `time_model` found with microbatches of two sizes, the smaller one first.
         link: What `time_link` found.
     """
-    tokens = config.train.microbatch_size * config.data.seq_len
+    (few, small), (many, large) = timed.items()
     work = whole_model(config, int(small["vocab_size"]))
     # Forward, and backward as two forwards.
     first, second = small["microbatch"] / 3, large["microbatch"] / 3
-    per_token = (second - first) / tokens
-    fixed = first - per_token * tokens
-    if per_token <= 0 or fixed < 0:  # too small a difference for this machine's noise
-        per_token, fixed = second / (2 * tokens), 0.0
+    # Where the smaller one takes as long, all is time of the layers; where it takes its share of
+    # the larger one or less, nothing is.
+    fixed = min(max(first * many - second * few, 0.0) / (many - few), _MOST_FIXED * second)
+    per_token = (second - fixed) / (many * config.data.seq_len)
     one = StageLayout()
     parameters, gradients, optimizer = static_memory(config, [work], one)
     touched = 2 * parameters + gradients + 2 * optimizer
     bandwidth = (_LARGE - _SMALL) / max(link["large"] - link["small"], 1e-9)
+    # What a step does beside microbatches: sums over replicas, which have a price of their own,
+    # norms, and the update.
+    rest = min(small["rest"], large["rest"]) - small["ranks"] // 2 * gradients / bandwidth
+    updating = max(rest, small["optimizer"])
     return Machine(
         flops=work.flops / per_token,
         memory=small["memory"],
-        memory_bandwidth=touched / small["optimizer"],
+        memory_bandwidth=touched / updating,
         layer_seconds=fixed / config.model.num_layers,
         bandwidth=bandwidth,
         latency=link["small"],
@@ -116,6 +134,49 @@ def machine_of(
         node_latency=link["small"],
         cores=int(small["cores"]),
     ).with_values(**(GPU_MARGIN if small.get("is_gpu") else {}))
+
+
+def with_latency(machine: Machine, timed: Sequence[tuple[Config, dict[str, float]]]) -> Machine:
+    """Solve for what an exchange takes beside its bytes, on average.
+
+    Args:
+        machine: What is known else.
+        timed: Layouts of two ranks that exchange inside layers, with what `time_model` found.
+    """
+    waited = messages = 0.0
+    for config, found in timed:
+        free, dear = (
+            sum(
+                stage.full
+                for stage in Plan(
+                    config,
+                    machine.with_values(latency=latency, node_latency=latency),
+                    vocab_size=int(found["vocab_size"]),
+                ).prices
+            )
+            for latency in (0.0, 1.0)
+        )
+        waited += found["microbatch"] - free
+        messages += dear - free
+    if not messages:
+        return machine
+    latency = max(0.0, waited / messages)
+    return machine.with_values(latency=latency, node_latency=latency)
+
+
+def _exchanging(config: Config, *, size: int) -> list[Config]:
+    """Layouts of two ranks that exchange inside layers, of those that are allowed the first two."""
+    layouts = []
+    for axes in _EXCHANGING:
+        ranks = 1 if "mesh.dp_replicate" not in axes else 2
+        batch = {
+            "train.microbatch_size": size,
+            "train.global_batch_size": ranks * _MICROBATCHES * size,
+        }
+        found = with_keys(_plain(config), {**axes, **batch, "mesh.gather": "stage"})
+        if rules.allows_mesh(found) and rules.allows_pipeline(found):
+            layouts.append(found)
+    return layouts[:2]
 
 
 def _timed(config: Config, scratch: Path, *, size: int) -> dict[str, float]:
@@ -148,11 +209,16 @@ def _run(scratch: Path, config: Config, function: str) -> dict[str, float]:
 def time_model(config: Config, *, worker: Worker) -> int:
     """Train a few steps, and leave the median times of their parts on this rank."""
     trainer = start(config, worker)
-    microbatches, updates = [], []
+    microbatches, updates, others = [], [], []
     for _ in range(_STEPS):
+        began = time.perf_counter()
         trainer.train_step()
+        _synchronize(trainer.device)
+        whole = time.perf_counter() - began
         spans = [span for span in trainer.timeline if span.step.type in _COMPUTE]
-        microbatches.append(sum(span.end - span.start for span in spans) / _MICROBATCHES)
+        computing = sum(span.end - span.start for span in spans)
+        microbatches.append(computing / _MICROBATCHES)
+        others.append(whole - computing)
         for parameter in trainer.parameters:
             parameter.local.grad = torch.zeros_like(parameter.local)
         _synchronize(trainer.device)
@@ -170,10 +236,12 @@ def time_model(config: Config, *, worker: Worker) -> int:
         # The first step allocates what the others find.
         "microbatch": statistics.median(microbatches[1:]),
         "optimizer": statistics.median(updates[1:]),
+        "rest": statistics.median(others[1:]),
         "vocab_size": trainer.tokenizer.vocab_size,
         "memory": memory,
         "is_gpu": float(trainer.device.type == "cuda"),
         "cores": _cores() if on_cpu else 0,
+        "ranks": worker.info.world_size,
     }
     if worker.info.rank == 0:
         (worker.run_dir / _RESULT).write_text(json.dumps(result))

@@ -1,32 +1,36 @@
 """All layouts of some meshes in the order of their times, without a look at most of them. No torch.
 
-A mesh with microbatches of a size stands for all its pipelines, and stages at their places for all
-orders of their steps. Each has a time that nothing it stands for undercuts, and is only looked into
-when that is the least of all. The last bound of a layout is that of paths: what was the longest way
-through the steps of its schedule with other costs takes no longer than the longest with its own.
+Meshes that differ in what is sharded stand for each other, a mesh with microbatches of a size for
+all its pipelines, and stages at their places for all orders of their steps. Each has a time that
+nothing it stands for undercuts, and is only looked into when that is the least of all. The last
+bound of a layout is that of paths: what was the longest way through the steps of its schedule with
+other costs takes no longer than the longest with its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_place
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count as counter
 from itertools import product
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from hp_schedule import Path, Precedence, length
-from hp_train.config import Config, PipelineConfig, rules
+from hp_train.config import Config, MeshConfig, PipelineConfig, rules
 from hp_train.config.space import Axis
 from hp_train.costs import modules
 from hp_train.costs.memory import padding, static_memory
 from hp_train.costs.work import Work
 from hp_train.layout.ranks import Layout, StageLayout
-from hp_train.layout.schedules import KINDS, count_microbatches, placement
+from hp_train.layout.schedules import KINDS, count_microbatches, placement, split_layers
 from hp_train.plan.candidate import Candidate
 from hp_train.price.estimate import plain_schedule
 from hp_train.price.gather import fits
-from hp_train.price.prices import Prices
+from hp_train.price.prices import Prices, StagePrice
 
 _PLAINEST = PipelineConfig(schedule="1f1b", stages_per_rank=1)
 _MOST_PATHS = 12
@@ -44,6 +48,28 @@ class _Steps:
 
     order: Precedence
     paths: dict[Path, None] = field(default_factory=dict)
+
+
+class _Computing(NamedTuple):
+    """Seconds of a step that nothing of what is computed undercuts.
+
+    Attributes:
+        by_places: For the busiest rank, by the places of the stages of pipelines.
+        through: For one microbatch, forward and back.
+    """
+
+    by_places: Mapping[tuple[int, ...], float]
+    through: float
+
+    @property
+    def busy(self) -> float:
+        """With the most even pipeline."""
+        return min(self.by_places.values())
+
+    @property
+    def least(self) -> float:
+        """Of both."""
+        return max(self.busy, self.through)
 
 
 class Search:
@@ -72,6 +98,8 @@ class Search:
         self.prices, self._most = prices, most
         self._steps: dict[object, _Steps] = {}
         self._pipelines: dict[int, list[tuple[PipelineConfig, tuple[int, ...]]]] = {}
+        self._computes: dict[object, _Computing] = {}
+        self._known_shares: dict[object, set[tuple[tuple[int, int], ...]]] = {}
 
     def by_time(self, meshes: Sequence[Config]) -> Iterator[tuple[float, Config]]:
         """Yield times of a step and layouts that fit, in ascending order.
@@ -81,9 +109,7 @@ class Search:
         """
         order = counter()
         waiting: list[tuple[float, int, _Narrower | Config]] = [
-            (bound, next(order), narrower)
-            for mesh in meshes
-            for bound, narrower in self._batches(mesh)
+            (bound, next(order), narrower) for bound, narrower in self._families(meshes)
         ]
         heapify(waiting)
         while waiting:
@@ -99,29 +125,56 @@ class Search:
     def nearest(self) -> Config | None:
         """The layout that lacks least of those that do not fit, of those looked at."""
         if self.smallest is None and self._hopeless[1] is not None:
-            for _, narrower in self._of_pipelines(self._hopeless[1]):
-                assert callable(narrower)
-                list(narrower())  # finds that it does not fit
+            for _, places in self._of_pipelines(self._hopeless[1]):
+                assert callable(places)
+                for _, narrower in places():
+                    assert callable(narrower)
+                    list(narrower())  # finds that it does not fit
         return self.smallest
 
-    def _batches(self, mesh: Config) -> Iterator[_Found]:
-        """What a mesh is made into: microbatches of all sizes, first with all that they keep."""
-        sizes, again = (
-            self._axes[key].choices if key in self._axes else (getattr(mesh.train, name),)
-            for key, name in ((f"train.{name}", name) for name in ("microbatch_size", "recompute"))
-        )
-        least = min(again, key=lambda recompute: recompute != "none")
-        rest = [recompute for recompute in again if recompute != least]
-        for size in sizes:
-            found = _with_train(mesh, microbatch_size=size, recompute=least)
-            if found.train.global_batch_size % found.batch_unit == 0 and rules.allows_batch(found):
-                # What is computed again comes on top.
-                yield self.bound_of_batch(found), partial(self._repeating, found, rest)
+    def _families(self, meshes: Sequence[Config]) -> Iterator[_Found]:
+        """Meshes in families: what they share out, they share out alike, whatever is sharded.
 
-    def _repeating(self, found: Config, rest: Sequence[object]) -> Iterator[_Found]:
+        A microbatch takes them equally long, and a token of one takes least where it is largest.
+        """
+        families: dict[MeshConfig, list[Config]] = {}
+        for mesh in meshes:
+            dp = mesh.mesh.dp_replicate * mesh.mesh.dp_shard
+            families.setdefault(replace(mesh.mesh, dp_replicate=dp, dp_shard=1), []).append(mesh)
+        for family, members in families.items():
+            # What is computed again comes on top.
+            least = min(self._repeats(members[0]), key=lambda recompute: recompute != "none")
+            found = [
+                _with_train(replace(members[0], mesh=family), microbatch_size=size, recompute=least)
+                for size in self._choices("train.microbatch_size", members[0].train.microbatch_size)
+            ]
+            sizes = [
+                one
+                for one in found
+                if one.train.global_batch_size % one.batch_unit == 0 and rules.allows_batch(one)
+            ]
+            if sizes:
+                largest = max(sizes, key=lambda one: one.train.microbatch_size)
+                yield self._computing(largest).busy, partial(self._sizes, sizes, members)
+
+    def _sizes(self, sizes: Sequence[Config], members: Sequence[Config]) -> Iterator[_Found]:
+        """A family of meshes with microbatches of each size."""
+        for size in sizes:
+            yield self._computing(size).least, partial(self._batches, size, members)
+
+    def _batches(self, size: Config, members: Sequence[Config]) -> Iterator[_Found]:
+        """The meshes of a family with microbatches of a size, first with all that they keep."""
+        for member in members:
+            found = replace(member, train=size.train)
+            if rules.allows_batch(found):
+                yield self.bound_of_batch(found), partial(self._repeating, found)
+
+    def _repeating(self, found: Config) -> Iterator[_Found]:
         """The same microbatches, and those with something computed again; those that may fit."""
         yield from self._if_it_may_fit(found, 0.0)
-        for recompute in rest:
+        for recompute in self._repeats(found):
+            if recompute == found.train.recompute:
+                continue
             more = _with_train(found, recompute=recompute)
             yield from self._if_it_may_fit(more, self.bound_of_batch(more))
 
@@ -154,30 +207,82 @@ class Search:
     def bound_of_batch(self, config: Config) -> float:
         """Of all pipelines of a mesh with microbatches of a size.
 
-        Each rank takes the mean of all at least, if it never waits; a microbatch goes forward and
-        back through all stages; and a stage that is cut takes no less than the whole.
+        Besides what they compute, a rank gathers and reduces the mean of all parameters at least.
         """
-        config = replace(config, pipeline=_PLAINEST)
-        mesh = config.mesh
         stages, place = self._as_one(config)
-        price = self.prices.stages(config, stages, (place,))[0]
-        busy = (
-            max(count_microbatches(config) * price.full, price.gathered + price.reduced) / mesh.pp
+        gathered = sum(self.prices.gather(config, stages[0], place)) / config.mesh.pp
+        return max(self._computing(config).least, gathered) + self._last(config)
+
+    def _last(self, config: Config) -> float:
+        """Seconds behind the pipeline, of which each rank takes the mean of all at least."""
+        return sum(self.prices.ends(config, *self._as_one(config)).values()) / config.mesh.pp
+
+    def _computing(self, config: Config) -> _Computing:
+        """What all pipelines of a mesh compute with microbatches of a size, if no rank waits.
+
+        Layers are not cut: some rank has no less than the busiest one of the most even pipeline.
+        And a microbatch goes forward and back through all stages.
+        """
+        place = self._as_one(config)[1]
+        place = replace_place(place, dp_replicate=place.dp, dp_shard=1)
+        key = place, config.mesh.pp, config.train.microbatch_size, config.train.recompute
+        if key not in self._computes:
+            self._computes[key] = self._computed(config, place)
+        return self._computes[key]
+
+    def _computed(self, config: Config, place: StageLayout) -> _Computing:
+        plainest, number = replace(config, pipeline=_PLAINEST), config.model.num_layers
+        vocab_size, pp = self.prices.vocab_size, config.mesh.pp
+        layers = modules.stages(plainest, vocab_size, num_stages=number)
+        prices = self.prices.stages(plainest, layers, (place,) * number)
+        kinds = [prices.index(price) for price in prices]  # of layers that are alike
+        busiest = {
+            stage_to_rank: max(
+                _least_of([(prices[kind], times) for kind, times in held])
+                for held in self._shares(tuple(kinds), stage_to_rank, pp)
+            )
+            for stage_to_rank in {places for _, places in self._possible(config)}
+        }
+        whole = self.prices.stages(plainest, self._as_one(plainest)[0], (place,))[0]
+        times = config.train.global_batch_size / config.batch_unit
+        return _Computing(
+            {places: times * most for places, most in busiest.items()},
+            whole.forward + whole.input_grad,
         )
-        last = sum(self.prices.ends(config, stages, place).values()) / mesh.pp
-        return max(busy, price.forward + price.input_grad) + last
+
+    def _shares(
+        self, kinds: tuple[int, ...], stage_to_rank: tuple[int, ...], pp: int
+    ) -> set[tuple[tuple[int, int], ...]]:
+        """What ranks have of layers of each kind; each combination once."""
+        key = kinds, stage_to_rank
+        if key not in self._known_shares:
+            held: list[Counter[int]] = [Counter() for _ in range(pp)]
+            cut = split_layers(len(kinds), len(stage_to_rank))
+            for rank, layers in zip(stage_to_rank, cut, strict=True):
+                held[rank].update(kinds[layer] for layer in layers)
+            self._known_shares[key] = {tuple(sorted(mine.items())) for mine in held}
+        return self._known_shares[key]
 
     def _of_pipelines(self, found: Config) -> Iterator[_Found]:
-        """The pipelines of a mesh with microbatches of one size."""
-        known: dict[tuple[int, ...], Candidate] = {}
+        """The pipelines of a mesh with microbatches of one size, by where their stages are."""
+        placed: dict[tuple[tuple[int, ...], int], list[PipelineConfig]] = {}
         for pipeline, stage_to_rank in self._possible(found):
-            layout = replace(found, pipeline=pipeline)
-            if is_repeated(layout):
-                continue
+            if not is_repeated(replace(found, pipeline=pipeline)):
+                parts = self.prices.parts(pipeline)
+                placed.setdefault((stage_to_rank, parts), []).append(pipeline)
+        last = self._last(found)
+        for (stage_to_rank, _), pipelines in placed.items():
+            bound = self._computing(found).by_places[stage_to_rank] + last
+            yield bound, partial(self._of_places, found, stage_to_rank, pipelines)
+
+    def _of_places(
+        self, found: Config, stage_to_rank: tuple[int, ...], pipelines: Sequence[PipelineConfig]
+    ) -> Iterator[_Found]:
+        """Pipelines that have the same stages, in parts that cost the same, at the same places."""
+        layout = replace(found, pipeline=pipelines[0])
+        candidate = Candidate(self.prices, layout, stage_to_rank)
+        for pipeline in pipelines:
             self.num_priced += 1
-            if stage_to_rank not in known:
-                known[stage_to_rank] = Candidate(self.prices, layout, stage_to_rank)
-            candidate = known[stage_to_rank]
             yield candidate.bound, partial(self._fitting, candidate, pipeline)
             if candidate.is_sharded and not KINDS[pipeline.schedule].splits_backward:
                 yield candidate.bound_by_block, partial(self._by_block, candidate, pipeline)
@@ -235,18 +340,21 @@ class Search:
             self._steps[key] = _Steps(Precedence(schedule))
         return self._steps[key]
 
+    def _choices(self, key: str, only: object) -> Sequence[object]:
+        """Values of an axis; where it is none, the only one."""
+        return self._axes[key].choices if key in self._axes else (only,)
+
+    def _repeats(self, found: Config) -> Sequence[object]:
+        return self._choices("train.recompute", found.train.recompute)
+
     def _possible(self, found: Config) -> list[tuple[PipelineConfig, tuple[int, ...]]]:
         """Pipelines that have a layer for each stage, and where these are."""
         pp = found.mesh.pp
         if pp not in self._pipelines:
-            keys = ("pipeline.schedule", "pipeline.stages_per_rank")
-            given = (found.pipeline.schedule,), (found.pipeline.stages_per_rank,)
-            choices = [
-                self._axes[key].choices if key in self._axes else only
-                for key, only in zip(keys, given, strict=True)
-            ]
+            names = self._choices("pipeline.schedule", found.pipeline.schedule)
+            sizes = self._choices("pipeline.stages_per_rank", found.pipeline.stages_per_rank)
             possible = []
-            for name, per_rank in product(*choices):
+            for name, per_rank in product(names, sizes):
                 keys_of = {"schedule": name, "stages_per_rank": per_rank}
                 pipeline = replace(found.pipeline, **keys_of)
                 kind = KINDS[pipeline.schedule]
@@ -256,6 +364,13 @@ class Search:
                         possible.append((pipeline, stage_to_rank))
             self._pipelines[pp] = possible
         return self._pipelines[pp]
+
+
+def _least_of(parts: Sequence[tuple[StagePrice, int]]) -> float:
+    """Seconds of parts of a stage, each so many times: of the device or its host, and exchanges."""
+    device = sum(times * price.device for price, times in parts)
+    host = sum(times * price.host for price, times in parts)
+    return max(device, host) + sum(times * price.exchanges for price, times in parts)
 
 
 def _with_train(config: Config, **keys: object) -> Config:

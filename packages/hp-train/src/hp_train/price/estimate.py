@@ -90,7 +90,7 @@ class Plan:
         machine: Machine with as many devices as the layout has ranks.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         spread: Where the experts of a token are; None: by even chances, by hp-expert's dispatcher.
-        prices: Of other layouts on the machine; they have their own spread. None: new ones.
+        prices: Prices of other layouts on the machine; they have their own spread. None: new ones.
     """
 
     def __init__(

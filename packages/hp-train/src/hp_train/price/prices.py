@@ -11,7 +11,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from hp_schedule import Costs
-from hp_train.config import Config
+from hp_train.config import Config, PipelineConfig
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
 from hp_train.costs.memory import (
@@ -25,7 +25,7 @@ from hp_train.costs.memory import (
 )
 from hp_train.costs.work import EXCHANGED, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
-from hp_train.layout.schedules import count_microbatches, split_layers
+from hp_train.layout.schedules import KINDS, count_microbatches, split_layers
 from hp_train.price.rates import Compute, Routed, rates_of
 from hp_train.price.traffic import (
     Spread,
@@ -43,12 +43,13 @@ class StagePrice(NamedTuple):
 
     Attributes:
         forward: Forward.
-        input_grad: The part of backward that other stages wait for, with what runs again.
+        input_grad: Backward of activations, for which other stages wait, with what runs again.
         weight_grad: The rest of it.
-        exchanges: Of these, what the stage waits for others inside its layers.
+        exchanges: Seconds of these that are exchanges inside its layers.
         gathered: Gathering its parameters once; 0 where that happens block by block, within forward
             and backward.
         reduced: Likewise, reducing its gradients once.
+        device: What the device takes for all that it computes.
         host: What the host takes to launch all of it.
         kept: Bytes that a microbatch keeps from forward to backward.
         message: Bytes of what a stage is given for one.
@@ -60,6 +61,7 @@ class StagePrice(NamedTuple):
     exchanges: float
     gathered: float
     reduced: float
+    device: float
     host: float
     kept: float
     message: float
@@ -88,7 +90,7 @@ class Prices:
     """Prices of the stages of layouts that differ in mesh, pipeline, microbatches, recomputation.
 
     Args:
-        machine: Machine that they are on.
+        machine: Their machine.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         spread: Where the experts of a token are.
     """
@@ -150,7 +152,8 @@ class Prices:
         """
         mesh = config.mesh
         once = count_microbatches(config) if mesh.reduce_once else 0
-        key = (stage, place, config.train.microbatch_size, mesh.gather, once, slowed)
+        parts = self.parts(config.pipeline)
+        key = (stage, place, config.train.microbatch_size, mesh.gather, once, slowed, parts)
         found = self._stages.get(key)
         if found is None:
             tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
@@ -160,11 +163,16 @@ class Prices:
             found = self._stages[key] = self._stage(config, stage, place, tokens, compute)
         return found
 
+    def parts(self, pipeline: PipelineConfig) -> int:
+        """Parts of a microbatch that each take the time of layers by themselves."""
+        splits = KINDS[pipeline.schedule].splits_backward and bool(self.machine.layer_seconds)
+        return 2 + splits
+
     def _stage(
         self, config: Config, stage: Work, place: StageLayout, tokens: int, compute: Compute
     ) -> StagePrice:
         ahead, back, again = self._waits(config, stage, place)
-        gather, reduce = self._gather(config, stage, place)
+        gather, reduce = self.gather(config, stage, place)
         price = StagePrice(
             forward=compute.forward + ahead,
             input_grad=compute.input_grad + compute.again + back + again,
@@ -172,6 +180,7 @@ class Prices:
             exchanges=ahead + back + again,
             gathered=gather,
             reduced=reduce,
+            device=compute.device,
             host=compute.host,
             kept=stage.kept_bytes(tokens, tp=place.tp, padded=padding(config, place)),
             message=float(message_bytes(config, place)),
@@ -195,21 +204,21 @@ class Prices:
         """Seconds for one of each that `EXCHANGED` names, in forward and in backward."""
         found: list[list[float]] = []
         ranks = {"summed": place.tp, "heads": place.cp, "attentions": place.cp}
+        ranks |= {"balances": place.tp * place.cp, "losses": place.tp}
         for name in EXCHANGED:
             if ranks.get(name, place.ep * place.etp) == 1:
                 found.append([0.0, 0.0])
                 continue
             one: dict[str, Any] = {name: 1.0}
             way = partial(_way, config, [Work(**one)], place, self.machine, spread=self.spread)
-            # Only experts have other exchanges in backward than in forward.
             ends = [way(backward=False)]
-            if name == "rows":
+            if name in _UNLIKE_BACKWARD:
                 ends.append(way(backward=True))
             sums = [sum(transfer.seconds for transfer in end) for end in ends]
             found.append([sums[0], sums[-1]])
         return [list(column) for column in zip(*found, strict=True)]
 
-    def _gather(self, config: Config, stage: Work, place: StageLayout) -> tuple[float, float]:
+    def gather(self, config: Config, stage: Work, place: StageLayout) -> tuple[float, float]:
         """Seconds to gather the parameters of a stage, and to reduce their gradients."""
         key = (kinds_of(stage), place)
         found = self._gathers.get(key)
@@ -237,10 +246,15 @@ class Prices:
             rates = rates_of(machine, is_compiled=compiled, slowed=slowed)
             routed = Routed(self.spread.load(place.ep), padding(config, place))
             return rates.compute(kernels, number, place, routed=routed)
-        busy = slowed * (number * stage.flops / machine.flops + layers * machine.layer_seconds)
+        alone = slowed * layers * machine.layer_seconds
+        busy = slowed * number * stage.flops / machine.flops + alone
         repeated = stage.again.flops / stage.flops if stage.again else 0.0
-        # What runs again takes as long as it did.
-        return Compute(busy, busy, busy, again=busy * repeated)
+        # What runs again takes as long as it did; weight gradients that are put off run by
+        # themselves, layer by layer.
+        weights = (self.parts(config.pipeline) - 2) * alone + busy
+        again = busy * repeated
+        whole = 2 * busy + weights + again
+        return Compute(busy, busy, weights, again=again, device=whole, host=0.0)
 
     def ends(
         self, config: Config, stages: tuple[Work, ...], place: StageLayout
@@ -291,6 +305,10 @@ class Prices:
         return found
 
 
+_UNLIKE_BACKWARD = ("rows", "balances", "losses")
+"""What of `EXCHANGED` has other exchanges in backward than in forward."""
+
+
 def ways(
     config: Config,
     stages: Sequence[Work],
@@ -325,7 +343,9 @@ def _way(
     tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
     found: list[Transfer] = []
     if place.tp * place.cp > 1:
-        found += activation_transfers(config, works, place, machine, tokens=tokens)
+        found += activation_transfers(
+            config, works, place, machine, tokens=tokens, backward=backward
+        )
     if place.ep * place.etp > 1 and any(work.rows for work in works):
         dealt = tokens // place.tp
         found.append(
@@ -374,7 +394,7 @@ def costs_of(
     Args:
         config: Configuration of the layout.
         machine: Its links.
-        prices: Of each stage.
+        prices: Prices of each stage.
         edges: Pairs of pipeline ranks that send to each other.
     """
     layout, latencies = Layout.of(config.mesh), {}

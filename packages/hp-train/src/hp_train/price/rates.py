@@ -14,9 +14,10 @@ class Compute(NamedTuple):
 
     Attributes:
         forward: Forward.
-        input_grad: The part of backward that other stages wait for.
+        input_grad: Backward of activations, for which other stages wait.
         weight_grad: The rest of it.
         again: What backward runs again.
+        device: What the device takes for all of it.
         host: What the host takes to launch all of it.
     """
 
@@ -24,7 +25,8 @@ class Compute(NamedTuple):
     input_grad: float
     weight_grad: float
     again: float
-    host: float = 0.0
+    device: float
+    host: float
 
 
 class Routed(NamedTuple):
@@ -88,8 +90,8 @@ class Rates:
         parts = [self._seconds(way, tokens, *shared, routed=routed) for way in kernels]
         forward, backward, again = (self._slowed * max(part) for part in parts)
         # Of each product in forward there is one for the input and one for the weight.
-        host = self._slowed * sum(part.host for part in parts)
-        return Compute(forward, backward / 2, backward / 2, again, host)
+        device, host = (self._slowed * sum(ends) for ends in zip(*parts, strict=True))
+        return Compute(forward, backward / 2, backward / 2, again, device, host)
 
     def _seconds(
         self, kernels: Counter[Kernel], tokens: float, dense: int, experts: int, *, routed: Routed
@@ -115,7 +117,10 @@ class Rates:
                 moved / self._machine.memory_bandwidth,
             )
             device += times * busy
-            launches += times * left * (kernel.launches + kernel.launches_per_token * tokens)
+            # Products of experts one by one are shared out as these are.
+            split = experts if kernel.is_expert and kernel.kind == "product" else 1
+            launched = kernel.launches / split + kernel.launches_per_token * tokens
+            launches += times * left * launched
         found = _Busy(device, launches * self._machine.launch_seconds)
         self._known[key] = kernels, found  # held, so that no others get their number
         return found

@@ -1,7 +1,4 @@
-"""Bytes that a rank sends in a step, by what for, and how long they take on their links. No torch.
-
-Only the bytes of experts come from elsewhere: from hp-expert, whose import loads torch.
-"""
+"""Bytes that a rank sends in a step, by what for, and how long links take for them. No torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,10 +8,12 @@ from typing import Literal, NamedTuple
 
 from hp_train.base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
+from hp_train.costs.dispatch import row_costs
 from hp_train.costs.machine import Link, Machine
 from hp_train.costs.memory import (
     local_elements,
     message_bytes,
+    num_units,
     padding,
     parameter_bytes,
     sharded_bytes,
@@ -115,18 +114,11 @@ def _expert_exchanges(
     ep = layout.ep
     if ep * layout.etp == 1:
         return ExpertExchanges(0.0, 0.0, 0, 0)
-    from hp_expert import (  # noqa: PLC0415 - imports torch
-        deduplication_pays,
-        dispatch_bytes,
-        expected_rows_per_token,
-    )
-
-    row_bytes, weight_bytes = model.dim * size, max(4, size)
-    shape = (model.num_experts, model.top_k, ep)
-    cost = dispatch_bytes(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
-    pays = not padded and deduplication_pays(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
+    row_bytes = model.dim * size
+    cost = row_costs(model.num_experts, model.top_k, row_bytes, max(4, size))[ep]
+    pays = not padded and cost.pays
     # Of a token, there and back.
-    rows = expected_rows_per_token(*shape) if pays else model.top_k
+    rows = cost.rows if pays else model.top_k
     sent = (cost.deduplicated if pays else cost.plain) / 2
     if padded:
         sent *= padded
@@ -192,13 +184,20 @@ def expert_transfer(
 
 
 def activation_transfers(
-    config: Config, works: Sequence[Work], layout: StageLayout, machine: Machine, *, tokens: int
+    config: Config,
+    works: Sequence[Work],
+    layout: StageLayout,
+    machine: Machine,
+    *,
+    tokens: int,
+    backward: bool,
 ) -> list[Transfer]:
     """What tensor- and context-parallel ranks exchange for some tokens, in one direction.
 
     Tensor-parallel ranks put positions together before what they cut and sum after it; the reverse
     in backward. Context-parallel ranks send q, k, v and the output to the ranks that have their
-    heads; where groups of them gather keys and values instead, that is taken for the same.
+    heads; where groups of them gather keys and values instead, that is taken for the same. In
+    forward alone both sum the loads of experts, and the former two numbers of each token's loss.
 
     Args:
         config: Configuration of the run.
@@ -206,14 +205,21 @@ def activation_transfers(
         layout: Layout of the rank's stage.
         machine: Machine whose links are used.
         tokens: Number of tokens that attention sees on the rank.
+        backward: Whether it is that of backward.
     """
     size = BYTES[config.train.dtype]
     cut, heads = sum(w.gathered + w.summed for w in works), sum(w.heads for w in works)
     layers = sum(w.attentions for w in works)
+    losses, balances = (
+        (0.0, 0.0)
+        if backward
+        else (sum(2 * w.losses for w in works), sum(w.balances for w in works))
+    )
+    sums = cut / config.model.dim + losses + balances
     # And how many messages to each other rank.
     kinds: tuple[tuple[str, Axis, int, float, float], ...] = (
-        ("tensor", "tp", layout.tp, cut, cut / config.model.dim),
-        ("context", "cp", layout.cp, heads / layout.tp, 4 * layers),
+        ("tensor", "tp", layout.tp, cut, sums),
+        ("context", "cp", layout.cp, heads / layout.tp, 4 * layers + balances),
     )
     found = []
     for purpose, axis, ranks, elements, messages in kinds:
@@ -262,7 +268,7 @@ def shard_transfer(
     *,
     what: Literal["gathered", "reduced"],
 ) -> Transfer:
-    """Gathering a stage's parameters once, or reducing its gradients once."""
+    """Gathering a stage's parameters once, or reducing its gradients once; block after block."""
     size, seconds, far = 0.0, 0.0, False
     kinds: tuple[tuple[bool, tuple[Axis, ...], int], ...] = (
         (False, ("dp_shard", "cp"), layout.fsdp),
@@ -275,7 +281,7 @@ def shard_transfer(
         part = (shards - 1) * getattr(local, what)
         ring = _ring(layout, machine, *axes)
         size, far = size + part, far or ring.is_far
-        seconds += part * ring.per_byte + ring.wait
+        seconds += part * ring.per_byte + num_units(stage, is_expert=is_expert) * ring.wait
     return Transfer("parameters", size, seconds, far)
 
 

@@ -65,11 +65,12 @@ class Batches:
         mine = whole // self._mesh.layout.dp
         start = self._mesh.dp_index * mine
         indices, *others = batch[start : start + mine], batch[:start], batch[start + mine :]
-        tokens, targets, lengths = data.batch(indices)
+        tokens, targets, lengths, whole_padding = data.batch(indices)
         num_targets = int((targets >= 0).sum()) + sum(map(data.num_targets, others))
         ahead = look_ahead(tokens, targets, num_ahead).map(self._mine) if depths else None
         sequence_index = self._to_device(torch.tensor(indices))
         tokens, targets = self._mine(tokens), self._mine(targets)
+        padding = None if whole_padding is None else self._between(self._mine(whole_padding))
         share = Share([], [], [], num_targets)
         for start in range(0, mine, size):
             part = slice(start, start + size)
@@ -82,6 +83,7 @@ class Batches:
                 key,
                 positions=sequence.attended,
                 documents=tuple(map(Documents, lengths[part])) if is_packed else None,
+                padding=None if padding is None else padding[part],
                 targets=targets[part],
                 ahead=ahead and ahead.map(itemgetter(part)),
             )
@@ -93,6 +95,10 @@ class Batches:
     def _mine(self, x: Tensor) -> Tensor:
         """This rank's positions of whole sequences [B, S], on the device."""
         return self._to_device(self._sequence.shard(x))
+
+    def _between(self, x: Tensor) -> Tensor:
+        """Of what attention sees here [B, S], what is here between layers."""
+        return x.chunk(self._mesh.size("tp"), dim=1)[self._mesh.index("tp")]
 
     def _to_device(self, x: Tensor) -> Tensor:
         """Copy from the CPU without waiting for what the device still computes."""

@@ -23,6 +23,7 @@ _REASONS = {
     "data.paths": "it goes on with the tokens of that text",
     "data.tokenizer": _TOKENS,
     "data.seq_len": _POSITION,
+    "data.packing": _POSITION,
     "data.eval_fraction": _TOKENS,
 }
 _FREE = (

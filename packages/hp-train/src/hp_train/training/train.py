@@ -188,7 +188,11 @@ class Trainer:
             resume_step=self.step,
             tensorboard=run.tensorboard,
         )
-        for line in (*banner(self.config, self.mesh, self.runtime, self.norm), *notes):
+        lines = banner(self.config, self.mesh, self.runtime, self.norm)
+        if self.data.packs is not None:
+            share = f"{self.data.packs.density:.2%} of positions"
+            lines.append(f"data   {self.data.num_sequences} sequences of whole documents: {share}")
+        for line in (*lines, *notes):
             console.print(line)
         try:
             with garbage_collection(every=train.collect_every) as collect_after:
@@ -589,8 +593,14 @@ class Trainer:
     def _open(self, split: str, *, seed: int | None) -> Dataset:
         directory = self.worker.data_dir
         data = self.config.data
-        separate = data.documents == "separate"
-        return Dataset.open(directory, split, seq_len=data.seq_len, seed=seed, separate=separate)
+        return Dataset.open(
+            directory,
+            split,
+            seq_len=data.seq_len,
+            seed=seed,
+            separate=data.documents == "separate",
+            packing=data.packing,
+        )
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

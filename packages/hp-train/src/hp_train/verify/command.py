@@ -16,6 +16,7 @@ from hp_train.base.environment import require_unstarted
 from hp_train.base.numbers import real, whole
 from hp_train.config import Config
 from hp_train.config.options import Resolved, resolve, split_overrides
+from hp_train.config.schema import shown
 from hp_train.config.space import sample_layouts
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.verify.pairs import (
@@ -138,7 +139,7 @@ def run(
         if options.generate is None:
             _verify_one(runs, config, others, options)
         else:
-            known = options.job is None and not config.model.is_own
+            known = options.job is None and not _unknown_to_oracle(config)
             _verify_all(runs, others, has_oracle=known)
     return 0
 
@@ -157,6 +158,15 @@ def _small(configs: Sequence[Config], options: argparse.Namespace) -> list[Confi
     return shrink(configs) if options.shrink else list(configs)
 
 
+def _unknown_to_oracle(config: Config) -> str:
+    """What of a config the oracle does not know; nothing if it can train so."""
+    if config.model.is_own:
+        return f"no model of {config.model.origin}"
+    if config.data.packing != "stream":
+        return f"no padding of data.packing ({shown(config.data.packing)})"
+    return ""
+
+
 def _others(
     config: Config, options: argparse.Namespace, given: Sequence[tuple[str, object]]
 ) -> list[Config]:
@@ -165,11 +175,11 @@ def _others(
     Raises:
         ConfigError: When it would be compared with itself.
     """
-    is_own = config.model.is_own
-    if options.against == ORACLE and is_own:
-        raise ConfigError(f"--against oracle knows no model of {config.model.origin}")
+    unknown = _unknown_to_oracle(config)
+    if options.against == ORACLE and unknown:
+        raise ConfigError(f"--against oracle knows {unknown}")
     alone = options.against is None and config.world_size == 1 and options.job is None
-    if options.against == ORACLE or (alone and not is_own):
+    if options.against == ORACLE or (alone and not unknown):
         return []
     other = one_process(config) if options.against is None else _given(options, given)
     if not differing_keys(config, other):

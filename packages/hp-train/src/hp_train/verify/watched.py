@@ -181,7 +181,7 @@ def parts_of_share(trainer: Trainer, share: Share) -> Iterator[tuple[str, Part]]
     """Yield "tokens" and "targets" that a rank has got of a global batch, `[B, S]` int64.
 
     Args:
-        trainer: That of the rank.
+        trainer: Trainer of the rank.
         share: What it was given.
     """
     whole = trainer.config.train.global_batch_size, trainer.config.data.seq_len

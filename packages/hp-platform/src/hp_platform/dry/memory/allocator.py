@@ -11,7 +11,7 @@ needed at worst.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -145,6 +145,33 @@ def replay(
     run.usage.num_retries = run.allocator.num_retries
     run.usage.segments = tuple(run.segments())
     return run.usage
+
+
+def least_bytes(trace: Sequence[Event], usage: Usage, *, apart: float = 0.01) -> int:
+    """Find the fewest bytes of a device with which torch meets the requests of a trace.
+
+    Without a limit the allocator keeps what it has, for requests that may come. With one it gives
+    back what no tensor has a part of when a request does not fit, and waits for what other streams
+    have borrowed: so a program needs less than it reserves where there is more.
+
+    Args:
+        trace: Events in the order of the host.
+        usage: The same trace, replayed without limit.
+        apart: Share by which what is found may be too much.
+
+    Returns:
+        Bytes of the allocator alone; at least `usage.peak_allocated`.
+    """
+    enough, too_few = usage.peak_reserved, usage.peak_allocated
+    if replay(trace, total_bytes=too_few).out_of_memory is None:
+        return too_few
+    while enough - too_few > apart * too_few:
+        middle = (enough + too_few) // 2
+        if replay(trace, total_bytes=middle).out_of_memory is None:
+            enough = middle
+        else:
+            too_few = middle
+    return enough
 
 
 @dataclass(slots=True)

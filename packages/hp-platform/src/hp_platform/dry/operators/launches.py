@@ -90,13 +90,19 @@ def is_silent(func: Any) -> bool:
     return _rule(func) == 0
 
 
+_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+
+
 def flops_of(func: Any) -> Callable[..., int] | None:
     """What counts the flops of an operator, as torch's flop counter has it; None without any."""
     if func.name() == "aten::_grouped_mm":  # torch counts none
         return _grouped_flops
     if func.name().startswith(_OF_SEGMENTS):
         return _flops_of_segments
-    counted: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+    packet = func.overloadpacket
+    if packet in _IN_PLACE:  # which torch counts as no operations
+        packet = _IN_PLACE[packet]
+    counted: Callable[..., int] | None = flop_registry.get(packet)
     if counted is None or "_scaled_dot_product_" not in func.name():
         return counted
     first = 1 if "backward" in func.name() else 0  # of query, key and value

@@ -53,10 +53,12 @@ def stage_list_rules(mesh: MeshConfig) -> Iterator[str]:
     """Sizes of single stages must be as many as stages, and stand alone."""
     for name in ("tp", "ep"):
         sizes, shared = getattr(mesh, f"stage_{name}"), getattr(mesh, name)
+        if not sizes:
+            continue
         key = f"mesh.stage_{name} ({shown(sizes)})"
-        if sizes and len(sizes) != mesh.pp:
+        if len(sizes) != mesh.pp:
             yield f"{key} must have a size for each of mesh.pp ({mesh.pp}) pipeline ranks"
-        if sizes and shared != 1:
+        if shared != 1:
             yield f"mesh.{name} ({shared}) must be 1 with {key}"
 
 

@@ -23,6 +23,12 @@ def model_rules(config: Config) -> Iterator[str]:
             f"model.num_dense_layers ({model.num_dense_layers}) must be at most "
             f"model.num_layers ({model.num_layers})"
         )
+    if config.data.packing != "stream" and config.data.documents != "separate":
+        yield (
+            f"data.documents ({shown(config.data.documents)}) must be {shown('separate')} with "
+            f"data.packing ({shown(config.data.packing)}): whole documents, and padding, would be "
+            "taken for one"
+        )
     if 0 < model.max_positions < config.data.seq_len:
         yield (
             f"data.seq_len ({config.data.seq_len}) must be at most "

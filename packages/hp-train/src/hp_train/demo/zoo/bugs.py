@@ -8,7 +8,7 @@ class Bug:
     """A bug in a layout of the zoo's job.
 
     Attributes:
-        layout: Layout that it is in.
+        layout: Layout that shows it.
         name: What the job calls it.
         phase: Phase of the first difference.
         where: Pattern of the module or parameter of the first difference.

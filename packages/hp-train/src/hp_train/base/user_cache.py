@@ -1,0 +1,42 @@
+"""Folders of this user in ``$XDG_CACHE_HOME``, which are used only where nobody else can write."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def user_cache(name: str) -> Path:
+    """Path of a folder for what any run may take instead of making it again."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()  # noqa: PTH117
+    return folder / name
+
+
+def make_own(path: Path) -> None:
+    """Make such a folder, if it is not there.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextmanager
+def opened_own(path: Path) -> Iterator[int | None]:
+    """Descriptor of a folder; None where it is not there, not this user's own or open to others."""
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except OSError:
+        yield None
+        return
+    try:
+        about = os.fstat(descriptor)
+        is_own = about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077
+        yield descriptor if is_own else None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,70 @@
+"""What hp-expert's dispatcher sends of a token, for all numbers of ranks. No torch, if kept."""
+
+from functools import lru_cache
+
+from msgspec import Struct
+
+from hp_train.costs.kept import kept
+
+
+class RowCost(Struct, frozen=True):
+    """What a token sends in a layer.
+
+    Attributes:
+        rows: Ranks that it goes to on average.
+        plain: Bytes in forward and backward with a row for each expert.
+        deduplicated: The same with a row for each rank.
+        pays: Whether the dispatcher takes the latter.
+    """
+
+    rows: float
+    plain: float
+    deduplicated: float
+    pays: bool
+
+
+class RowCosts(Struct, frozen=True):
+    """The same by the number of ranks that share the experts.
+
+    Attributes:
+        by_ranks: Of all numbers that divide that of experts.
+    """
+
+    by_ranks: dict[int, RowCost]
+
+
+@lru_cache(maxsize=64)
+def row_costs(
+    num_experts: int, top_k: int, row_bytes: int, weight_bytes: int
+) -> dict[int, RowCost]:
+    """Ask hp-expert, or who has asked before.
+
+    Args:
+        num_experts: Experts of a layer.
+        top_k: Experts of a token.
+        row_bytes: Bytes of a row.
+        weight_bytes: Bytes of a routing weight.
+    """
+    asked = num_experts, top_k, row_bytes, weight_bytes
+    return kept(asked, RowCosts, lambda: _learned(*asked)).by_ranks
+
+
+def _learned(num_experts: int, top_k: int, row_bytes: int, weight_bytes: int) -> RowCosts:
+    from hp_expert import (  # noqa: PLC0415 - imports torch
+        deduplication_pays,
+        dispatch_bytes,
+        expected_rows_per_token,
+    )
+
+    found = {}
+    for ep in range(1, num_experts + 1):
+        if num_experts % ep == 0:
+            shape, sizes = (num_experts, top_k, ep), (row_bytes, weight_bytes)
+            cost = dispatch_bytes(*shape, row_bytes=sizes[0], weight_bytes=sizes[1])
+            found[ep] = RowCost(
+                expected_rows_per_token(*shape),
+                cost.plain,
+                cost.deduplicated,
+                deduplication_pays(*shape, row_bytes=sizes[0], weight_bytes=sizes[1]),
+            )
+    return RowCosts(found)

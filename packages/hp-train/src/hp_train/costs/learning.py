@@ -1,0 +1,63 @@
+"""Learn what a model costs: run it, here or in a process of its own.
+
+A process is in one dry device at a time. Inside of one, as a rank of a dry run is whose config
+leaves open how parameters are gathered, another process learns for it.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import msgspec
+
+from hp_platform.dry import is_dry
+from hp_train.config import ModelConfig
+from hp_train.costs.kernels import learn
+from hp_train.costs.meta_run import run
+from hp_train.costs.stored import StoredKernels, StoredModel
+from hp_train.costs.work import alike
+
+Key = tuple[ModelConfig, int, int, str]
+"""Configuration of the model, vocabulary, sequence length and dtype."""
+
+T = TypeVar("T", StoredModel, StoredKernels)
+
+
+def learned(kind: type[T], key: Key) -> T:
+    """What the parts of a model do, or launch."""
+    if not is_dry():
+        return _LEARN[kind](*key)  # type: ignore[return-value]
+    answer = subprocess.run(  # noqa: S603 - itself
+        [sys.executable, "-m", __name__, kind.__name__],
+        input=msgspec.json.encode(key),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return msgspec.json.decode(answer.stdout, type=kind)
+
+
+def _model(model: ModelConfig, vocab_size: int, seq_len: int, dtype: str) -> StoredModel:
+    return StoredModel.of(run(model, vocab_size, seq_len=seq_len, dtype=dtype))
+
+
+def _kernels(model: ModelConfig, vocab_size: int, seq_len: int, dtype: str) -> StoredKernels:
+    layers = sorted({*alike(model).values()})
+    return StoredKernels.of(learn(model, vocab_size, layers, seq_len=seq_len, dtype=dtype))
+
+
+_LEARN: Final[dict[type, Callable[[ModelConfig, int, int, str], StoredModel | StoredKernels]]] = {
+    StoredModel: _model,
+    StoredKernels: _kernels,
+}
+
+
+def main(name: str) -> None:
+    """Read a key, write what was learned for it."""
+    key = msgspec.json.decode(sys.stdin.buffer.read(), type=Key)
+    (kind,) = (kind for kind in _LEARN if kind.__name__ == name)
+    sys.stdout.buffer.write(msgspec.json.encode(_LEARN[kind](*key)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

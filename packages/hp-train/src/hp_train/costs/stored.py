@@ -1,0 +1,105 @@
+"""Costs as JSON can have them: what stands in several places is written once. No torch."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from hp_train.costs.work import BlockWork, Kernel, Kernels, ModelWork, Weight, Work
+
+
+class _Block(NamedTuple):
+    """Places of the parts of a block among all works."""
+
+    attend: int
+    feed: int
+    rest: int
+
+
+class StoredModel(Struct, frozen=True):
+    """A `ModelWork`: works are told apart by identity, so others name them by their places.
+
+    Attributes:
+        works: All of them, each once.
+        blocks: Parts of the blocks.
+        before: Place of that of `ModelWork`, as the three that follow.
+        after: See there.
+        loss: See there.
+        tiled_loss: See there.
+        tied: Those of `ModelWork`.
+    """
+
+    works: tuple[Work, ...]
+    blocks: dict[str, _Block]
+    before: int
+    after: int
+    loss: int
+    tiled_loss: int
+    tied: tuple[Weight, ...]
+
+    @classmethod
+    def of(cls, model: ModelWork) -> "StoredModel":
+        """Of what was learned."""
+        places: dict[Work, int] = {}
+
+        def place(work: Work) -> int:
+            return places.setdefault(work, len(places))
+
+        blocks = {
+            name: _Block(place(block.attend), place(block.feed), place(block.rest))
+            for name, block in model.blocks.items()
+        }
+        ends = [place(w) for w in (model.before, model.after, model.loss, model.tiled_loss)]
+        return cls(tuple(places), blocks, *ends, model.tied)
+
+    @property
+    def model(self) -> ModelWork:
+        """What was learned."""
+        works = self.works
+        return ModelWork(
+            before=works[self.before],
+            blocks={
+                name: BlockWork(*(works[place] for place in block))
+                for name, block in self.blocks.items()
+            },
+            after=works[self.after],
+            loss=works[self.loss],
+            tiled_loss=works[self.tiled_loss],
+            tied=self.tied,
+        )
+
+
+_Counts = tuple[tuple[Kernel, int], ...]
+
+
+class StoredKernels(Struct, frozen=True):
+    """Kernels of parts by name: in forward, in backward, and what runs again.
+
+    Attributes:
+        parts: Each kernel with its number.
+    """
+
+    parts: dict[str, tuple[_Counts, _Counts, _Counts]]
+
+    @classmethod
+    def of(cls, kernels: Mapping[str, Kernels]) -> "StoredKernels":
+        """Of what was learned."""
+        return cls(
+            {
+                name: (
+                    tuple(part.forward.items()),
+                    tuple(part.backward.items()),
+                    tuple(part.again.items()),
+                )
+                for name, part in kernels.items()
+            }
+        )
+
+    @property
+    def kernels(self) -> dict[str, Kernels]:
+        """What was learned."""
+        return {
+            name: Kernels(*(Counter(dict(way)) for way in part))
+            for name, part in self.parts.items()
+        }

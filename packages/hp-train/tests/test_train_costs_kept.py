@@ -1,0 +1,121 @@
+"""Costs that were learned are taken by other runs, where nothing of what decides has changed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hp_expert import deduplication_pays, dispatch_bytes, expected_rows_per_token
+from hp_train.config import ModelConfig
+from hp_train.costs import kept as module
+from hp_train.costs.dispatch import RowCosts, row_costs
+from hp_train.costs.kept import FOLDER, kept
+from hp_train.costs.modules import _learned, _model, _stage, _stages
+from hp_train.costs.stored import StoredKernels, StoredModel
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where costs are kept: empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / FOLDER
+
+
+def _never() -> RowCosts:
+    raise AssertionError("it was kept")
+
+
+def test_what_was_learned_is_taken_and_what_was_damaged_is_learned_again(folder: Path) -> None:
+    learned = RowCosts({})
+    assert kept([1, "a"], RowCosts, lambda: learned) is learned
+    assert kept([1, "a"], RowCosts, _never) == learned
+    with pytest.raises(AssertionError, match="it was kept"):
+        kept([2, "a"], RowCosts, _never)
+    (entry,) = folder.iterdir()
+    for content in (b"{", b'{"by_ranks": 3}', b"\xff"):
+        entry.write_bytes(content)
+        assert kept([1, "a"], RowCosts, lambda: learned) is learned
+        assert kept([1, "a"], RowCosts, _never) == learned
+
+
+def test_a_source_that_was_changed_is_not_answered_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "some_package"
+    (package / "room").mkdir(parents=True)
+    for file in ("__init__.py", "room/code.py"):
+        (package / file).write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(module, "_SOURCES", ("some_package",))
+    module._code.cache_clear()
+    kept([1], RowCosts, lambda: RowCosts({}))
+    kept([1], RowCosts, _never)
+    (package / "room" / "code.py").write_text("x = 12\n")
+    module._code.cache_clear()
+    with pytest.raises(AssertionError, match="it was kept"):
+        kept([1], RowCosts, _never)
+    monkeypatch.undo()
+    module._code.cache_clear()
+
+
+def test_a_folder_that_others_may_write_is_left_alone(folder: Path) -> None:
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    kept([1], RowCosts, lambda: RowCosts({}))
+    assert not [*folder.iterdir()]
+
+
+def test_only_so_many_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_ENTRIES", 3)
+    for number in range(5):
+        kept([number], RowCosts, lambda: RowCosts({}))
+        for entry in folder.iterdir():  # clocks of file systems are coarse
+            age = entry.stat().st_mtime_ns - 10**9
+            os.utime(entry, ns=(age, age))
+    assert len([*folder.iterdir()]) == 3
+    for number in (2, 3, 4):
+        kept([number], RowCosts, _never)
+
+
+def test_models_and_kernels_are_the_same_when_they_were_kept() -> None:
+    key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16")
+    first = _model(key), _learned(key)
+    for cached in (_model, _learned, _stage, _stages):
+        cached.cache_clear()  # type: ignore[attr-defined]
+    again = _model(key), _learned(key)
+    assert again[0] is not first[0]
+    # Works are told apart by identity: as many of them, at the same places.
+    assert StoredModel.of(again[0]) != StoredModel.of(first[0])
+    assert _as_text(StoredModel.of(again[0])) == _as_text(StoredModel.of(first[0]))
+    assert StoredKernels.of(again[1][0]) == StoredKernels.of(first[1][0])
+    assert again[1] == first[1]
+
+
+def _as_text(stored: StoredModel) -> str:
+    return repr(stored)
+
+
+def test_rows_of_experts_are_those_of_the_dispatcher() -> None:
+    found = row_costs(48, 4, 128, 4)
+    assert set(found) == {1, 2, 3, 4, 6, 8, 12, 16, 24, 48}
+    for ep, one in found.items():
+        cost = dispatch_bytes(48, 4, ep, row_bytes=128, weight_bytes=4)
+        assert (one.plain, one.deduplicated) == cost
+        assert one.rows == expected_rows_per_token(48, 4, ep)
+        assert one.pays == deduplication_pays(48, 4, ep, row_bytes=128, weight_bytes=4)
+
+
+def test_a_second_plan_does_not_import_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "hp_train", "plan", "debug-qwen3-moe"]
+    command += ["--gpus", "2", "--json", "--vocab-size", "256"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    assert json.loads(first.stdout) == json.loads(second.stdout)
+    assert "| torch\n" in first.stderr.replace(" ", "").replace("|", "| ")
+    assert "torch" not in second.stderr
