@@ -40,7 +40,7 @@ from hp_train.transformers_model.first_weights import fill
 from hp_train.transformers_model.made import on_meta
 from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
-from hp_train.transformers_model.sequence import hidden_of_trial, spread
+from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
 from hp_train.transformers_model.tensor_parallel import (
     Style,
@@ -126,7 +126,7 @@ class TransformersStage(Stage):
             self.add_module(name, child)
         self._listed = model.get_submodule(self.outline.layers)
         self._stand_ins = self._take_away()
-        self._shares_sequence = False
+        self._shares_sequence = self._was_called = False
         self._outside: list[nn.Module] = []  # modules in none of the blocks
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
@@ -261,8 +261,13 @@ class TransformersStage(Stage):
         token = _call.set(_Call(hidden, wants_logits))
         try:
             output: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
+        except ValueError as error:
+            if self._shares_sequence and not self._was_called:  # what hp-context cannot do
+                raise not_spread(self.whole, error) from error
+            raise
         finally:
             _call.reset(token)
+        self._was_called = True
         return output if self.is_last or ranks is None else split(output, 1, ranks)
 
     def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
