@@ -25,9 +25,11 @@ from hp_train.transformers_model.made import on_meta
 from hp_train.transformers_model.outline import Answers, outline_of
 
 _CARRIES = re.compile(
-    r"mamba|rwkv|recurrent|lightning|deltanet|xlstm|shortconv|linearattention", re.IGNORECASE
+    r"mamba|rwkv|recurrent|rglru|lightning|deltanet|xlstm|shortconv|linearattention"
+    r"|indexer|compressor",
+    re.IGNORECASE,
 )
-"""Names of classes of layers that keep a state."""
+"""Names of classes that carry a state from token to token, or choose or join keys of a sequence."""
 
 
 def positions_of(
@@ -84,7 +86,7 @@ def _why_not(folder: str, trust: bool) -> str:
     layers = model.get_submodule(path)
     for name, part in layers.named_modules():
         if isinstance(part, nn.Conv1d) or _CARRIES.search(type(part).__name__):
-            return f"{path}.{name} ({type(part).__name__}) carries a state from token to token"
+            return f"{path}.{name} ({type(part).__name__}) mixes tokens whatever positions say"
     found = []
     look = masking_utils.find_packed_sequence_indices
 
