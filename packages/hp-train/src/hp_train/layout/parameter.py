@@ -23,6 +23,8 @@ class ParameterSpec:
             parts of the same experts share out; None: each has all of it.
         is_residual: Whether its products are added to the residual stream. Such a matrix starts
             smaller, so that variance does not grow with depth (Radford et al., 2019).
+        is_whole_on_tp: Whether tensor-parallel ranks that have copies each compute its whole
+            gradient, and not that of their own positions or heads.
     """
 
     kind: Kind = "matrix"
@@ -30,6 +32,7 @@ class ParameterSpec:
     is_expert: bool = False
     hidden_dim: int | None = None
     is_residual: bool = False
+    is_whole_on_tp: bool = False
 
     @property
     def cuts(self) -> dict[Axis, int | None]:

@@ -85,6 +85,8 @@ class Pipeline:
     @property
     def vocabulary(self) -> range:
         """Tokens whose logits this rank computes, if it has the last stage."""
+        if self.config.model.transformers:
+            return range(self.vocab_size)  # gathered
         return vocabulary_of(self.mesh, self.vocab_size)
 
     def forget_casts(self) -> None:
@@ -226,6 +228,7 @@ def build_pipeline(
         mesh,
         seq_len=config.data.seq_len,
         gathers_keys=degree < config.mesh.cp,
+        splits_positions=not config.model.transformers,
         device=runtime.device,
     )
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
@@ -306,7 +309,8 @@ def _parallelize(
 ) -> None:
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
-        cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
+        cut = module.cut_by_itself or cut_tensors
+        cut(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
     if mesh.size("cp") > 1:
         module.spread_attention(context, mesh.groups["cp"])
     for part in module.modules():

@@ -201,6 +201,11 @@ class Stage(nn.Module):
         for attention in self.attentions:
             context.apply(attention, group)
 
+    @property
+    def cut_by_itself(self) -> Callable[["Stage", range, ProcessGroup], None] | None:
+        """What cuts it over tensor-parallel ranks; None: `hp_train.model.tensor_parallel`."""
+        return None
+
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it."""
         raise NotImplementedError(f"{type(self).__name__} cannot be cut over ranks")

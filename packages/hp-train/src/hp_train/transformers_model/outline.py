@@ -157,7 +157,7 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(self, model: Any, path: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._path, self._layers = path, model.get_submodule(path)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sources: dict[int, frozenset[int]] = {}  # of tensors -> places that they are of
@@ -169,7 +169,8 @@ class _Watch(TorchDispatchMode):
         self._passed: Tensor | None = None
         self._returned: tuple[type, int] | None = None
         self._width: tuple[int, ...] = ()
-        self._head, self._from_head = "", None
+        self._head = ""
+        self._from_head: Tensor | None = None
         for index, layer in enumerate(self._layers):
             layer.forward = _Wrapped(self, index, layer.forward)
         head = model.get_output_embeddings()

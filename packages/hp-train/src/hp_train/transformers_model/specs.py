@@ -19,7 +19,7 @@ def declare_all(model: nn.Module) -> None:
     """
     for module in model.modules():
         specs = {leaf: _spec(leaf, p) for leaf, p in module.named_parameters(recurse=False)}
-        declare(module, **specs)
+        declare(module, None, **specs)
         for name, child in module.named_children():
             declare(child, name)
 
@@ -41,7 +41,7 @@ def declare_experts(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
                 leaf: replace(_spec(leaf, parameter), is_expert=True)
                 for leaf, parameter in experts.named_parameters(recurse=False)
             }
-            declare(experts, **specs)
+            declare(experts, None, **specs)
     if not any(True for _ in expert_modules(model)):
         raise ConfigError("mesh.ep must be 1: the model has no experts in stacked weights")
 

@@ -32,6 +32,7 @@ from hp_train.base.lifting import Lifting
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model import Microbatch, Stage
+from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.parameters import Parameter
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.first_weights import fill
@@ -40,6 +41,7 @@ from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.sequence import hidden_of_trial, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
+from hp_train.transformers_model.tensor_parallel import cut, declare_cuts, summed_in_backward
 
 
 class _Call(NamedTuple):
@@ -84,6 +86,8 @@ class TransformersStage(Stage):
         hp_train.errors.ConfigError: When the model cannot be cut, or depends on the layout.
     """
 
+    whole: Any
+
     def __init__(
         self,
         config: ModelConfig,
@@ -115,14 +119,12 @@ class TransformersStage(Stage):
         self._listed = model.get_submodule(self.outline.layers)
         self._stand_ins = self._take_away()
         self._shares_sequence = False
+        self._tensor_ranks: ProcessGroup | None = None  # that share out the output matrix
         self._outside: list[nn.Module] = []  # modules in none of the blocks
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
                 is_before = index < self.own_layers[0]
                 layer.forward = self._skip if is_before else _leave
-        if self.outline.head and last:
-            head = model.get_submodule(self.outline.head)
-            head.forward = partial(_head_of, head.forward)
         declare_all(self)
 
     @staticmethod
@@ -179,6 +181,25 @@ class TransformersStage(Stage):
         """
         if sizes["ep"] > 1:
             declare_experts(self, self.blocks)
+        if sizes["tp"] > 1:
+            declare_cuts(self.whole, sizes["tp"])
+
+    @property
+    def cut_by_itself(self) -> Callable[[Stage, range, ProcessGroup], None]:
+        """See `Stage.cut_by_itself`: by the plan of transformers."""
+
+        def cut_stage(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
+            del stage
+            cut(self.whole, group)
+            head = self.outline.head and self.whole.get_submodule(self.outline.head)
+            specs = head.__dict__["parameter_specs"] if head else {}
+            if self.is_last and specs and specs["weight"].tp_dim == 0:
+                self._tensor_ranks = group
+                self.linear_cross_entropy = partial(
+                    linear_cross_entropy, first=vocabulary.start, group=group
+                )
+
+        return cut_stage
 
     def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
         """See `Stage.spread_attention`: by transformers' registry."""
@@ -205,6 +226,9 @@ class TransformersStage(Stage):
             for module, leaf in others:  # each has got memory of its own
                 setattr(module, leaf, getattr(first, name))
         self._compute_blocks()
+        if self.outline.head and self.is_last:
+            head: Any = self.whole.get_submodule(self.outline.head)
+            head.forward = partial(_head_of, head.forward)
         for module, leaf, shape in self._stand_ins:
             zero = torch.zeros((), dtype=self.compute_dtype, device=device)
             module.__dict__[leaf] = zero.expand(shape)
@@ -225,7 +249,8 @@ class TransformersStage(Stage):
         hidden = None if self.is_first else x.unflatten(2, self.outline.width)
         token = _call.set(_Call(hidden, wants_logits))
         try:
-            return self._computing(self._outside, self._run, inputs, microbatch)
+            y: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
+            return y
         finally:
             _call.reset(token)
 
@@ -235,8 +260,10 @@ class TransformersStage(Stage):
         except _LeftError as left:
             if not self.is_last:
                 return left.hidden.flatten(2)
-            head = self.whole.get_submodule(self.outline.head)
-            return self.predict(left.hidden, head.weight, microbatch.targets)
+            head, hidden = self.whole.get_submodule(self.outline.head), left.hidden
+            if self._tensor_ranks is not None:
+                hidden = summed_in_backward(hidden, group=self._tensor_ranks)
+            return self.predict(hidden, head.weight, microbatch.targets)
         return logits
 
     def _in_trial(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
