@@ -134,7 +134,7 @@ def test_a_layer_that_reads_more_than_hidden_states_is_named(tmp_path: Path) -> 
         vocab_size=64, hidden_size=32, num_attention_heads=4, **fields
     ).save_pretrained(tmp_path)
     config = run_of(tmp_path)
-    assert "cpmant.encoder.layers.0 reads in aten.add" in outline_of(config.model).beside
+    assert "layers: cpmant.encoder.layers.0 reads in aten.add" in outline_of(config.model).beside
     with pytest.raises(ConfigError, match=r"\(mesh.pp must be 1\): more than hidden states"):
         stage_of(config, range(1))
 

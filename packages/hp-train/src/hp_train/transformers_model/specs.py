@@ -47,6 +47,6 @@ def declare_experts(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 
 def _spec(leaf: str, parameter: Tensor) -> ParameterSpec:
-    if parameter.ndim > 1:
+    if parameter.ndim > 1 and parameter.requires_grad:  # what is frozen must not decay
         return ParameterSpec("matrix")
     return ParameterSpec("bias" if "bias" in leaf else "norm")

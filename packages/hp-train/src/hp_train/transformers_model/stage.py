@@ -103,7 +103,8 @@ class TransformersStage(Stage):
         self.config, self.is_first, self.is_last = config, first, last
         self.outline = outline_of(config)
         self.own_layers = [*layers]
-        self.width_sent = prod(self.outline.width)  # of several residual streams, all
+        if self.outline.width:
+            self.width_sent = prod(self.outline.width)  # of several residual streams, all
         if self.outline.num_layers != config.num_layers:
             raise ConfigError(
                 f"num_hidden_layers ({config.num_layers}) of {config.transformers} must be the "
@@ -374,10 +375,7 @@ def _require_cut(model: Any, outline: Outline, config: ModelConfig) -> None:
     """Refuse to cut a model whose stages would not compute what the whole computes."""
     name = f"{type(model).__name__} ({config.transformers})"
     if outline.beside:
-        raise ConfigError(
-            f"{name} cannot be cut into stages (mesh.pp must be 1): more than hidden states "
-            f"travels between layers: {outline.beside}"
-        )
+        raise ConfigError(f"{name} cannot be cut into stages (mesh.pp must be 1): {outline.beside}")
     if "inputs_embeds" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"{name} cannot be cut into stages (mesh.pp must be 1): its forward takes no "
