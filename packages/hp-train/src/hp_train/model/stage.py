@@ -114,12 +114,17 @@ class Stage(nn.Module):
         return [*self.layers.values()]
 
     @property
+    def apart(self) -> Sequence[nn.Module]:
+        """Blocks whose parameters are in no other block: FSDP shards each as one unit."""
+        return self.blocks
+
+    @property
     def units(self) -> Sequence[nn.Module]:
         """What FSDP shards as one unit each where it gathers by block, in the order of forward.
 
         Of each unit parameters are read in its `forward` alone, or in `Lender.lend`.
         """
-        return self.blocks
+        return self.apart
 
     @property
     def casting(self) -> Sequence[nn.Module]:
@@ -163,6 +168,9 @@ class Stage(nn.Module):
     def experts(self) -> Sequence[nn.Module]:
         """Modules whose own parameters are experts, which ranks share out."""
         return [part for part in self.modules() if isinstance(part, GroupedExperts)]
+
+    def expect_no_values(self) -> None:
+        """Hear that it will run on tensors without values: no shape may depend on them."""
 
     def expect_ranks(self, sizes: Mapping[str, int]) -> None:
         """Hear how many ranks will share this stage, before anything of it is declared or cut.

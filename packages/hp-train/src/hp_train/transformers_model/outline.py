@@ -160,6 +160,7 @@ class _Watch(TorchDispatchMode):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sources: dict[int, frozenset[int]] = {}  # of tensors -> places that they are of
         self._alive: list[Any] = []  # so that no id is used twice
+        self._shared = _shared_by_layers(model, path)
         self._place = BEFORE
         self._places: dict[str, set[int]] = {}
         self._beside: list[str] = []
@@ -264,11 +265,23 @@ class _Watch(TorchDispatchMode):
                 for name in self._names.values()
                 if not name.startswith(prefix)
             },
-            beside="".join(self._beside),
+            beside="".join(self._beside) or self._shared,
             returned=self._returned,
             width=self._width,
             head=self._head if self._from_head is logits else "",
         )
+
+
+def _shared_by_layers(model: nn.Module, path: str) -> str:
+    """Two layers that have one parameter, in words; empty: there are none."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(f"{path}."):
+            continue
+        layer = name[: name.index(".", len(path) + 1)]
+        if owners.setdefault(id(parameter), layer) != layer:
+            return f"{layer} has a parameter of {owners[id(parameter)]}: {name}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

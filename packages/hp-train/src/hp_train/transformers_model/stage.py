@@ -14,6 +14,7 @@ Shape symbols: B sequences, S positions, D width of the stream, V vocabulary.
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, update_wrapper
@@ -36,7 +37,7 @@ from hp_train.model.loss import linear_cross_entropy
 from hp_train.model.parameters import Parameter
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.first_weights import fill
-from hp_train.transformers_model.made import on_meta
+from hp_train.transformers_model.made import choose_experts, on_meta
 from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.sequence import hidden_of_trial, spread
@@ -87,6 +88,7 @@ class TransformersStage(Stage):
     """
 
     whole: Any
+    _listed: Any
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class TransformersStage(Stage):
         self.__dict__["whole"] = model  # its children are this stage's, so that names are its own
         for name, child in model.named_children():
             self.add_module(name, child)
-        self._listed = model.get_submodule(self.outline.layers)
+        self.__dict__["_listed"] = model.get_submodule(self.outline.layers)  # a child already
         self._stand_ins = self._take_away()
         self._shares_sequence = False
         self._tensor_ranks: ProcessGroup | None = None  # that share out the output matrix
@@ -142,6 +144,13 @@ class TransformersStage(Stage):
     def blocks(self) -> Sequence[nn.Module]:
         """See `Stage.blocks`."""
         return [*self.layers.values()]
+
+    @property
+    def apart(self) -> Sequence[nn.Module]:
+        """See `Stage.apart`; what layers share is FSDP's with all that is in no block."""
+        owners = Counter(id(p) for block in self.blocks for p in {*block.parameters()})
+        shared = {key for key, count in owners.items() if count > 1}
+        return [b for b in self.blocks if not shared & {id(p) for p in b.parameters()}]
 
     @property
     def casting(self) -> Sequence[nn.Module]:
@@ -173,6 +182,10 @@ class TransformersStage(Stage):
     def experts(self) -> Sequence[nn.Module]:
         """See `Stage.experts`: those that were spread; others are parameters as all are."""
         return [part for part in self.modules() if isinstance(part, DispatchedExperts)]
+
+    def expect_no_values(self) -> None:
+        """See `Stage.expect_no_values`."""
+        choose_experts(self.whole, "batched_mm")
 
     def expect_ranks(self, sizes: Mapping[str, int]) -> None:
         """See `Stage.expect_ranks`.
@@ -218,10 +231,7 @@ class TransformersStage(Stage):
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Give parameters and buffers memory, and stand-ins of those of others zeros without."""
-        shared: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in self.modules():
-            for leaf, parameter in module.named_parameters(recurse=False):
-                shared.setdefault(id(parameter), []).append((module, leaf))
+        shared = _places_of_parameters(self)
         super().to_empty(device=device, recurse=recurse)
         for (first, name), *others in shared.values():
             for module, leaf in others:  # each has got memory of its own
@@ -341,6 +351,15 @@ class TransformersStage(Stage):
                     module.__dict__[leaf] = None
                     read.append((module, leaf, parameter.shape))
         return read
+
+
+def _places_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Modules and names that have each parameter."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            found.setdefault(id(parameter), []).append((module, leaf))
+    return found
 
 
 def _leave(*args: Any, **kwargs: Any) -> NoReturn:
