@@ -35,6 +35,12 @@ SEQUENCES: dict[str, dict[str, Any]] = {
     "pp 2 cp 2": {"mesh__pp": 2, "mesh__cp": 2, "pipeline__stages_per_rank": 2},
     "cp 2 ep 2 recompute": {"mesh__cp": 2, "mesh__ep": 2, "train__recompute": "full"},
 }
+MATRICES: dict[str, dict[str, Any]] = {
+    "tp 2": {"mesh__tp": 2},
+    "pp 2 tp 2": {"mesh__pp": 2, "mesh__tp": 2, "train__recompute": "full"},
+    "fsdp 2 tp 2": {"mesh__dp_shard": 2, "mesh__tp": 2},
+    "cp 2 tp 2": {"mesh__cp": 2, "mesh__tp": 2, "mesh__cp_heads": 1},
+}
 _SAMPLE = [
     *("llama-fsdp 2 by block", "llama-pp 2 zero bubble", "qwen3_moe-hsdp", "gemma2-recompute"),
     *("gpt2-pp 2 fsdp 2", "qwen3_next-pp 2 interleaved"),
@@ -92,6 +98,14 @@ def test_ranks_share_sequences(name: str, layout: str, base: Path, tmp_path: Pat
         pytest.skip("of experts")
     folder, expected = _plainly(name, base)
     require_equal(train_in(run_of(folder, **SEQUENCES[layout]), tmp_path), expected)
+
+
+@pytest.mark.sample("llama-pp 2 tp 2", "qwen3_moe-fsdp 2 tp 2", "gemma2-tp 2")
+@pytest.mark.parametrize("layout", MATRICES)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+def test_ranks_share_matrices(name: str, layout: str, base: Path, tmp_path: Path) -> None:
+    folder, expected = _plainly(name, base)
+    require_equal(train_in(run_of(folder, **MATRICES[layout]), tmp_path), expected)
 
 
 def test_documents_do_not_see_each_other(base: Path, tmp_path: Path) -> None:

@@ -55,16 +55,18 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
     same = alike(model)
     stage = build(layers=sorted({*same.values()}), first=True, last=True)
+    stage.expect_no_values()
     names = {id(block): name for name, block in stage.named_modules()}
+    names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
     blocks = {names[id(block)]: block for block in stage.blocks}
     weights = {
         name: _weights(_parameters(block), _names_of_cast(block, stage.casting))
         for name, block in blocks.items()
     }
     cast = _names_of_cast(stage, stage.casting)
-    outside = _outside(stage, blocks)
-    first = _outside(build(layers=range(1), first=True, last=False), blocks)
-    last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True), blocks)
+    outside = _outside(stage)
+    first = _outside(build(layers=range(1), first=True, last=False))
+    last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True))
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
         recorder = _Recorder(stage, is_own=model.is_own)
@@ -123,10 +125,11 @@ def _names_of_cast(whole: nn.Module, casting: Sequence[nn.Module]) -> set[str]:
     return {name for name, weight in whole.named_parameters() if id(weight) in cast}
 
 
-def _outside(stage: Stage, blocks: Mapping[str, nn.Module]) -> dict[str, Declared]:
+def _outside(stage: Stage) -> dict[str, Declared]:
     """Parameters of a stage that are in none of its blocks."""
-    inside = tuple(f"{name}." for name in blocks)
-    return {n: tensor for n, tensor in _parameters(stage).items() if not n.startswith(inside)}
+    inside = {id(parameter) for block in stage.blocks for parameter in block.parameters()}
+    found = _parameters(stage)
+    return {name: found[name] for name, p in stage.named_parameters() if id(p) not in inside}
 
 
 class _Recorder:

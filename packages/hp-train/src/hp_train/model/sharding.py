@@ -42,7 +42,7 @@ def shard(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
         for part in module.experts:
             set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
     if mesh.size("fsdp") > 1:
-        _shard_dense(module, mesh, module.units if by_block else module.blocks)
+        _shard_dense(module, mesh, module.units if by_block else module.apart)
     if by_block:
         prefetch_blocks(module)
 
@@ -83,7 +83,7 @@ def prefetch_blocks(module: Stage) -> None:
     forward = [*root, *itertools.chain(*units)]
     for one, other in itertools.pairwise(forward):
         one.set_modules_to_forward_prefetch([other])
-    if isinstance(module.units[0], Embedding):  # whose backward does not read it
+    if module.units and isinstance(module.units[0], Embedding):  # whose backward does not read it
         (table,) = units.pop(0)
         table.set_unshard_in_backward(False)
         table.set_modules_to_backward_prefetch([table])

@@ -50,7 +50,6 @@ class Exchanges:
     Attributes:
         gather: [B, s, D] of this rank's positions to [B, S, D] of all.
         scatter: [B, S, D] summed over ranks to this rank's positions [B, s, D].
-        group: These ranks.
         linear_cross_entropy: See `hp_train.model.loss`; takes [T, D] of all positions, this rank's
             rows of the output matrix, [v, D], and the targets of all positions.
     """
@@ -58,7 +57,6 @@ class Exchanges:
     gather: Callable[[Tensor], Tensor]
     scatter: Callable[[Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
-    group: ProcessGroup | None = None
 
 
 class Stage(nn.Module):
@@ -116,12 +114,17 @@ class Stage(nn.Module):
         return [*self.layers.values()]
 
     @property
+    def apart(self) -> Sequence[nn.Module]:
+        """Blocks whose parameters are in no other block: FSDP shards each as one unit."""
+        return self.blocks
+
+    @property
     def units(self) -> Sequence[nn.Module]:
         """What FSDP shards as one unit each where it gathers by block, in the order of forward.
 
         Of each unit parameters are read in its `forward` alone, or in `Lender.lend`.
         """
-        return self.blocks
+        return self.apart
 
     @property
     def casting(self) -> Sequence[nn.Module]:
@@ -166,6 +169,9 @@ class Stage(nn.Module):
         """Modules whose own parameters are experts, which ranks share out."""
         return [part for part in self.modules() if isinstance(part, GroupedExperts)]
 
+    def expect_no_values(self) -> None:
+        """Hear that it will run on tensors without values: no shape may depend on them."""
+
     def expect_ranks(self, sizes: Mapping[str, int]) -> None:
         """Hear how many ranks will share this stage, before anything of it is declared or cut.
 
@@ -202,6 +208,11 @@ class Stage(nn.Module):
             raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
         for attention in self.attentions:
             context.apply(attention, group)
+
+    @property
+    def cut_by_itself(self) -> Callable[["Stage", range, ProcessGroup], None] | None:
+        """What cuts it over tensor-parallel ranks; None: `hp_train.model.tensor_parallel`."""
+        return None
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it."""

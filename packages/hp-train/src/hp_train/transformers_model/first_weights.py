@@ -94,7 +94,9 @@ def drawn(
     model = on_meta(config, dtype, buffers=True)
     for path, part, owner, recurse in _parts(model, outline_of(config).layers):
         prefix = f"{path}." if path else ""
-        own = dict(part.named_parameters(recurse=recurse, remove_duplicate=False))
+        own: dict[str, Tensor] = dict(
+            part.named_parameters(recurse=recurse, remove_duplicate=False)
+        )
         own |= dict(part.named_buffers(recurse=recurse, remove_duplicate=False))
         if not any(f"{prefix}{leaf}" in names for leaf in own):
             continue

@@ -59,7 +59,7 @@ def _parameters_on_meta() -> Iterator[None]:
             empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
             module._parameters[name] = empty  # noqa: SLF001 - not through what is replaced here
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
     try:
         with no_init_weights():
             yield

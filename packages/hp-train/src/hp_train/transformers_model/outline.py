@@ -36,7 +36,8 @@ class Outline:
         layers: Path of the list of layers.
         num_layers: Its length.
         places: Where each parameter outside of layers is read, by global name.
-        beside: What a layer reads of others besides the hidden states, in words; empty: nothing.
+        beside: Why it cannot be cut, such as what a layer reads of others besides hidden states;
+            empty: it can.
         returned: What a layer returns besides the first of several values: how many, and of which
             kind; None: hidden states alone.
         width: Sizes of hidden states behind those of sequences and positions.
@@ -95,13 +96,13 @@ def _outline(folder: str, trust: bool) -> Outline:
     reasons = []
     for path, _ in lists_of(made):
         try:
-            return _seen(on_meta(config, torch.float32), folder, path)
+            return _seen(on_meta(config, torch.float32), path)
         except ConfigError as error:  # there may be another list
             reasons.append(error)
     raise reasons[0]
 
 
-def _seen(made: Any, folder: str, path: str) -> Outline:
+def _seen(made: Any, path: str) -> Outline:
     """Run a model, and see what goes through a list of layers."""
     choose_experts(made, "batched_mm")  # the one whose shapes do not depend on choices
     watch = _Watch(made, path)
@@ -109,12 +110,9 @@ def _seen(made: Any, folder: str, path: str) -> Outline:
     try:
         with Answers(), watch:
             logits = made(input_ids=tokens, use_cache=False).logits
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - models may do what they like
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ConfigError(
-            f"{type(made).__name__} ({folder}) must run without memory, which is how hp-train "
-            f"learns where it can be cut: {text}"
-        ) from error
+        return watch.unknown(f"it does not run without memory, which would tell what: {text}")
     return watch.outline(logits)
 
 
@@ -157,11 +155,12 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(self, model: Any, path: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._path, self._layers = path, model.get_submodule(path)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sources: dict[int, frozenset[int]] = {}  # of tensors -> places that they are of
         self._alive: list[Any] = []  # so that no id is used twice
+        self._shared = _shared_by_layers(model, path)
         self._place = BEFORE
         self._places: dict[str, set[int]] = {}
         self._beside: list[str] = []
@@ -169,7 +168,8 @@ class _Watch(TorchDispatchMode):
         self._passed: Tensor | None = None
         self._returned: tuple[type, int] | None = None
         self._width: tuple[int, ...] = ()
-        self._head, self._from_head = "", None
+        self._head = ""
+        self._from_head: Tensor | None = None
         for index, layer in enumerate(self._layers):
             layer.forward = _Wrapped(self, index, layer.forward)
         head = model.get_output_embeddings()
@@ -210,6 +210,7 @@ class _Watch(TorchDispatchMode):
     def _note(self, source: int, what: str) -> None:
         if len(self._beside) < 1:
             self._beside.append(
+                "more than hidden states travels between layers: "
                 f"{self._named(self._place)} reads in {what} what comes from {self._named(source)}"
             )
 
@@ -236,6 +237,18 @@ class _Watch(TorchDispatchMode):
         self._sources.pop(id(self._passed), None)
         return output
 
+    def unknown(self, why: str) -> Outline:
+        """What is known of a model that did not run to its end: it is not to be cut."""
+        return Outline(
+            layers=self._path,
+            num_layers=len(self._layers),
+            places={},
+            beside=why,
+            returned=None,
+            width=(),
+            head="",
+        )
+
     def outline(self, logits: Tensor) -> Outline:
         """What was seen."""
         if self._called != [*range(len(self._layers))]:
@@ -252,11 +265,23 @@ class _Watch(TorchDispatchMode):
                 for name in self._names.values()
                 if not name.startswith(prefix)
             },
-            beside="".join(self._beside),
+            beside="".join(self._beside) or self._shared,
             returned=self._returned,
             width=self._width,
             head=self._head if self._from_head is logits else "",
         )
+
+
+def _shared_by_layers(model: nn.Module, path: str) -> str:
+    """Two layers that have one parameter, in words; empty: there are none."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(f"{path}."):
+            continue
+        layer = name[: name.index(".", len(path) + 1)]
+        if owners.setdefault(id(parameter), layer) != layer:
+            return f"{layer} has a parameter of {owners[id(parameter)]}: {name}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

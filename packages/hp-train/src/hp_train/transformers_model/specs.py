@@ -19,7 +19,7 @@ def declare_all(model: nn.Module) -> None:
     """
     for module in model.modules():
         specs = {leaf: _spec(leaf, p) for leaf, p in module.named_parameters(recurse=False)}
-        declare(module, **specs)
+        declare(module, None, **specs)
         for name, child in module.named_children():
             declare(child, name)
 
@@ -41,11 +41,13 @@ def declare_experts(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
                 leaf: replace(_spec(leaf, parameter), is_expert=True)
                 for leaf, parameter in experts.named_parameters(recurse=False)
             }
-            declare(experts, **specs)
+            declare(experts, None, **specs)
     if not any(True for _ in expert_modules(model)):
         raise ConfigError("mesh.ep must be 1: the model has no experts in stacked weights")
 
 
 def _spec(leaf: str, parameter: Tensor) -> ParameterSpec:
-    kind: Kind = "matrix" if parameter.ndim > 1 else "bias" if "bias" in leaf else "norm"
-    return ParameterSpec(kind, sums_over_tp=False)
+    # What is frozen must not decay.
+    decays = parameter.ndim > 1 and parameter.requires_grad
+    kind: Kind = "matrix" if decays else "bias" if "bias" in leaf else "norm"
+    return ParameterSpec(kind, is_whole_on_tp=True)

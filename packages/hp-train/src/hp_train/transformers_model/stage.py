@@ -14,9 +14,9 @@ Shape symbols: B sequences, S positions, D width of the stream, V vocabulary.
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial, update_wrapper
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -32,24 +32,16 @@ from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
-from hp_train.model import Microbatch, Stage, declare
+from hp_train.model import Microbatch, Stage
 from hp_train.model.parameters import Parameter
-from hp_train.model.stage import Exchanges
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.first_weights import fill
-from hp_train.transformers_model.made import on_meta
+from hp_train.transformers_model.made import choose_experts, on_meta
 from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
-from hp_train.transformers_model.tensor_parallel import (
-    Style,
-    gather,
-    parts_of,
-    place,
-    split,
-    styles_of,
-)
+from hp_train.transformers_model.tensor_parallel import Style, cut, declare_cuts, styles_of
 
 
 class _Call(NamedTuple):
@@ -94,6 +86,9 @@ class TransformersStage(Stage):
         hp_train.errors.ConfigError: When the model cannot be cut, or depends on the layout.
     """
 
+    whole: Any
+    _listed: Any
+
     def __init__(
         self,
         config: ModelConfig,
@@ -109,9 +104,8 @@ class TransformersStage(Stage):
         self.config, self.is_first, self.is_last = config, first, last
         self.outline = outline_of(config)
         self.own_layers = [*layers]
-        self._styles: Mapping[str, Style] = {}
-        self._tensor_ranks: ProcessGroup | None = None
-        self.width_sent = prod(self.outline.width)  # of several residual streams, all
+        if self.outline.width:
+            self.width_sent = prod(self.outline.width)  # of several residual streams, all
         if self.outline.num_layers != config.num_layers:
             raise ConfigError(
                 f"num_hidden_layers ({config.num_layers}) of {config.transformers} must be the "
@@ -124,17 +118,15 @@ class TransformersStage(Stage):
         self.__dict__["whole"] = model  # its children are this stage's, so that names are its own
         for name, child in model.named_children():
             self.add_module(name, child)
-        self._listed = model.get_submodule(self.outline.layers)
+        self.__dict__["_listed"] = model.get_submodule(self.outline.layers)  # a child already
         self._stand_ins = self._take_away()
+        self._styles: Mapping[str, Style] = {}
         self._shares_sequence = self._was_called = False
         self._outside: list[nn.Module] = []  # modules in none of the blocks
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
                 is_before = index < self.own_layers[0]
                 layer.forward = self._skip if is_before else _leave
-        if self.outline.head and last:
-            head = model.get_submodule(self.outline.head)
-            head.forward = partial(_head_of, head.forward)
         declare_all(self)
 
     @staticmethod
@@ -151,6 +143,13 @@ class TransformersStage(Stage):
     def blocks(self) -> Sequence[nn.Module]:
         """See `Stage.blocks`."""
         return [*self.layers.values()]
+
+    @property
+    def apart(self) -> Sequence[nn.Module]:
+        """See `Stage.apart`; what layers share is FSDP's with all that is in no block."""
+        owners = Counter(id(p) for block in self.blocks for p in {*block.parameters()})
+        shared = {key for key, count in owners.items() if count > 1}
+        return [b for b in self.blocks if not shared & {id(p) for p in b.parameters()}]
 
     @property
     def casting(self) -> Sequence[nn.Module]:
@@ -183,6 +182,10 @@ class TransformersStage(Stage):
         """See `Stage.experts`: those that were spread; others are parameters as all are."""
         return [part for part in self.modules() if isinstance(part, DispatchedExperts)]
 
+    def expect_no_values(self) -> None:
+        """See `Stage.expect_no_values`."""
+        choose_experts(self.whole, "batched_mm")
+
     def expect_ranks(self, sizes: Mapping[str, int]) -> None:
         """See `Stage.expect_ranks`.
 
@@ -198,17 +201,17 @@ class TransformersStage(Stage):
         styles = styles_of(self.whole, self._listed, num_ranks)
         own = {str(index) for index in self.own_layers}
         self._styles = {p: style for p, style in styles.items() if p.split(".")[0] in own}
-        for path in self._styles:
-            module = self._listed.get_submodule(path)
-            for leaf, dim in parts_of(module, self._styles[path]):
-                spec = module.__dict__["parameter_specs"][leaf]
-                declare(module, **{leaf: replace(spec, tp_dim=dim)})
+        declare_cuts(self._listed, self._styles)
 
-    def place_exchanges(self, exchanges: Exchanges) -> None:
-        """See `Stage.place_exchanges`."""
-        assert exchanges.group is not None
-        self._tensor_ranks = exchanges.group
-        place(self._listed, self._styles, exchanges.group)
+    @property
+    def cut_by_itself(self) -> Callable[[Stage, range, ProcessGroup], None]:
+        """See `Stage.cut_by_itself`: by the plan of transformers."""
+
+        def cut_stage(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
+            del stage, vocabulary  # all ranks have all logits
+            cut(self._listed, self._styles, group)
+
+        return cut_stage
 
     def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
         """See `Stage.spread_attention`: by transformers' registry."""
@@ -226,15 +229,15 @@ class TransformersStage(Stage):
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Give parameters and buffers memory, and stand-ins of those of others zeros without."""
-        shared: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in self.modules():
-            for leaf, parameter in module.named_parameters(recurse=False):
-                shared.setdefault(id(parameter), []).append((module, leaf))
+        shared = _places_of_parameters(self)
         super().to_empty(device=device, recurse=recurse)
         for (first, name), *others in shared.values():
             for module, leaf in others:  # each has got memory of its own
                 setattr(module, leaf, getattr(first, name))
         self._compute_blocks()
+        if self.outline.head and self.is_last:
+            head: Any = self.whole.get_submodule(self.outline.head)
+            head.forward = partial(_head_of, head.forward)
         for module, leaf, shape in self._stand_ins:
             zero = torch.zeros((), dtype=self.compute_dtype, device=device)
             module.__dict__[leaf] = zero.expand(shape)
@@ -247,9 +250,6 @@ class TransformersStage(Stage):
             x: Token ids int64 [B, S] on the first stage, what the stage before returned on others.
             microbatch: What travels with the call.
         """
-        ranks = self._tensor_ranks
-        if ranks is not None and not self.is_first:  # ranks send their positions
-            x = gather(x, 1, ranks)
         wants_logits = microbatch.targets is None or not self.outline.head
         inputs: dict[str, Any] = {"input_ids": x}
         if not self.is_first:
@@ -260,7 +260,7 @@ class TransformersStage(Stage):
         hidden = None if self.is_first else x.unflatten(2, self.outline.width)
         token = _call.set(_Call(hidden, wants_logits))
         try:
-            output: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
+            y: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
         except ValueError as error:
             if self._shares_sequence and not self._was_called:  # what hp-context cannot do
                 raise not_spread(self.whole, error) from error
@@ -268,7 +268,7 @@ class TransformersStage(Stage):
         finally:
             _call.reset(token)
         self._was_called = True
-        return output if self.is_last or ranks is None else split(output, 1, ranks)
+        return y
 
     def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
         try:
@@ -357,6 +357,15 @@ class TransformersStage(Stage):
         return read
 
 
+def _places_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Modules and names that have each parameter."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            found.setdefault(id(parameter), []).append((module, leaf))
+    return found
+
+
 def _leave(*args: Any, **kwargs: Any) -> NoReturn:
     """Be a layer of a stage behind."""
     raise _LeftError(args[0] if args else kwargs["hidden_states"])
@@ -389,10 +398,7 @@ def _require_cut(model: Any, outline: Outline, config: ModelConfig) -> None:
     """Refuse to cut a model whose stages would not compute what the whole computes."""
     name = f"{type(model).__name__} ({config.transformers})"
     if outline.beside:
-        raise ConfigError(
-            f"{name} cannot be cut into stages (mesh.pp must be 1): more than hidden states "
-            f"travels between layers: {outline.beside}"
-        )
+        raise ConfigError(f"{name} cannot be cut into stages (mesh.pp must be 1): {outline.beside}")
     if "inputs_embeds" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"{name} cannot be cut into stages (mesh.pp must be 1): its forward takes no "

@@ -17,7 +17,7 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
     Widths become the smallest multiple of the mesh axes that split them. As many query heads share
     key and value heads as before, up to two; layers are dealt out over the stages with the same
     remainder; a pipeline has at least two microbatches per rank; there are as many tokens as the
-    tokenizer has.
+    tokenizer has. A model of `model.transformers` keeps its shape, which its folder says.
 
     Args:
         configs: Configs with the same model and batch.
@@ -59,6 +59,8 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
         "data.seq_len": min(data.seq_len, math.lcm(_SEQ_LEN, 2 * splits**2)),
         "train.global_batch_size": min(train.global_batch_size, unit * rounds),
     }
+    if model.transformers:  # whose folder says its shape
+        small = {key: value for key, value in small.items() if not key.startswith("model.")}
     found = [with_keys(config, small) for config in configs]
     for config in found:
         try:

@@ -73,8 +73,12 @@ def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
 def _own_model(config: Config) -> Iterator[str]:
     """What needs to know the inside of a block cannot be asked of one of the user's own."""
     name, tp = config.model.origin, max(config.mesh.tp_sizes)
-    if tp > 1 and config.model.factory:
+    if tp > 1 and not config.model.transformers:
         yield f"mesh.tp ({tp}) must be 1 with {name}"
+    if tp > 1 and max(config.mesh.ep_sizes) > 1:
+        yield f"mesh.ep ({max(config.mesh.ep_sizes)}) must be 1 with mesh.tp ({tp}) and {name}"
+    if config.mesh.stage_tp:
+        yield f"mesh.stage_tp ({shown(config.mesh.stage_tp)}) must be [] with {name}"
     for key in ("etp", "ep_buffer") if config.model.transformers else ():
         size, least = getattr(config.mesh, key), 1 if key == "etp" else 0
         if size > least:
@@ -126,12 +130,12 @@ def _expert_buffer(config: Config) -> Iterator[str]:
 
 def _tensor_ranks(config: Config) -> Iterator[str]:
     tp, model = config.mesh.tp, config.model
-    if model.is_own:  # its heads and hidden widths are not known
+    if model.factory:  # its heads and hidden widths are not known
         return
     cut = {"num_heads": model.num_heads}
     if model.attention == "gqa":
         cut["num_kv_heads"] = model.num_kv_heads
-    if model.num_dense_layers:
+    if model.num_dense_layers and not model.transformers:
         cut["dense_hidden"] = model.dense_hidden
     for name, size in cut.items():
         if size % tp:

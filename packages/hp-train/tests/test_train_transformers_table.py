@@ -1,0 +1,90 @@
+"""`hp verify --models` on real architectures: cells are equal, and with a mistake they are not."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from cells_with_faults import FAULTS
+
+from hp_train.architectures.cells import DIFFERENT, EQUAL, KINDS
+from hp_train.cli import main
+from hp_train.hugging_face.proven import read_table
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
+HERE = Path(__file__).parent
+OWN = HERE / "own_architecture"
+ARCHITECTURES = {kind: "mixtral" if kind == "ep 2" else "llama" for kind in KINDS}
+
+
+def run(folder: Path, *cases: str) -> Mapping[str, Mapping[str, Any]]:
+    """Run cells in a process of its own, since ranks are forked; case -> cell."""
+    out = folder / "cells.json"
+    command = [sys.executable, str(HERE / "cells_with_faults.py"), str(out), *cases]
+    subprocess.run(command, check=True, timeout=240)
+    return {case: cells[-1] for case, cells in json.loads(out.read_text()).items()}
+
+
+@pytest.mark.sample("fsdp 2", "pp 2 1f1b")
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_cell_is_equal_and_with_a_mistake_it_is_not(kind: str, tmp_path: Path) -> None:
+    case = f"{ARCHITECTURES[kind]}|{kind}"
+
+    cells = run(tmp_path, case, f"{case}|fault")
+
+    assert cells[case]["state"] == EQUAL, cells[case]
+    assert cells[case]["error"] <= 1e-12
+    assert cells[f"{case}|fault"]["state"] == DIFFERENT, cells[f"{case}|fault"]
+
+
+def test_each_kind_has_a_mistake_that_it_must_find() -> None:
+    assert FAULTS.keys() == KINDS.keys()
+
+
+@pytest.mark.sample("pp 2 gpipe")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ep 2"])
+def test_code_from_outside_transformers_goes_through_the_same_table(
+    kind: str, tmp_path: Path
+) -> None:
+    cells = run(tmp_path, f"{OWN}|{kind}")
+
+    assert cells[f"{OWN}|{kind}"]["state"] == EQUAL, cells
+
+
+def test_the_command_writes_the_table_and_the_page_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [
+        *(sys.executable, "-m", "hp_train", "verify", "--models", "gpt2"),
+        *("--kinds", "one process", "--results", "kept", "--page", "page.md"),
+    ]
+    ran = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "gpt2: 1 equal" in ran.stdout
+    kept = (tmp_path / "kept" / "gpt2.json").stat().st_mtime_ns
+
+    monkeypatch.chdir(tmp_path)
+    assert main(command[3:]) == 0  # nothing is left to be run
+    assert (tmp_path / "kept" / "gpt2.json").stat().st_mtime_ns == kept
+    assert "# Models of transformers, compared" in (tmp_path / "page.md").read_text()
+
+
+def test_the_table_that_comes_along_has_no_cell_that_is_different() -> None:
+    table = read_table()
+    different = {
+        (name, kind): cell
+        for name in table.rows
+        for kind, cell in table.cells(name).items()
+        if isinstance(cell, str) and cell.startswith(DIFFERENT)
+    }
+
+    assert not different
