@@ -61,17 +61,17 @@ def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
 def load(folder: Path, **more: Any) -> Any:
     """Load a model in float64; of which torch has no grouped product, so experts go in a loop."""
     with lifting():  # some make parameters in float32, whatever is asked for
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, experts_implementation="eager", **more
         )
-    return model.double()
 
 
 def _loaded(folder: Path, *, trusted: bool) -> tuple[Any, str]:
     more = {"trust_remote_code": True} if trusted else {}
     for attention in _ATTENTION:
         try:
-            return load(folder, attn_implementation=attention, **more).train(), attention
+            model = load(folder, attn_implementation=attention, **more)
+            return model.double().train(), attention
         except ValueError as error:
             if attention == _ATTENTION[-1] or "attention" not in str(error):
                 raise
