@@ -22,8 +22,10 @@ from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_train.architectures import task
 from hp_train.architectures.examine import examine, prepare, run_in_fork
 from hp_train.model import stage
+from hp_train.model.recompute import recomputed
 from hp_train.training import train
 from hp_train.training.batches import Batches, Share
+from hp_train.training.gradients import reduce_gradients
 from hp_train.transformers_model import tensor_parallel
 from hp_train.transformers_model.stage import TransformersStage
 
@@ -34,10 +36,9 @@ OFF = 1 + 1e-9
 @contextmanager
 def one_gradient_is_off(_rank: int) -> Iterator[None]:
     """The first parameter of a rank gets another gradient."""
-    reduce = train.reduce_gradients
 
     def reduced(parameters: Any, mesh: Any) -> Any:
-        norms = reduce(parameters, mesh)
+        norms = reduce_gradients(parameters, mesh)
         parameters[0].local.grad.mul_(OFF)
         return norms
 
@@ -48,10 +49,9 @@ def one_gradient_is_off(_rank: int) -> Iterator[None]:
 @contextmanager
 def replicas_are_not_summed(_rank: int) -> Iterator[None]:
     """Gradients stay those of this rank's samples."""
-    reduce = train.reduce_gradients
 
     def reduced(parameters: Any, mesh: Any) -> Any:
-        return reduce([dataclasses.replace(p, unsummed=()) for p in parameters], mesh)
+        return reduce_gradients([dataclasses.replace(p, unsummed=()) for p in parameters], mesh)
 
     with patch.object(train, "reduce_gradients", reduced):
         yield
@@ -60,7 +60,6 @@ def replicas_are_not_summed(_rank: int) -> Iterator[None]:
 @contextmanager
 def recomputed_is_other(_rank: int) -> Iterator[None]:
     """A block gives something else in backward than it did in forward."""
-    recomputed = stage.recomputed
 
     def off(part: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         calls = 0

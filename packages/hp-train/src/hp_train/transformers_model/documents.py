@@ -92,12 +92,13 @@ def _why_not(folder: str, trust: bool) -> str:
 
     def looked(position_ids: Tensor) -> Tensor | None:
         found.append(position_ids)
-        return look(position_ids)
+        packed: Tensor | None = look(position_ids)
+        return packed
 
     def leave(*_args: Any, **_kwargs: Any) -> None:
         raise _AtFirstLayerError
 
-    layers[0].forward = leave  # type: ignore[method-assign]
+    layers[0].forward = leave
     masking_utils.find_packed_sequence_indices = looked
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     try:

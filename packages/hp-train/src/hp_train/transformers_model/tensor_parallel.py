@@ -82,15 +82,13 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
 
 def _is_read(parent: nn.Module, name: str) -> bool:
     """Whether code of a module reads parameters of a child by itself, instead of calling it."""
-    return any(
-        re.search(rf"\b{name}\.(weight|bias)", _source(kind)) is not None
-        for kind in type(parent).__mro__
-        if issubclass(kind, nn.Module) and kind is not nn.Module
-    )
+    reads = re.compile(rf"\b{name}\.(weight|bias)")
+    kinds: list[Any] = [kind for kind in type(parent).__mro__ if issubclass(kind, nn.Module)]
+    return any(reads.search(_source(kind)) for kind in kinds if kind is not nn.Module)
 
 
 @cache
-def _source(kind: type) -> str:
+def _source(kind: Any) -> str:
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):
@@ -114,7 +112,7 @@ def _planned(plan: Mapping[str, str], path: str) -> Style | None:
 def _shared(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that several modules have."""
     seen: set[nn.Parameter] = set()
-    twice = set()
+    twice: set[nn.Parameter] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):
         (twice if parameter in seen else seen).add(parameter)
     return twice
