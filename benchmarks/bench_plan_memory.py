@@ -89,8 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of the names of layouts")
     only = parser.parse_args().only
-    columns = ("layout", "static", "activations", "buffers", "plan, tensors", "dry run", "ratio")
-    columns = (*columns, "plan, with fragmentation", "dry run, needed", "ratio")
+    tensors = ("layout", "static", "activations", "buffers", "plan, tensors", "dry run", "ratio")
+    columns = (*tensors, "plan, with fragmentation", "dry run, needed", "ratio")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory(prefix="bench-plan-memory-") as scratch:
         text = Path(scratch, "text.txt")

@@ -9,8 +9,11 @@ from hp_train.jobs.compare import Comparison, compare, with_floor
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording
 from hp_train.jobs.request import Request
-from integration_tests.kinds_of_jobs import SOUND, STEPS, train
+from integration_tests.kinds_of_jobs import OTHER, SOUND, STEPS, train
+from integration_tests.more_kinds_of_jobs import MORE, short
 from integration_tests.recorded import record
+
+ALL = {**SOUND, **OTHER, **MORE, "short": short}
 
 
 def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
@@ -19,32 +22,39 @@ def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
     def referred(name: str, seed: int) -> Recording:
         known = theirs if seed else ""
         asked = Request(str(tmp_path / name), reference=known, steps=2 * STEPS, disturb=seed)
-        return record(asked, functools.partial(train, kind), ranks=1)
+        return record(asked, functools.partial(train, ALL[kind]), ranks=1)
 
     reference, floor = with_floor(referred)
     request = Request(str(tmp_path / "job"), reference=theirs, steps=2 * STEPS)
-    job = record(request, functools.partial(train, kind, fault), ranks=2)
+    job = record(request, functools.partial(train, ALL[kind], fault), ranks=2)
     return compare(job, reference, floor)
 
 
 @pytest.mark.sample("images", "two_models", "closure")
-@pytest.mark.parametrize("kind", SOUND)
+@pytest.mark.parametrize("kind", SOUND | MORE)
 def test_what_computes_the_same_is_equal(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind)
     assert not result.differences
     assert not result.unaligned
-    assert {"first weight", "forward", "loss", "gradient", "weight"} <= result.largest.keys()
+    outputs = set() if kind == "compiled" else {"forward"}
+    assert {"first weight", *outputs, "loss", "gradient", "weight"} <= result.largest.keys()
 
 
 @pytest.mark.sample("many_evaluations")
-@pytest.mark.parametrize("kind", [kind for kind in SOUND if kind != "doubled"])  # equal anyway
+@pytest.mark.parametrize("kind", [k for k in SOUND | MORE if k != "doubled"])  # equal anyway
 def test_a_model_that_is_not_reduced_is_found(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind, "no-sync")
     first = result.differences[0]
-    # The first model's update is the second; the second evaluation is of weights updated wrongly.
-    step = 2 if kind == "two_models" else 1
+    # The first model is updated after others; the second evaluation is of weights updated wrongly.
+    step = {"two_models": 2, "critic": 3}.get(kind, 1)
     phase = "forward" if kind == "many_evaluations" else "gradient"
     assert (first.step, first.phase) == (step, phase)
+
+
+def test_a_rank_that_ends_before_others_is_found(tmp_path: Path) -> None:
+    first = compared(tmp_path, "short").differences[0]
+    assert str(first).startswith("step 2, update: ")
+    assert first.note == "rank 1 makes it no more, and others do"
 
 
 def test_statistics_of_own_samples_are_found(tmp_path: Path) -> None:

@@ -149,22 +149,44 @@ def test_a_bug_is_found(name: str, judge: Judge) -> None:
     assert min(steps) <= comparison.first.step <= max(steps) + 1, comparison.first
 
 
-@pytest.mark.sample
-def test_hp_train_itself_is_a_job(corpus: str, tmp_path: Path) -> None:
-    """Through the command, with ranks that the launcher forks."""
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "hp_train"]
+
+
+def through_the_command(
+    corpus: str, tmp_path: Path, start: list[str], *changes: str
+) -> subprocess.CompletedProcess[str]:
+    """Compare a run that modules of Python start, and what is changed in it, with one process."""
     keys = {**SMALL, "train.dtype": "float64", "train.steps": 2, "train.eval_every": 2}
-    train = [sys.executable, "-m", "hp_train", "train", str(ROOT / "verify.toml")]
+    train = ["train", str(ROOT / "verify.toml")]
     train += [f"--{key}={value}" for key, value in keys.items()]
     train += [f"--data.paths={corpus}", f"--run.output_dir={tmp_path}"]
-    hp = [sys.executable, "-m", "hp_train", "verify", "--steps", "2"]
-    done = subprocess.run(
-        [*hp, "--", *train, "mesh.tp=2", "--against", "--", *train],
+    python = [sys.executable, "-m"]
+    job = [*python, *start, *train, *changes]
+    reference = [*python, "hp_train", *train]
+    return subprocess.run(
+        [*python, "hp_train", "verify", "--steps", "2", "--", *job, "--against", "--", *reference],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
 
+
+@pytest.mark.sample
+@pytest.mark.parametrize("start", [["hp_train"], TORCHRUN], ids=lambda start: start[0])
+def test_hp_train_itself_is_a_job(start: list[str], corpus: str, tmp_path: Path) -> None:
+    """With ranks that the launcher forks, or torchrun starts."""
+    done = through_the_command(corpus, tmp_path, start, "--mesh.tp=2")
+
     assert done.returncode == 0, done.stdout + done.stderr
     assert "job: 2 processes" in done.stdout
     assert "could not be compared" not in done.stdout
+
+
+@pytest.mark.sample
+def test_what_ranks_of_torchrun_do_otherwise_is_found(corpus: str, tmp_path: Path) -> None:
+    changes = "--mesh.dp_shard=2", "--train.max_grad_norm=0.01"
+    done = through_the_command(corpus, tmp_path, TORCHRUN, *changes)
+
+    assert done.returncode == 8, done.stdout + done.stderr
+    assert "first difference: step 1, clipped gradient" in done.stdout

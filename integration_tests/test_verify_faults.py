@@ -105,6 +105,25 @@ def test_padding_counts_in_no_layout(name: str, corpus: str, runs: Runs) -> None
     assert comparison.num_steps == PROGRAM.steps
 
 
+DEAL = f"{ONE} mesh.cp=2 mesh.cp_heads=1 mesh.cp_deal=true"
+DEALT = {
+    "gather": f"{DEAL} model.num_mtp_modules=1",
+    "ring, pipeline": f"{DEAL} {PIPELINE} mesh.cp_ring=true",
+    "padding, tp": f"{DEAL} {TENSOR} {WHOLE}",
+    "window, experts": f"{DEAL} {SHARDED} mesh.ep=2 train.recompute=full model.sliding_window=3",
+    "heads": f"{ONE} mesh.cp=4 mesh.cp_heads=2 mesh.cp_deal=true",
+}
+
+
+@pytest.mark.sample("ring, pipeline", "padding, tp")
+@pytest.mark.parametrize("name", DEALT)
+def test_documents_that_are_dealt_out_change_no_number(name: str, corpus: str, runs: Runs) -> None:
+    config = config_of(corpus, DEALT[name])
+    comparison = runs.compare(config, one_process(config))
+    assert comparison.ok, str(comparison)
+    assert comparison.num_steps == PROGRAM.steps
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -> None:
     config = config_of(corpus, layout)

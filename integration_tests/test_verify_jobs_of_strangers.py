@@ -39,7 +39,11 @@ JOB = textwrap.dedent(
         raise SystemExit("no data here")
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
-    for _ in range(2):
+    for step in range(2):
+        if step == 1 and "break" in sys.argv and rank == 1:
+            raise SystemExit("out of memory")
+        if step == 1 and "early" in sys.argv:
+            break
         tokens = torch.randint(30, (4, 9), generator=generator)[rank::size]
         logits = net(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -69,6 +73,26 @@ def verify(
         text=True,
         timeout=600,
         check=False,
+    )
+
+
+@pytest.mark.sample
+def test_a_job_that_breaks_is_compared_until_then(tmp_path: Path) -> None:
+    done = verify(tmp_path, "break", "scaled")
+
+    assert done.returncode == 1
+    assert "what the job computed before it failed:" in done.stdout
+    assert "first difference: step 1, gradient" in done.stdout
+    assert "the job ended with status 1" in done.stderr
+
+
+@pytest.mark.sample
+def test_updates_that_are_not_made_are_a_difference(tmp_path: Path) -> None:
+    done = verify(tmp_path, "early")
+
+    assert done.returncode == 8
+    assert (
+        "first difference: step 2, update: 1.000e+00 (only the reference makes it)" in done.stdout
     )
 
 

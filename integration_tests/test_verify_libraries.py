@@ -35,6 +35,8 @@ SOUND = {
     "accelerate fsdp1": ("accelerate", "--batch 2 --fsdp 1"),
     "accelerate fsdp1 original": ("accelerate", "--batch 2 --fsdp 1 --original"),
     "trainer ddp": ("trainer", "--batch 2"),
+    "trainer accumulated": ("trainer", "--batch 1 --accumulate 2"),
+    "trainer accumulated bf16": ("trainer", "--batch 1 --accumulate 2 --bf16"),
     "trainer fsdp2": ("trainer", "--batch 2 --fsdp 2"),
     "trainer fsdp1": ("trainer", "--batch 2 --fsdp 1"),
     "deepspeed zero-1": ("deepspeed", "--stage 1"),
@@ -47,6 +49,9 @@ SOUND = {
     "megatron tp": ("megatron", "--tp 2"),
     "megatron sp": ("megatron", "--tp 2 --sequence-parallel"),
 }
+
+SAME = {"trainer accumulated bf16": "--bf16"}
+"""Arguments of a job that its reference is given as well."""
 
 # Job: what is wrong, phase of the first difference, its name, a word of what is likely.
 WRONG = {
@@ -82,11 +87,12 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     folder = tmp_path_factory.mktemp("libraries")
 
     @functools.cache
-    def reference(job: str) -> tuple[Recording, Floor]:
-        expected = recorded(folder / job, job, "", 1)
-        place = str(folder / job)
-        other = recorded(folder / f"{job}-other", job, "", 1, reference=place, disturb=1)
-        return expected, Floor(expected, [other])
+    def reference(job: str, same: str) -> tuple[Path, Recording, Floor]:
+        place = folder / f"{job}{same}"
+        expected = recorded(place, job, same, 1)
+        other = folder / f"{job}{same}-other"
+        floor = recorded(other, job, same, 1, reference=str(place), disturb=1)
+        return place, expected, Floor(expected, [floor])
 
     def judged(case: str, wrong: str, against: str = "") -> Comparison:
         job, arguments = SOUND[case]
@@ -95,12 +101,11 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
                 pytest.skip(f"{LIBRARIES[name]} is not installed")
         if job == "deepspeed" and shutil.which("c++") is None:
             pytest.skip("DeepSpeed builds an operator at its start, and there is no C++ compiler")
-        expected, floor = reference(against or job)
+        there, expected, floor = reference(against or job, SAME.get(case, ""))
         given = f"{arguments} --wrong {wrong}" if wrong else arguments
         place = folder / f"{case}-{wrong}"
         start = job == "titan"  # a DTensor's random values on a CPU are those of its layout
-        there = str(folder / (against or job))
-        actual = recorded(place, job, given, 2, reference=there, start=start)
+        actual = recorded(place, job, given, 2, reference=str(there), start=start)
         return compare(actual, expected, floor)
 
     return judged

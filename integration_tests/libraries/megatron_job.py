@@ -43,7 +43,10 @@ def save(args, model, optimizer) -> None:
     """Save as Megatron's own trainer does: model, optimizer, random states of every rank."""
     metadata = {"distrib_optim_sharding_type": args.sharding}
     state = model.sharded_state_dict(metadata=metadata)
-    place = (parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+    place = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
     world = (parallel_state.get_data_parallel_world_size(), args.tp)
     random_states = {"torch": torch.get_rng_state(), "cpu": "a word"}
     if args.distributed_optimizer:

@@ -21,6 +21,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fsdp", type=int, default=0, help="version of FSDP")
     parser.add_argument("--batch", type=int, default=SAMPLES, help="samples of a process")
+    parser.add_argument("--accumulate", type=int, default=1, help="microbatches of an update")
+    parser.add_argument("--bf16", action="store_true", help="under autocast")
     parser.add_argument("--wrong", default="", help="a mistake to make")
     args = parser.parse_args()
 
@@ -38,6 +40,8 @@ def main() -> None:
             output_dir=folder,
             use_cpu=True,
             per_device_train_batch_size=args.batch,
+            gradient_accumulation_steps=args.accumulate,
+            bf16=args.bf16,
             max_steps=STEPS,
             learning_rate=1e-2,
             lr_scheduler_type="constant",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -299,3 +301,20 @@ def test_packed_attention_counts_what_its_segments_may_need() -> None:
         assert launched["aten._flash_attention_backward.default"].flops == 5 * flops // 2
         assert launched["aten._flash_attention_backward.default"].num_kernels == 5
         assert only(gpu.trace.events, HostWait) == only(gpu.trace.events, Fault) == []
+
+
+def test_what_is_offloaded_takes_no_memory_of_the_host() -> None:
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    with DryDevice():
+        x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        before = resident()
+        host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        x.copy_(host, non_blocking=True)
+        assert resident() - before < 1 << 26
+        torch.cuda.synchronize()
+        assert not host[:: 1 << 26].any()
+        assert not torch.ones(4).pin_memory().copy_(x[:4]).any()  # what is small is as ever

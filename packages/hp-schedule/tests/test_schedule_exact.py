@@ -130,7 +130,7 @@ class TestEngine:
         problem = drawn(data)
         for rank in range(problem.num_ranks):
             least = rank_bound(problem, rank, effort=5.0)
-            assert joined_bound(problem, rank) <= least + EPSILON
+            assert joined_bound(problem, [rank]) <= least + EPSILON
 
     @given(data=st.data())
     @settings(deadline=None, max_examples=10)

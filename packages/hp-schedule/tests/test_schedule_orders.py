@@ -38,7 +38,7 @@ def one_long(position: int) -> Costs:
 
 def drawn(random: Random, *, num_stages: int, num_microbatches: int) -> Costs:
     """Microbatches of a few different lengths, of which memory is a part of its own."""
-    lengths = [random.choice((0.5, 1.0, 1.0, 3.0)) for _ in range(num_microbatches)]
+    lengths = [random.choice((0.0, 0.5, 1.0, 1.0, 3.0)) for _ in range(num_microbatches)]
     sizes = [[random.choice((0.5, 1.0)) for _ in lengths]] * num_stages
     return Costs(
         [lengths] * num_stages,

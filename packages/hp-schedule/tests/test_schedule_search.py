@@ -211,6 +211,50 @@ def test_a_slow_edge_and_large_messages_are_priced() -> None:
     assert result.makespan > find(fast).makespan + 3
 
 
+@pytest.mark.parametrize("style", ["loop", "v"])
+def test_sends_that_hold_up_their_rank_are_searched_as_such(style: PlacementStyle) -> None:
+    number = 1 if style == "loop" else 2
+    model = ModelCosts(latency=0.2, message=0.1, bandwidth=2.0)
+    result = search(
+        model,
+        num_ranks=4,
+        num_microbatches=7,
+        virtual=(number,),
+        placements=(style,),
+        memory_limit=4,
+        blocking=True,
+        num_candidates=40,
+    )
+    costs = model.of_stages(4, 4 * number)
+    validate(add_send_recv(result.schedule, costs=costs)).raise_if_failed()
+    simulation = simulate(result.schedule, costs, blocking=True)
+    assert simulation.makespan == result.makespan
+    assert max(simulation.peak_activations) <= 4
+    assert simulate(result.schedule, costs).makespan <= result.makespan
+    assert result.lower_bound <= result.makespan + EPSILON
+    forms = closed_forms(4, num_microbatches=7, num_stages_per_rank=number, style=style)
+    times = [
+        simulate(form, costs, blocking=True).makespan
+        for _, form in forms
+        if max(simulate(form, costs).peak_activations) <= 4
+    ]
+    assert result.makespan < min(times) - EPSILON
+
+
+def test_sends_that_block_cost_no_more_than_in_the_best_published_schedule() -> None:
+    # 63.6 when the search did not know of them.
+    result = search(
+        ModelCosts(latency=0.2),
+        num_ranks=4,
+        num_microbatches=16,
+        virtual=(1,),
+        memory_limit=4,
+        blocking=True,
+        num_candidates=10,
+    )
+    assert result.makespan <= 58.0 + EPSILON
+
+
 def test_latency_in_the_call_takes_the_place_of_that_of_the_costs() -> None:
     find = partial(search, num_ranks=2, num_microbatches=3, virtual=(1,), num_candidates=5)
     replaced = find(ModelCosts(), latency=0.5)
@@ -263,9 +307,9 @@ def test_infinite_costs_are_refused_by_name() -> None:
 
 
 def test_candidates_asked_for_are_built_however_long_they_take() -> None:
-    find = partial(search, ModelCosts(latency=0.2), num_ranks=3, num_microbatches=4)
-    assert find(num_candidates=25, memory_limit=2).num_candidates == 25
-    assert find(num_candidates=25, memory_limit=2, time_budget=0).ended_by == "time"
+    find = partial(search, ModelCosts(latency=0.2), num_ranks=4, num_microbatches=8)
+    assert find(num_candidates=25, memory_limit=2.5).num_candidates == 25
+    assert find(num_candidates=25, memory_limit=2.5, time_budget=0).ended_by == "time"
 
 
 def test_a_machine_that_is_busy_with_other_work_takes_nothing_from_the_budget(
@@ -274,7 +318,9 @@ def test_a_machine_that_is_busy_with_other_work_takes_nothing_from_the_budget(
     hours = itertools.count(step=3600.0)
     for clock in ("monotonic", "perf_counter", "time"):
         monkeypatch.setattr(time, clock, lambda: next(hours))
-    find = partial(search, ModelCosts(latency=0.2), num_ranks=3, num_microbatches=4, memory_limit=2)
+    find = partial(
+        search, ModelCosts(latency=0.2), num_ranks=4, num_microbatches=8, memory_limit=2.5
+    )
     assert find(num_candidates=25, time_budget=600) == find(num_candidates=25)
     # It is this thread's processor time that counts.
     seconds = itertools.count()

@@ -1,5 +1,6 @@
 """`hp verify --checkpoint`, `--manifest`: tensors of two checkpoints, whatever holds them."""
 
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -93,7 +95,7 @@ def in_pieces(path: Path, tensors: Tensors) -> Path:
     return path
 
 
-def in_dcp(path: Path, tensors: Tensors) -> Path:
+def in_dcp(path: Path, tensors: Mapping[str, Tensor | bytes]) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no ranks
         save(dict(tensors), checkpoint_id=path, no_dist=True)
@@ -413,6 +415,23 @@ def test_state_of_the_optimizer_is_compared_where_both_have_it(tmp_path: Path) -
     assert compared(a, b).is_equal
     assert "state of the optimizer is in" in compared(a, b).notes[0]
     assert [d.name for d in compared(a, c).differences] == ["optimizer.exp_avg.w"]
+
+
+def test_what_megatron_writes_is_read_and_what_is_no_tensor_is_named(tmp_path: Path) -> None:
+    weights = {"decoder.w": torch.randn(2, 4, 4), "optimizer.state.exp_avg.w": torch.ones(4)}
+    names = ("rng_state", "_extra_state")
+    objects = {f"{name}/shard_{i}_2": b"-" for name in names for i in (0, 1)}
+    path = in_dcp(tmp_path / "torch_dist", weights | objects)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.all_local_plans = [create_default_local_save_plan(weights, is_coordinator=True)]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    torch.save({"args": 1}, path / "common.pt")
+
+    result = compared(in_safetensors(tmp_path / "a", weights), path)
+
+    assert result.is_equal
+    [note] = result.notes
+    assert note.endswith("no tensors: _extra_state (2 parts), common.pt, rng_state (2 parts)")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -84,7 +84,7 @@ def test_models_and_kernels_are_the_same_when_they_were_kept() -> None:
     key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16")
     first = _model(key), _learned(key)
     for cached in (_model, _learned, _stage, _stages):
-        cached.cache_clear()  # type: ignore[attr-defined]
+        cached.cache_clear()
     again = _model(key), _learned(key)
     assert again[0] is not first[0]
     # Works are told apart by identity: as many of them, at the same places.

@@ -34,24 +34,27 @@ def config_of(keys: dict[str, Any] | None = None) -> Config:
     return resolve("quickstart", (keys or {}).items(), env={}).config
 
 
-def test_no_layout_is_faster_than_its_bounds() -> None:
-    config = config_of()
+@pytest.mark.parametrize("machine", [H100, MACHINES["cpu"]], ids=["h100", "cpu"])
+def test_no_layout_is_faster_than_its_bounds(machine: Machine) -> None:
+    config = config_of({"model.vocab_size": VOCAB})
     few = Axis("train.microbatch_size", (1, 4)), Axis("pipeline.stages_per_rank", (1, 2))
     keys = [axis.key for axis in few]
     axes = (*(axis for axis in plan_axes(config, 4) if axis.key not in keys), *few)
     for tied in (False, True):
         config = with_keys(config, {"model.tie_embeddings": tied})
-        search = Search(axes, Prices(H100, VOCAB, Spread()))
+        search = Search(axes, Prices(machine, VOCAB, Spread()))
         layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=(GATHER, *axes))
         for _, layout in itertools.islice(layouts, 0, None, 149):
             of_stages = placement(layout.pipeline, num_ranks=layout.mesh.pp)
             candidate = Candidate(search.prices, layout, of_stages)
             bounds = [search.bound_of_batch(layout), candidate.bound]
+            by_stage = with_keys(layout, {"mesh.gather": "stage"})
+            bounds += [bound for bound, _ in search._families([by_stage])]
             if layout.mesh.gather == "block":
-                by_stage = with_keys(layout, {"mesh.gather": "stage"})
                 other = Candidate(search.prices, by_stage, of_stages)
                 assert other.bound_by_block == pytest.approx(candidate.bound)
-            seconds = estimate(layout, H100, vocab_size=VOCAB).seconds
+            seconds = estimate(layout, machine, vocab_size=VOCAB).seconds
+            assert len(bounds) == 3
             assert all(0 < bound <= seconds * (1 + 1e-9) for bound in bounds)
 
 

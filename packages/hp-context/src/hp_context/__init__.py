@@ -3,8 +3,11 @@
 from hp_context.api import ContextParallel
 from hp_context.async_ import AsyncContextParallel
 from hp_context.attention.core import Attention, masked_attention
+from hp_context.batch.deal import deal_documents
+from hp_context.batch.deal_cost import DealCost, deal_cost
 from hp_context.batch.layout import (
     Contiguous,
+    Deal,
     HeadTail,
     SequenceLayout,
     local_positions,
@@ -37,6 +40,8 @@ __all__ = [
     "Causal",
     "ContextParallel",
     "Contiguous",
+    "Deal",
+    "DealCost",
     "Documents",
     "EachSequence",
     "ExchangedBytes",
@@ -51,6 +56,8 @@ __all__ = [
     "SlidingWindow",
     "__version__",
     "count_tokens",
+    "deal_cost",
+    "deal_documents",
     "documents_of",
     "exchanged_bytes",
     "head_to_seq",

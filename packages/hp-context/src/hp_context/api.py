@@ -16,6 +16,7 @@ key/value heads, D head size.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -30,7 +31,17 @@ from hp_context.attention.heads import HeadSplit, split_heads
 from hp_context.attention.parts import PartsMask
 from hp_context.attention.spread import Spread
 from hp_context.batch.checks import Dims, check_local, check_parts, content_of
-from hp_context.batch.layout import CONTIGUOUS, HeadTail, SequenceLayout, to_positions, to_ranks
+from hp_context.batch.layout import (
+    CONTIGUOUS,
+    Deal,
+    HeadTail,
+    SequenceLayout,
+    check_part,
+    length_of,
+    to_positions,
+    to_ranks,
+    without_deal,
+)
 from hp_context.guard import PositionsOnly, guard
 from hp_context.masks.compare import compare, is_new, is_of_the_data, set_compared
 from hp_context.masks.mask import Full, Mask
@@ -84,7 +95,8 @@ class ContextParallel:
             gets the description, any other module a bool tensor, true where allowed: [S, S], or
             the rows of its queries outside the Ulysses mode. A call may pass a `Mask`, or, to
             another module, a tensor that covers the whole sequence.
-        layout: Which positions each rank holds; `shard_sequence` must be told the same.
+        layout: Which positions each rank holds; `shard_sequence` must be told the same. A mask that
+            comes with a `Deal` has another one for its call.
         load_balance: Short for `layout=HeadTail()`.
 
     Raises:
@@ -190,24 +202,27 @@ class ContextParallel:
         given = self.mask if values.get(mask_slot) is None else values[mask_slot]
         error: Exception | None = None
         mask: Mask | Tensor | None = None
+        layout, limits = self.layout, given
         spread: Spread | None = None
         split: HeadSplit | None = None
         placed, runs = None, tuple[tuple[range, ...], ...]()
         try:
             (q, k, v), placed = parts_of_rank([q, k, v], self.dims)
             check_local(q, k, v, dims=self.dims, num_ranks=axes.degree)
-            seq_len = q.size(self.dims.seq) * group.size()
-            runs = axes.runs(self.layout, seq_len)
+            limits, layout = self._layout_of(given)
+            seq_len = length_of(layout, q.size(self.dims.seq), group.size())
+            check_part(layout, q.size(self.dims.seq), group=group, degree=axes.degree)
+            runs = axes.runs(layout, seq_len)
             spread = None if axes.outer is None else Spread(axes.outer, runs)
             if axes.inner is not None:
                 split = self._split(q, k, axes.inner)
             share = None if split is None or axes.inner is None else split.share(axes.inner.rank())
             core = CoreMask(self.mask_kwarg_name, axes.mode, seq_len, spread, share)
             if isinstance(module, Attention):
-                mask = core.of_attention(module, given, q, takes=mask_position is not None)
-                mask = self._over_parts(mask, core, axes, q.device.type)
+                mask = core.of_attention(module, limits, q, takes=mask_position is not None)
+                mask = self._over_parts(mask, core, axes, q.device.type, layout=layout)
             else:
-                mask = core.of_other(given, q.device)
+                mask = core.of_other(limits, q.device)
         except (TypeError, ValueError) as caught:
             error = caught
 
@@ -215,31 +230,46 @@ class ContextParallel:
             needs = mask.fingerprint if isinstance(mask, PartsMask) else None
             return axes.mode, runs, self._settings(q.device.type), _terms_of(module), needs
 
-        self._agree(error, (module, given), (q, k, v), settings, group)
-        if mask is not None:
+        self._agree(error, (module, given), (q, k, v), settings, group, layout=layout)
+        if mask is not None or limits is not given:
             values[mask_slot] = mask
         if axes.inner is not None:
             q, k, v = self._exchange(q, k, v, axes.inner)
             if axes.outer is None:
-                q, k, v = (self._reordered(to_positions, x, axes.inner) for x in (q, k, v))
+                order = partial(to_positions, num_ranks=axes.degree, seq_dim=self.dims.seq)
+                q, k, v = (order(x, layout) for x in (q, k, v))
         if spread is not None and not isinstance(mask, PartsMask):
             k, v = gather_keys(k, v, spread, seq_dim=self.dims.seq)
         if split is not None or placed is not None:
-            remember(q, Call(None if split is None else split.query_counts, placed))
+            remember(q, Call(None if split is None else split.query_counts, placed, layout))
         values |= zip(slots, (q, k, v), strict=True)
         return (
             tuple(values[i] for i in range(len(args))),
             {name: value for name, value in values.items() if isinstance(name, str)},
         )
 
+    def _layout_of(self, given: Any) -> tuple[Any, SequenceLayout]:
+        """Return what a mask of a call limits, and the layout that came with it, or the usual."""
+        if not isinstance(given, Mask):
+            return given, self.layout
+        limits, deal = without_deal(given)
+        return limits, self.layout if deal is None else deal
+
     def _over_parts(
-        self, mask: Mask | None, core: CoreMask, axes: Axes, device_type: str
+        self,
+        mask: Mask | None,
+        core: CoreMask,
+        axes: Axes,
+        device_type: str,
+        *,
+        layout: SequenceLayout,
     ) -> Mask | None:
         """Return the mask that gets keys from other ranks, where these have them."""
         if mask is None or core.spread is None:
             return mask
         if axes.ring:
-            return RingMask(mask, core.spread, core.mode, core.share)
+            straight = isinstance(layout, Deal)
+            return RingMask(mask, core.spread, core.mode, core.share, straight=straight)
         rates = self._rates_of_strides(device_type)
         return GatheredMask(mask, core.spread, core.mode, core.share, rates)
 
@@ -289,7 +319,8 @@ class ContextParallel:
         if axes.inner is not None:
             _check_output(first, q, self.dims)
             if axes.outer is None:
-                first = self._reordered(to_ranks, first, axes.inner)
+                order = partial(to_ranks, num_ranks=axes.degree, seq_dim=self.dims.seq)
+                first = order(first, call.layout)
             first = head_to_seq(
                 first,
                 group=axes.inner,
@@ -303,9 +334,6 @@ class ContextParallel:
             return first
         make = getattr(type(output), "_make", type(output))
         return make((first, *output[1:]))
-
-    def _reordered(self, reorder: Callable[..., Tensor], x: Tensor, group: ProcessGroup) -> Tensor:
-        return reorder(x, self.layout, num_ranks=group.size(), seq_dim=self.dims.seq)
 
     def _slots(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int | str]:
         """Return where q, k, v are: a position or a name each."""
@@ -328,6 +356,8 @@ class ContextParallel:
         qkv: tuple[Tensor, Tensor, Tensor],
         settings: Callable[[], object],
         group: ProcessGroup,
+        *,
+        layout: SequenceLayout,
     ) -> None:
         """Raise on all ranks or on none; see Note [When ranks compare] of `compare`.
 
@@ -337,7 +367,11 @@ class ContextParallel:
         (module, mask), (q, k, v) = core, qkv
         if mask is None and isinstance(module, Attention):
             mask = module.mask
-        shapes = (group.group_name, q.shape, k.shape, v.shape, q.dtype)
+        is_dealt = isinstance(layout, Deal)
+        sizes = [list(x.shape) for x in (q, k, v)]
+        for size in sizes if is_dealt else ():
+            size[self.dims.seq] = -1  # ranks may have parts of different lengths
+        shapes = (group.group_name, *map(tuple, sizes), q.dtype)
         is_first = shapes not in self._agreed
         has_documents = is_of_the_data(mask)
         as_before = self._had_documents.get(module) is has_documents
@@ -346,8 +380,8 @@ class ContextParallel:
                 raise error
             return
         facts: dict[str, object] = {
-            "local sequence lengths": q.size(self.dims.seq) if error is None else None,
-            "shapes and dtypes of q, k, v": [*(tuple(x.shape) for x in (q, k, v)), str(q.dtype)],
+            "local sequence lengths": sizes[0][self.dims.seq] if error is None else None,
+            "shapes and dtypes of q, k, v": [*map(tuple, sizes), str(q.dtype)],
             "masks": mask,
             "settings of attention": settings() if error is None else None,
         }

@@ -223,7 +223,7 @@ class LocalDispatcher:
         else:
             found = counted.counts
             if found.is_cuda:
-                read = LocalRead(*experts.shape, num_experts=self.num_experts)
+                read = LocalRead(len(x), experts.shape[1], self.num_experts)
                 found = arrived(found.cpu(), purpose=read)
             *numbers, _, invalid = found.tolist()
             if invalid:

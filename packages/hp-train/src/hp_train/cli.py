@@ -23,6 +23,7 @@ from hp_train.jobs import command as jobs
 from hp_train.launch.signals import ignore_stops
 from hp_train.layout.ranks import Layout
 from hp_train.plan import command as plan
+from hp_train.plan import step_command as step_plan
 from hp_train.training.resuming import require_same_run
 from hp_train.verify import command as verify
 
@@ -145,6 +146,8 @@ def _parser() -> tuple[Parser, Mapping[str, Parser]]:
     verify.add_arguments(_add_command(commands, "verify", what=what, more=_JOBS))
     what = "compare layouts by memory and time, without running them"
     plan.add_arguments(_add_command(commands, "plan", what=what))
+    what = "plan steps of documents of many lengths, and compare them with those of other rules"
+    step_plan.add_arguments(_add_command(commands, "step-plan", what=what))
     rehearse = _add_command(
         commands,
         "dry-run",
@@ -326,5 +329,5 @@ def _dry_run(resolved: Resolved) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "config": _print_config, "plan": plan.run}
+_COMMANDS = {"train": _train, "config": _print_config, "plan": plan.run, "step-plan": step_plan.run}
 """What takes nothing but a config and its own flags."""

@@ -16,6 +16,7 @@ from hp_context.attention.causal_strips import attend_in_strips, strips_apply
 from hp_context.attention.heads import HeadShare
 from hp_context.attention.segmented import attend_whole, masks_of_calls
 from hp_context.attention.softmax import Scores, attend_by_blocks, blocks_pay, narrowed
+from hp_context.batch.layout import without_deal
 from hp_context.kernels import varlen
 from hp_context.kernels.dropout import Dropout, draw_seed
 from hp_context.masks.mask import Causal, Full, Mask, mask_tensor
@@ -185,7 +186,10 @@ class Attention(nn.Module):
             return False
         none = slice(0)  # no number is cast where autocast is on
         q, _, v = narrowed(q[:, none], q[:, none], v[:, none])
-        return varlen.applies(q, v) and all(map(is_known, (self.mask, *masks)))
+        rest, deals = zip(*map(without_deal, (self.mask, *masks)), strict=True)
+        if len(set(deals[1:])) > 1:  # positions of one sequence are not those of the next
+            return False
+        return varlen.applies(q, v) and all(mask is None or is_known(mask) for mask in rest)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Mask | None = None) -> Tensor:
         """Attend; shapes as in `masked_attention`."""

@@ -101,7 +101,10 @@ class Needs:
     @property
     def dense(self) -> bool:
         """Whether ranks need so much of each other's that all of it had better be gathered."""
-        num_positions = sum(map(length, self.runs))
+        sizes = list(map(length, self.runs))
+        num_positions = sum(sizes)
+        if len(set(sizes)) > 1:  # an all-gather takes parts of one size
+            return False
         return self.num_fetched > SPARSE * num_positions * (len(self.runs) - 1)
 
 

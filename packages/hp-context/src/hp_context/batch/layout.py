@@ -1,7 +1,7 @@
 """Which positions of a sequence a rank holds, and moving between the whole and the parts.
 
-A layout cuts the sequence into equal chunks and gives each rank some of them. Tokens, labels,
-position ids and document ids are split by the same function, so that they cannot disagree.
+A layout cuts the sequence into runs and gives each rank some of them. Tokens, labels, position ids
+and document ids are split by the same function, so that they cannot disagree.
 
 Shape symbols: S length of the whole sequence, N ranks of the group, s = S / N.
 """
@@ -9,7 +9,9 @@ Shape symbols: S length of the whole sequence, N ranks of the group, s = S / N.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from itertools import chain
+from operator import and_
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -18,11 +20,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.batch.checks import check_two_axes
+from hp_context.masks.mask import Both, Full, Mask
+from hp_context.masks.sequences import EachSequence
 from hp_platform import all_gather_uneven, resolve_group
 
 
 class SequenceLayout(ABC):
-    """How a sequence is dealt out to ranks, in equal chunks."""
+    """How a sequence is dealt out to ranks: in equal chunks, unless `runs` says otherwise."""
 
     chunks_per_rank: ClassVar[int]
 
@@ -41,10 +45,6 @@ class SequenceLayout(ABC):
             tuple(range(i * size, (i + 1) * size) for i in self.chunks(rank, num_ranks))
             for rank in range(num_ranks)
         )
-
-    def order(self, num_ranks: int) -> tuple[int, ...]:
-        """Return all chunks as they lie when the parts follow each other by rank."""
-        return tuple(chain.from_iterable(self.chunks(r, num_ranks) for r in range(num_ranks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,127 @@ class HeadTail(SequenceLayout):
         return (rank, 2 * num_ranks - 1 - rank)
 
 
+@dataclass(frozen=True)
+class Deal(SequenceLayout, Mask):
+    """The layout of one sequence, run by run, whatever others have.
+
+    It travels with the call: `attn_mask=Causal() & Documents(lengths) & deal` tells a core
+    attention under `ContextParallel` that q, k and v have these positions. As a mask it limits
+    nothing. `deal_documents` makes one.
+
+    Args:
+        parts: Positions of each rank, as runs in the order it holds them. Together they are all
+            positions of the sequence, each once. Ranks may have different numbers of them where
+            keys are gathered or travel, but not where heads are shared.
+
+    Raises:
+        ValueError: A position is missing, or is there twice, or a rank has none.
+
+    Example:
+        >>> Deal(((range(0, 2), range(6, 8)), (range(2, 6),))).seq_len
+        8
+    """
+
+    chunks_per_rank: ClassVar[int] = 1
+
+    parts: tuple[tuple[range, ...], ...]
+
+    def __post_init__(self) -> None:
+        ordered = sorted(chain.from_iterable(self.parts), key=lambda run: run.start)
+        position = 0
+        for run in ordered:
+            if run.start != position or run.step != 1 or not run:
+                raise ValueError(
+                    f"runs of a Deal must be all positions, each once, but after {position} comes "
+                    f"{run}"
+                )
+            position = run.stop
+        if not all(self.parts) or not ordered:
+            raise ValueError(f"parts of a Deal ({self.parts}) must have positions, each of them")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.parts)
+
+    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
+        """All true; see `Mask.allowed`."""
+        return torch.ones_like(query - key, dtype=torch.bool)
+
+    def visible(self, query: int) -> range:
+        """All keys; see `Mask.visible`."""
+        return Full().visible(query)
+
+    def check(self, seq_len: int) -> None:
+        """See `Mask.check`."""
+        if seq_len != self.seq_len:
+            raise ValueError(
+                f"sequence length ({seq_len}) must be that of the Deal ({self.seq_len})"
+            )
+
+    @cached_property
+    def seq_len(self) -> int:
+        """Length of the sequence, S."""
+        return sum(map(len, chain.from_iterable(self.parts)))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many positions each rank has."""
+        return tuple(sum(map(len, part)) for part in self.parts)
+
+    def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Runs have no numbers here.
+
+        Raises:
+            ValueError: Always; see `runs`.
+        """
+        raise ValueError(f"a Deal has no equal chunks (rank {rank} of {num_ranks}): use runs")
+
+    def runs(self, seq_len: int, num_ranks: int) -> tuple[tuple[range, ...], ...]:
+        """See `SequenceLayout.runs`.
+
+        Raises:
+            ValueError: It is of another length, or of other ranks.
+        """
+        if seq_len != self.seq_len or num_ranks != len(self.parts):
+            raise ValueError(
+                f"sequence length ({seq_len}) and number of ranks ({num_ranks}) must be those of "
+                f"the Deal ({self.seq_len} and {len(self.parts)})"
+            )
+        return self.parts
+
+
 CONTIGUOUS = Contiguous()
+
+
+def without_deal(mask: Mask) -> tuple[Mask | None, Deal | None]:
+    """Return what a mask limits, None if nothing, and the layout that came with it.
+
+    Raises:
+        ValueError: Two layouts came with it, or one for each sequence of a batch.
+    """
+    if isinstance(mask, Deal):
+        return None, mask
+    if isinstance(mask, EachSequence):
+        limits, deals = zip(*map(without_deal, mask.masks), strict=True)
+    elif isinstance(mask, Both):
+        limits, deals = zip(*map(without_deal, (mask.first, mask.second)), strict=True)
+        deals = tuple(filter(None, deals))
+    else:
+        return mask, None
+    if len(set(deals)) > 1:
+        raise ValueError(
+            f"a call must have one Deal, but {len(set(deals))} came with its mask: attend to "
+            "sequences that are dealt out differently one after the other"
+        )
+    if not deals or deals[0] is None:
+        return mask, None
+    if isinstance(mask, EachSequence):
+        return EachSequence(tuple(Full() if each is None else each for each in limits)), deals[0]
+    rest = [each for each in limits if each is not None]
+    return (reduce(and_, rest) if rest else None), deals[0]
 
 
 def local_positions(
@@ -128,10 +248,10 @@ def shard_sequence(
         ValueError: The layout cannot split S evenly, or the mesh does not fit.
     """
     place = _place(mesh_or_group, ulysses_degree)
-    num_ranks = place.num_ranks
-    size = _chunk_size(layout, x.size(seq_dim), num_ranks)
-    parts = [x.narrow(seq_dim, i * size, size) for i in layout.chunks(place.rank, num_ranks)]
-    if len(parts) > 1:
+    runs = layout.runs(x.size(seq_dim), place.num_ranks)[place.rank]
+    parts = [x.narrow(seq_dim, run.start, len(run)) for run in runs]
+    if len(parts) != 1:
+        parts = parts or [x.narrow(seq_dim, 0, 0)]
         return torch.cat(parts, seq_dim).contiguous()
     return parts[0].clone(memory_format=torch.contiguous_format)
 
@@ -163,12 +283,22 @@ def unshard_sequence(
         ValueError: The layout cannot have made a part of s positions, or the mesh does not fit.
     """
     place = _place(mesh_or_group, ulysses_degree)
-    layout.runs(x.size(seq_dim) * place.num_ranks, place.num_ranks)
-    whole = x.contiguous()
+    num_ranks, whole = place.num_ranks, x.contiguous()
+    seq_len = length_of(layout, x.size(seq_dim), num_ranks)
+    sizes = [sum(map(len, runs)) for runs in layout.runs(seq_len, num_ranks)]
+    if sizes[place.rank] != x.size(seq_dim):
+        raise ValueError(
+            f"sequence of x ({x.size(seq_dim)}) must be what the layout gives rank {place.rank} "
+            f"({sizes[place.rank]})"
+        )
+    inner = 1  # ranks whose parts are one piece already
     for group in place.groups:
-        sizes = [whole.size(seq_dim)] * group.size()
-        whole = all_gather_uneven(whole, sizes=sizes, dim=seq_dim, group=group)
-    return to_positions(whole, layout, num_ranks=place.num_ranks, seq_dim=seq_dim)
+        pieces = [sum(sizes[i : i + inner]) for i in range(0, num_ranks, inner)]
+        first = place.rank // inner - group.rank()
+        held = pieces[first : first + group.size()]
+        whole = all_gather_uneven(whole, sizes=held, dim=seq_dim, group=group)
+        inner *= group.size()
+    return to_positions(whole, layout, num_ranks=num_ranks, seq_dim=seq_dim)
 
 
 class _Place(NamedTuple):
@@ -202,21 +332,52 @@ def _chunk_size(layout: SequenceLayout, seq_len: int, num_ranks: int) -> int:
     return seq_len // num_chunks
 
 
+def length_of(layout: SequenceLayout, part: int, num_ranks: int) -> int:
+    """Return the length of the whole sequence of which a rank has `part` positions."""
+    return layout.seq_len if isinstance(layout, Deal) else part * num_ranks
+
+
+def check_part(layout: SequenceLayout, part: int, *, group: dist.ProcessGroup, degree: int) -> None:
+    """Raise `ValueError` if a rank has other positions than a `Deal` of this call gives it.
+
+    Args:
+        layout: Which positions are whose.
+        part: Positions that this rank has.
+        group: The ranks.
+        degree: Ranks that share heads.
+    """
+    if not isinstance(layout, Deal):
+        return
+    layout.runs(layout.seq_len, group.size())
+    if layout.sizes[group.rank()] != part:
+        raise ValueError(
+            f"sequence of q ({part}) must be what the Deal gives rank {group.rank()} "
+            f"({layout.sizes[group.rank()]})"
+        )
+    if degree > 1 and len(set(layout.sizes)) > 1:
+        raise ValueError(
+            f"parts of the Deal ({layout.sizes}) must be equal where {degree} ranks share heads"
+        )
+
+
 def to_positions(x: Tensor, layout: SequenceLayout, *, num_ranks: int, seq_dim: int) -> Tensor:
     """Put parts that follow each other by rank into the order of positions. Differentiable."""
-    order = layout.order(num_ranks)
-    return _reorder(x, [order.index(i) for i in range(len(order))], seq_dim)
+    runs = list(chain.from_iterable(layout.runs(x.size(seq_dim), num_ranks)))
+    order = sorted(range(len(runs)), key=lambda i: runs[i].start)
+    return _reorder(x, [len(run) for run in runs], order, seq_dim)
 
 
 def to_ranks(x: Tensor, layout: SequenceLayout, *, num_ranks: int, seq_dim: int) -> Tensor:
     """Undo `to_positions`. Differentiable."""
-    return _reorder(x, list(layout.order(num_ranks)), seq_dim)
+    runs = list(chain.from_iterable(layout.runs(x.size(seq_dim), num_ranks)))
+    order = sorted(range(len(runs)), key=lambda i: runs[i].start)
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return _reorder(x, [len(runs[i]) for i in order], places, seq_dim)
 
 
-def _reorder(x: Tensor, order: list[int], dim: int) -> Tensor:
-    """Return the chunks of `x` along `dim` in another order; `x` itself where they are in it."""
+def _reorder(x: Tensor, sizes: list[int], order: list[int], dim: int) -> Tensor:
+    """Return runs of `x` along `dim` in another order; `x` itself where they are in it."""
     if order == sorted(order):
         return x
-    dim %= x.ndim
-    chunks = x.unflatten(dim, (len(order), -1)).unbind(dim)
-    return torch.cat([chunks[i] for i in order], dim)
+    runs = x.split(sizes, dim)
+    return torch.cat([runs[i] for i in order], dim)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hp_context.batch.checks import Dims
+from hp_context.batch.layout import CONTIGUOUS, SequenceLayout
 
 if TYPE_CHECKING:
     from hp_context.methods.placement import Placed
@@ -26,10 +27,12 @@ class Call:
     Attributes:
         head_counts: Query heads of each rank; None: as many each.
         placed: Where q lay as a DTensor; None: it was a plain tensor.
+        layout: Which positions each rank holds.
     """
 
     head_counts: tuple[int, ...] | None = None
     placed: Placed | None = None
+    layout: SequenceLayout = CONTIGUOUS
 
 
 def parts_of_rank(qkv: list[Tensor], dims: Dims) -> tuple[list[Tensor], Placed | None]:

@@ -17,6 +17,12 @@ Note [Gradients travel behind the keys]
     last one sends it home, where the share of the owner is added. The sum has one order on every
     run. It is sent while the next step computes; the last way home has nothing to hide behind.
 
+Note [Straight to those that need them]
+    Where a call has a layout of its own (`Deal`), a document is on any ranks. In step t a rank then
+    sends those of its own keys that rank r + t sees straight to that rank, and none through others;
+    gradients come straight home, where they are added in the order of steps. Steps in which nobody
+    needs anything are left out.
+
 Note [A step is one operation]
     What a rank sends and receives in a step is posted as one (`hp_platform.isend_irecv`), in the
     same order of steps on all ranks; threads that share a group must keep to one order of calls, as
@@ -35,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hp_context.attention.heads import HeadShare
 from hp_context.attention.merge import sinks_gradient, with_sinks
 from hp_context.attention.parts import (
     PartsMask,
@@ -54,13 +61,34 @@ _KEYS, _GRADIENTS = 1, 2  # tags: both kinds are in flight between the same rank
 
 
 class RingMask(PartsMask):
-    """A mask whose attention sends keys and values round a ring."""
+    """A mask whose attention sends keys and values round a ring.
+
+    Args:
+        mask: See `PartsMask`.
+        spread: See `PartsMask`.
+        mode: See `PartsMask`.
+        share: See `PartsMask`.
+        straight: See Note [Straight to those that need them].
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        spread: Spread,
+        mode: str,
+        share: HeadShare | None = None,
+        *,
+        straight: bool = False,
+    ) -> None:
+        super().__init__(mask, spread, mode, share)
+        self.straight = straight
 
     def attend_to_parts(
         self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
     ) -> Tensor:
         """See `PartsMask.attend_to_parts`."""
-        out: Tensor = _Attention.apply(Ring(self.spread, scores), *qkv, sinks)
+        make = StraightRing if self.straight else Ring
+        out: Tensor = _Attention.apply(make(self.spread, scores), *qkv, sinks)
         return out
 
 
@@ -153,9 +181,17 @@ class Ring:
         receives = [(buffer[: length(self.at(number + 1).rows)], self.peer(-1))] if comes else []
         return isend_irecv(sends, receives, group=self.group, tag=_KEYS)
 
+    def sums(self) -> "Sums":
+        """Return what brings gradients home."""
+        return Sums(self)
+
+    def rows_at(self, step: int) -> Rows:
+        """Return the keys that may be at this rank in a step."""
+        return self.at(step).rows
+
     def _buffers(self, mine: Tensor) -> list[Tensor]:
         """Return two buffers for keys that arrive, used by turns; fresh memory is slow."""
-        arriving = [length(self.at(n).rows) for n in range(1, self.num_steps)]
+        arriving = [length(self.rows_at(n)) for n in range(1, self.num_steps)]
         sizes = [max(arriving[first::2], default=0) for first in range(2)]
         return [mine.new_empty((size, *mine.shape[1:])) for size in sizes]
 
@@ -222,6 +258,105 @@ class Sums:
             self._home = next(received)
 
 
+class StraightRing(Ring):
+    """The steps of one call in which keys go straight to those that need them.
+
+    Args:
+        spread: Positions of the sequence that each rank of the group holds.
+        scores: How queries and keys make scores.
+    """
+
+    def __init__(self, spread: Spread, scores: Scores) -> None:
+        self.spread, self.scores = spread, scores
+        self.group, self.rank = spread.group, spread.group.rank()
+        self._needs = Needs(spread.runs, scores.mask)
+        ranks = range(len(spread.runs))
+        self._steps = [0] + [
+            step
+            for step in ranks[1:]
+            if any(self._needs.of(rank, rank - step + (step > rank) * len(ranks)) for rank in ranks)
+        ]
+        self.num_steps = len(self._steps)
+
+    def distance(self, number: int) -> int:
+        """Return how many ranks back the keys of a step come from."""
+        return self._steps[number]
+
+    def rows_at(self, step: int) -> Rows:
+        """See `Ring.rows_at`."""
+        source = (self.rank - self.distance(step)) % len(self.spread.runs)
+        return self._needs.of(self.rank, source)
+
+    def rows_away(self, step: int) -> Rows:
+        """Return the keys of this rank that leave it in a step."""
+        target = (self.rank + self.distance(step)) % len(self.spread.runs)
+        return self._needs.of(target, self.rank)
+
+    def peer(self, offset: int) -> int:
+        """See `Ring.peer`."""
+        return global_ranks(self.group)[(self.rank + offset) % len(self.spread.runs)]
+
+    def sums(self) -> "StraightSums":
+        """See `Ring.sums`."""
+        return StraightSums(self)
+
+    def steps(self, mine: Tensor) -> Generator[Step, None, None]:
+        """See `Ring.steps`."""
+        held: Tensor | None = mine
+        buffers = self._buffers(mine)
+        for number in range(self.num_steps):
+            flight = self._send_next(number + 1, mine, buffers[number % 2])
+            try:
+                rows = self.spread.mine if number == 0 else self.rows_at(number)
+                yield Step(number, rows, held)
+            except BaseException:
+                drain(flight)
+                raise
+            held = next(iter(flight.wait()), None)
+
+    def _send_next(self, number: int, mine: Tensor, buffer: Tensor) -> Pending[list[Tensor]]:
+        """Start to send and to receive the keys of a step."""
+        if number == self.num_steps:
+            return isend_irecv([], [], group=self.group, tag=_KEYS)
+        away, comes, far = self.rows_away(number), self.rows_at(number), self.distance(number)
+        sends = [(take(mine, away, self.spread.mine), self.peer(far))] if away else []
+        receives = [(buffer[: length(comes)], self.peer(-far))] if comes else []
+        return isend_irecv(sends, receives, group=self.group, tag=_KEYS)
+
+
+class StraightSums(Sums):
+    """The gradients of keys that went straight to others; see `Sums`."""
+
+    def __init__(self, ring: StraightRing) -> None:
+        super().__init__(ring)
+        self._straight = ring
+        self._arrived: list[tuple[Rows, Tensor]] = []
+        self._awaited: Rows = ()
+
+    def add(self, step: Step, grads: Tensor | None, like: Tensor) -> None:
+        """See `Sums.add`."""
+        self._wait()
+        ring = self._straight
+        far, back = ring.distance(step.number), ring.rows_away(step.number)
+        sends = [] if grads is None else [(grads, ring.peer(-far))]
+        receives = [(_rows_like(like, back), ring.peer(far))] if back else []
+        self._awaited = back
+        self._flight = isend_irecv(sends, receives, group=ring.group, tag=_GRADIENTS)
+
+    def add_home_to(self, mine: Tensor) -> None:
+        """See `Sums.add_home_to`."""
+        self._wait()
+        for rows, part in self._arrived:
+            add_to(mine, part, rows, self._straight.spread.mine)
+
+    def _wait(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        for part in flight.wait():
+            self._arrived.append((self._awaited, part))
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, *inputs: Tensor) -> Tensor:
@@ -248,7 +383,7 @@ class _Attention(torch.autograd.Function):
             gradients = start_backward(q, out=out, lse=lse, grad_out=grad_out, scores=ring.scores)
             mine = packed(k, v)
             home = torch.empty(0)
-            with closing(Sums(ring)) as sums, closing(ring.steps(mine)) as steps:
+            with closing(ring.sums()) as sums, closing(ring.steps(mine)) as steps:
                 for step in steps:
                     share = None
                     if step.part is not None:

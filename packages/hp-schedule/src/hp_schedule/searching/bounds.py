@@ -12,7 +12,7 @@ from hp_schedule.searching.joined import joined_bound
 from hp_schedule.searching.problem import Problem
 
 _EPSILON = 1e-9
-_SMALL = 400
+_SMALL = 150
 """Steps up to which all ranks are looked at."""
 _LARGE = 20_000
 """Steps from which the one bound that takes long is worked out for some ranks only."""
@@ -57,7 +57,7 @@ def lower_bound(problem: Problem) -> float:
         ranks = range(problem.num_ranks)
         ends = {0, problem.num_ranks - 1}
         joined = ranks if problem.num_steps <= _SMALL else ends
-        bounds.extend(joined_bound(problem, rank) for rank in joined)
+        bounds.append(joined_bound(problem, joined, known=max(bounds)))
     return max(bounds)
 
 

@@ -85,6 +85,8 @@ def solve(
         window: Steps that start in it, the end not included, may change places.
     """
     rows = Rows(problem, plan, keep_order=keep_order)
+    if isinf(rows.makespan):
+        return Solution(plan, 0.0)  # steps that take no time stand in an order that cannot be run
     low, high = window
     parts = [(start >= low) + (start >= high) for start in rows.plan().starts]
     model = _Model(problem, range(problem.num_ranks), keep_order=keep_order, parts=parts)

@@ -7,7 +7,7 @@ other is better than in every respect. Where there are too many, some are merged
 good as each of them: the result stays a bound.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
@@ -15,13 +15,14 @@ from typing import NamedTuple
 from hp_schedule.searching.problem import Problem
 
 _EPSILON = 1e-9
-_STATES = 2_500
+_STATES = 3_500
 """States from which a rank is left alone."""
 _WAYS = 10_000
-"""Ways that are kept apart, of all states together."""
-_KEPT = (2, 24)
-"""Ways to come to one state that are kept apart, at least and at most."""
-
+"""Ways that are gone, of all states together."""
+_NEAR = 0.9
+"""The share of a known bound from which a rank is looked at closely."""
+_KEPT = 24
+"""Ways to come to one state that are kept apart at most."""
 _FIXED = 2
 """Entries of a way before those of waiting microbatches."""
 
@@ -52,30 +53,24 @@ class _Chain(NamedTuple):
     tail: float
 
 
-def joined_bound(problem: Problem, rank: int) -> float:
+def joined_bound(problem: Problem, ranks: Iterable[int], *, known: float = 0.0) -> float:
     """Return a bound for problems whose microbatches all cost the same; 0 for large ones.
 
     Args:
         problem: Problem whose plans are bounded.
-        rank: Rank that the bound is worked out for.
+        ranks: Ranks of which one alone is looked at, the one with the largest bound closely.
+        known: A bound that is known: what is much lower is not looked at closely.
     """
-    stages = [stage for stage, place in enumerate(problem.stage_to_rank) if place == rank]
-    slots = problem.memory_limit / max(min(problem.largest[stage] for stage in stages), _EPSILON)
-    states = _num_states(problem, len(stages), slots)
-    if states > _STATES:
-        return 0.0
-    fewest, most = _KEPT
-    kept = min(most, max(fewest, int(_WAYS / states)))
-    return _Ways(_chain(problem, stages), problem, kept).shortest()
-
-
-def _num_states(problem: Problem, num_stages: int, slots: float) -> float:
-    """Return about how many states a rank has."""
-    waiting = min(slots, num_stages * problem.num_microbatches)
-    states = float(problem.num_microbatches)
-    for step in range(1, 2 * num_stages):
-        states *= (waiting / num_stages + step) / step
-    return states
+    found: list[tuple[float, int, _Ways]] = []
+    for rank in ranks:
+        stages = [stage for stage, place in enumerate(problem.stage_to_rank) if place == rank]
+        ways = _Ways(_chain(problem, stages), problem)
+        found.append((*ways.shortest(1), ways))
+    bound, num_states, ways = max(found, key=lambda entry: entry[0])
+    kept = min(_KEPT, _WAYS // max(1, num_states))
+    if kept < 2 or bound < known * _NEAR:
+        return bound
+    return max(bound, ways.shortest(kept)[0])
 
 
 def _chain(problem: Problem, stages: Sequence[int]) -> _Chain:
@@ -111,12 +106,10 @@ class _Ways:
     Args:
         chain: The steps.
         problem: Its memory and its number of microbatches.
-        kept: Ways to come to one state that are kept apart.
     """
 
-    def __init__(self, chain: _Chain, problem: Problem, kept: int) -> None:
+    def __init__(self, chain: _Chain, problem: Problem) -> None:
         self._chain = chain
-        self._kept = kept
         self._num = problem.num_microbatches
         self._limit = problem.memory_limit + _EPSILON
         self._steps = range(len(chain.durations))
@@ -126,18 +119,26 @@ class _Ways:
         self._least = min(chain.weights)
         self._most = max(chain.sizes)
 
-    def shortest(self) -> float:
-        """Return the bound."""
+    def shortest(self, kept: int) -> tuple[float, int]:
+        """Return the bound and the number of states; 0 if there are too many.
+
+        Args:
+            kept: Ways to come to one state that are kept apart.
+        """
         layer: dict[_Counts, list[_Way]] = {(0,) * len(self._steps): [(self._chain.head, 0.0)]}
+        num_states = 0
         for _ in range(self._num * len(self._steps)):
             following: dict[_Counts, list[_Way]] = {}
             for counts, ways in layer.items():
-                for way in _best(ways, self._kept):
+                for way in _best(ways, kept):
                     for target, other in self._next(counts, way):
                         following.setdefault(target, []).append(other)
             layer = following
+            num_states += len(layer)
+            if num_states > _STATES:
+                return 0.0, num_states
         finished = [self._finish(way) for ways in layer.values() for way in ways]
-        return min(finished, default=inf)
+        return min(finished, default=inf), num_states
 
     def _finish(self, way: _Way) -> float:
         now, work = way

@@ -34,6 +34,10 @@ _NEW = 0.3
 """How often a pattern with new parameters is tried instead of a variation."""
 _WALKING = 2
 """Spaces in which steps are moved after each recipe."""
+_REORDERING = 2
+"""After how many recipes other orders are tried again."""
+_REORDERED = 0.2
+"""How often that is done instead of varying a plan."""
 _WALKED = 0.6
 """How often a plan's steps are moved instead of a plan built anew."""
 _FOCUS = 1.2
@@ -318,19 +322,24 @@ class _Spaces:
             field = max(_WIDE / index, _NARROW) if index else math.inf
             for space in self._open(field):
                 yield partial(space.follow, recipe, random)
-            if index < _TIGHTENED:
-                for space in self._open(_WIDE):
-                    yield space.tighten_next
+            for space in self._open(_WIDE) if index < _TIGHTENED else ():
+                yield space.tighten_next
             for space in self._open(_NARROW)[:_WALKING]:
                 yield partial(space.walk, random)
+                if space.can_reorder and not index % _REORDERING:
+                    yield partial(space.reorder, random)
         while spaces := self._open(math.inf):
             index = min(int(random.expovariate(_FOCUS)), len(spaces) - 1)
-            if random.random() < _NEW:
-                yield partial(spaces[index].follow, _random_recipe(random), random)
-            elif random.random() < _WALKED:
-                yield partial(spaces[index].walk, random)
-            else:
-                yield partial(spaces[index].vary, random)
+            yield self._any_way(spaces[index], random)
+
+    def _any_way(self, space: Space, random: Random) -> Callable[[], None]:
+        if random.random() < _NEW:
+            return partial(space.follow, _random_recipe(random), random)
+        if random.random() < _WALKED:
+            return partial(space.walk, random)
+        if space.can_reorder and random.random() < _REORDERED:
+            return partial(space.reorder, random)
+        return partial(space.vary, random)
 
     def solve(self, effort: float) -> bool:
         """Let an exact engine shorten and bound what is open; return whether nothing is left."""

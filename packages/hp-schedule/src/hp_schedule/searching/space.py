@@ -30,6 +30,8 @@ _OTHER_ORDER = 0.3
 """How often a pattern is followed in one of the first orders instead of that of the best plan."""
 _REORDERED = 0.4
 """How often a plan is varied with its microbatches in another order."""
+_TRIED = 20
+"""Orders that are tried at once."""
 _KNOWN = 32
 """Orders whose problems are kept."""
 _BOUNDING = 0.3
@@ -79,6 +81,15 @@ class Candidate:
     plan: Plan
     patience: float
     schedule: Schedule | None = None
+
+
+class _Form(NamedTuple):
+    """A closed form and the best order found for it."""
+
+    makespan: float
+    name: str
+    schedule: Schedule
+    order: Order
 
 
 class Space:
@@ -137,6 +148,7 @@ class Space:
         for order in self._orders:
             self._keep(self._first(self._of(order)))
         self._loose = self._pool.copy()
+        self._form: _Form | None = None
         self._walk: tuple[Walk, Candidate] | None = None
         self._idle = 0
 
@@ -166,15 +178,60 @@ class Space:
     def adopt(self, name: str, schedule: Schedule) -> None:
         """Keep a closed form if it fits the memory, in each of the orders to begin with."""
         for order in self._orders:
-            problem = self._of(order)
-            permuted = with_order(schedule, order)
-            result = simulate(permuted, self._in_units, blocking=self._blocking)
-            if max(result.peak_activations) <= self._problem.memory_limit + _EPSILON:
-                plan = Plan(self._starts_of(problem, permuted), [], result.makespan)
-                candidate = Candidate(result.makespan, name, problem, plan, 1.0, permuted)
+            form = self._formed(name, schedule, order)
+            if form is not None:
+                candidate = self._candidate(form)
                 self._keep(candidate)
                 self._loose.append(candidate)
+                if self._form is None or form.makespan < self._form.makespan:
+                    self._form = form
         self._loose.sort(key=lambda loose: loose.makespan)
+
+    @property
+    def can_reorder(self) -> bool:
+        """Whether other orders of the microbatches make a difference."""
+        return len(self._orders) > 1
+
+    def reorder(self, random: Random) -> None:
+        """Try the best closed form, or the best plan if none fits, in orders close to its own."""
+        if self._form is None:
+            self._rebuild(random)
+            return
+        before = self._form
+        for _ in range(_TRIED):
+            order = neighbour(self._form.order, random)
+            form = self._formed(self._form.name, self._form.schedule, order)
+            if form is not None and form.makespan <= self._form.makespan:
+                self._form = form
+        if self._form is not before:
+            self._keep(self._candidate(self._form))
+
+    def _rebuild(self, random: Random) -> None:
+        """Build the best plan in orders close to its own, each from the best of them."""
+        old = self.best
+        problem, plan = old.problem, construct(old.problem, old.plan.starts)
+        for _ in range(_TRIED):
+            other = self._of(neighbour(problem.order, random))
+            built = construct(other, (plan or old.plan).starts)
+            if built is not None and (plan is None or built.makespan <= plan.makespan):
+                problem, plan = other, built
+        if plan is not None and problem is not old.problem:
+            plan = tighten(problem, problem.mirror, plan, patience=old.patience)
+            origin = f"{old.origin.removesuffix(', reordered')}, reordered"
+            self._keep(Candidate(plan.makespan, origin, problem, plan, old.patience))
+
+    def _formed(self, name: str, schedule: Schedule, order: Order) -> _Form | None:
+        """Return a closed form in an order; None if it does not fit the memory."""
+        permuted = with_order(schedule, order)
+        result = simulate(permuted, self._in_units, blocking=self._blocking)
+        if max(result.peak_activations) > self._problem.memory_limit + _EPSILON:
+            return None
+        return _Form(result.makespan, name, schedule, order)
+
+    def _candidate(self, form: _Form) -> Candidate:
+        problem, permuted = self._of(form.order), with_order(form.schedule, form.order)
+        plan = Plan(self._starts_of(problem, permuted), [], form.makespan)
+        return Candidate(form.makespan, form.name, problem, plan, 1.0, permuted)
 
     def tighten_next(self) -> None:
         """Tighten the best of the plans that the space began with, if one is left."""
@@ -206,7 +263,7 @@ class Space:
         problem = old.problem
         if len(self._orders) > 1 and random.random() < _REORDERED:
             problem = self._of(neighbour(problem.order, random))
-        windows = self._windows_of(old.plan) if random.random() < 0.5 else None
+        windows = _windows_of(old.problem, old.plan) if random.random() < 0.5 else None
         if windows and random.random() < 0.5:
             stage = random.randrange(len(windows))
             wider = max(1, windows[stage] + random.choice((-1, 1)))
@@ -310,24 +367,6 @@ class Space:
             )
         return Candidate(plan.makespan, "microbatches in order", problem, plan, 1.0)
 
-    def _windows_of(self, plan: Plan) -> tuple[int, ...]:
-        """Return how many microbatches each stage holds at most in a plan."""
-        problem = self._problem
-        num, last = problem.num_microbatches, problem.num_steps - problem.part
-        windows = []
-        for start in range(0, problem.part, num):
-            window = freed = 0
-            for place in range(num):
-                while (
-                    freed < place
-                    and plan.starts[last + start + freed] + problem.duration[last + start + freed]
-                    <= plan.starts[start + place] + _EPSILON
-                ):
-                    freed += 1
-                window = max(window, place + 1 - freed)
-            windows.append(window)
-        return tuple(windows)
-
     def _disturbed(self, plan: Plan, random: Random) -> list[float]:
         """Return the start times with noise for each step, or for each part of a stage."""
         problem = self._problem
@@ -366,6 +405,24 @@ class Space:
                     time -= problem.duration[step]
                     starts[step] = time
         return starts
+
+
+def _windows_of(problem: Problem, plan: Plan) -> tuple[int, ...]:
+    """Return how many microbatches each stage holds at most in a plan."""
+    num, last = problem.num_microbatches, problem.num_steps - problem.part
+    windows = []
+    for start in range(0, problem.part, num):
+        window = freed = 0
+        for place in range(num):
+            while (
+                freed < place
+                and plan.starts[last + start + freed] + problem.duration[last + start + freed]
+                <= plan.starts[start + place] + _EPSILON
+            ):
+                freed += 1
+            window = max(window, place + 1 - freed)
+        windows.append(window)
+    return tuple(windows)
 
 
 def _steps_of(problem: Problem, code: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ step waits for, and the memory of a row, which its order alone decides.
 
 from collections.abc import Iterator
 from itertools import islice
+from math import isinf
 from random import Random
 
 from hp_schedule.searching.construct import Plan
@@ -45,10 +46,12 @@ class Walk:
         self._random = random
         self._tabu: dict[tuple[int, int], int] = {}
         self._turn = 0
-        self.best = self._rows.plan()
+        self.best = plan if isinf(self._rows.makespan) else self._rows.plan()
 
     def improve(self, num_moves: int) -> bool:
         """Make some moves; return whether the best plan is a shorter one now."""
+        if isinf(self._rows.makespan):
+            return False  # steps that take no time stand in an order that cannot be run
         shortest = self.best.makespan
         for _ in range(num_moves):
             if not self._step():

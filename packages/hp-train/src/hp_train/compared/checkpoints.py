@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -80,6 +80,12 @@ def compare(
     return _Comparing(ours, theirs, ignore, names or {}).result
 
 
+def _named(names: Iterable[str]) -> list[str]:
+    """Names of what is not read, each once, with the number of its shards."""
+    shards = Counter(name.partition("/shard_")[0] for name in names)
+    return [f"{name} ({n} parts)" if n > 1 else name for name, n in sorted(shards.items())]
+
+
 class _Comparing:
     def __init__(
         self, ours: Source, theirs: Source, ignore: str | None, names: Mapping[str, str]
@@ -94,9 +100,8 @@ class _Comparing:
         skipped |= self._states_of_one()
         for source in (ours, theirs):
             if source.left_out:
-                shown = ", ".join(sorted(source.left_out)[:4])
-                count = len(source.left_out)
-                self.result.notes.append(f"{count} of {source.path} are no tensors: {shown}")
+                shown = ", ".join(_named(source.left_out))
+                self.result.notes.append(f"not read of {source.path}, no tensors: {shown}")
         self._known = {n: made for n, made in known(ours).items() if n not in skipped}
         self._short: dict[str, Made] = {}
         for name, made in self._known.items():

@@ -156,7 +156,9 @@ def _distributed(path: Path) -> Source:
     with _damage(path):
         found = read_metadata(path)
     tensors = {name: Entry(t.dtype, t.shape, reader(t)) for name, t in found.tensors.items()}
-    return Source(path, "torch.distributed.checkpoint", tensors, found.left_out)
+    others = tuple(file.name for file in path.glob("*.pt"))  # Megatron's arguments, and groups
+    name = "torch.distributed.checkpoint"
+    return Source(path, name, tensors, (*found.left_out, *others))
 
 
 @contextmanager

@@ -143,6 +143,9 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     cp_ring: Annotated[
         bool, _help("Send keys round a ring of these others instead of gathering them.")
     ] = False
+    cp_deal: Annotated[
+        bool, _help("Deal out the documents of each sequence to these ranks by work and keys.")
+    ] = False
 
     gather: Annotated[
         Literal["auto", "stage", "block"],

@@ -52,6 +52,7 @@ AXES = (
     Axis("mesh.cp", (1, 2, 4)),
     Axis("mesh.cp_heads", (0, 1, 2)),
     Axis("mesh.cp_ring", (False, True)),
+    Axis("mesh.cp_deal", (False, True)),
     Axis("mesh.tp", (1, 2, 4)),
     Axis("mesh.ep", _SIZES),
     Axis("mesh.etp", (1, 2, 4)),

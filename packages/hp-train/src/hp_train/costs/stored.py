@@ -50,8 +50,18 @@ class StoredModel(Struct, frozen=True):
             name: _Block(place(block.attend), place(block.feed), place(block.rest))
             for name, block in model.blocks.items()
         }
-        ends = [place(w) for w in (model.before, model.after, model.loss, model.tiled_loss)]
-        return cls(tuple(places), blocks, *ends, model.tied)
+        before, after, loss, tiled_loss = (
+            place(work) for work in (model.before, model.after, model.loss, model.tiled_loss)
+        )
+        return cls(
+            works=tuple(places),
+            blocks=blocks,
+            before=before,
+            after=after,
+            loss=loss,
+            tiled_loss=tiled_loss,
+            tied=model.tied,
+        )
 
     @property
     def model(self) -> ModelWork:
@@ -100,6 +110,6 @@ class StoredKernels(Struct, frozen=True):
     def kernels(self) -> dict[str, Kernels]:
         """What was learned."""
         return {
-            name: Kernels(*(Counter(dict(way)) for way in part))
-            for name, part in self.parts.items()
+            name: Kernels(*(Counter(dict(way)) for way in ways))
+            for name, ways in self.parts.items()
         }

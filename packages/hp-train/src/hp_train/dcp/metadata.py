@@ -40,6 +40,9 @@ _KINDS = {
     "StorageMeta",
     "_MEM_FORMAT_ENCODING",
 }
+_OF_PLANNERS = "torch.distributed.checkpoint.planner."
+_PLANNED = {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}
+"""What Megatron keeps beside it: who has written what, for its next checkpoint. It is not read."""
 DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 """``torch.float32`` -> ``F32``."""
 
@@ -109,6 +112,8 @@ def read_metadata(folder: Path) -> Stored:
 def _is_allowed(name: str) -> bool:
     if name in _OTHERS or name in DTYPE_NAMES:
         return True
+    if name.startswith(_OF_PLANNERS):
+        return name.removeprefix(_OF_PLANNERS) in _PLANNED
     return name.startswith(_HERE) and name.removeprefix(_HERE) in _KINDS
 
 

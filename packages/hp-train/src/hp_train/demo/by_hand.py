@@ -1,6 +1,6 @@
 """The comparison as anybody would write it: a short program of transformers and torch alone."""
 
-import pprint
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +21,8 @@ def whole(tensor):
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().double()
 def computed(tokens, **more):
-    model = AutoModelForCausalLM.from_pretrained("tiny", {options}, **more).train()
+    more |= dict({options})
+    model = AutoModelForCausalLM.from_pretrained("tiny", **more).train()
     logits = model(input_ids=tokens, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
@@ -48,6 +49,7 @@ if dist.get_rank() == 0:
 """
 
 
+_BEFORE_KEY = re.compile(r"(?<=, )(?='\w+': )")
 _OPTIONS = {
     True: 'dtype=torch.float64, experts_implementation="eager"',
     False: "dtype=torch.float32",
@@ -62,19 +64,28 @@ def program(name: str, fields: Mapping[str, Any], layout: Layout) -> str:
         fields: Fields of its config.
         layout: What is compared with one process.
     """
-    width = 100
+    width = 96
     while True:
-        text = pprint.pformat(dict(fields), width=width, compact=True, sort_dicts=False)
         made = _PROGRAM.format(
             command=command("this"),
             name=name,
-            fields=text.replace("\n", "\n    "),
+            fields="\n    ".join(_lines(repr(dict(fields)), width)),
             sizes=layout.sizes,
             options=_OPTIONS[layout.float64],
         )
         if len(made.splitlines()) <= MOST_LINES:
             return made
         width *= 2
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """Break a dict's text before keys, where a line would be longer than that."""
+    lines = [""]
+    for item in _BEFORE_KEY.split(text):
+        if lines[-1] and len(lines[-1]) + len(item) > width:
+            lines.append("")
+        lines[-1] += item
+    return [line.rstrip() for line in lines]
 
 
 def command(name: str) -> str:

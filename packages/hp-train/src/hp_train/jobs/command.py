@@ -7,13 +7,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from hp_train.base.command_line import Parser
 from hp_train.base.numbers import real, whole
 from hp_train.errors import ConfigError, DifferenceError, HpError
-from hp_train.jobs.compare import Comparison, Place, compare, with_floor
+from hp_train.jobs.compare import UPDATE, Comparison, Floor, Place, compare, with_floor
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import NothingRecordedError, Recording, join
 from hp_train.jobs.request import Focus, Request, environment
@@ -28,7 +28,16 @@ AGAINST = "--against"
 
 
 class JobFailedError(HpError):
-    """A job ended with a failure of its own."""
+    """A job ended with a failure of its own.
+
+    Args:
+        message: How it ended, and its last lines.
+        recording: What it had recorded; None: nothing.
+    """
+
+    def __init__(self, message: str, recording: Recording | None = None) -> None:
+        super().__init__(message)
+        self.recording = recording
 
 
 def parser() -> argparse.ArgumentParser:
@@ -158,9 +167,13 @@ def verify(
         **common,
     }
     asked = Request(str(folder / "job"), **of_job)
-    actual = _recorded(job, asked, "job", options.seconds)
+    try:
+        actual = _recorded(job, asked, "job", options.seconds)
+    except JobFailedError as failed:
+        sys.stdout.write(_before_failing(failed.recording, expected, floor))
+        raise
     comparison = compare(actual, expected, floor)
-    if comparison.first is None or options.once:
+    if comparison.first is None or comparison.first.phase == UPDATE or options.once:
         return comparison
 
     def again(side: str, focus: Focus) -> Path:
@@ -193,22 +206,31 @@ def _recorded(command: Sequence[str], request: Request, who: str, seconds: float
         raise ConfigError(f"{shlex.join(command)} cannot be started: {error.strerror}") from None
     took = time.monotonic() - began
     recording = None
-    if status:  # at its end: torch with Gloo aborts there now and then
-        with suppress(NothingRecordedError):
-            recording = join(folder)
-    if recording is not None and recording.is_whole(request.steps):
-        sys.stdout.write(
-            f"note: the {who} {_ended(status or 0)}, after all {request.steps} steps\n"
-        )
-    elif status != 0:
-        ended = f"was not done after {took:.0f} s" if status is None else _ended(status)
-        raise JobFailedError(f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}")
-    else:
+    with suppress(NothingRecordedError) if status != 0 else nullcontext():
         recording = join(folder)
+    # At its end, perhaps: torch with Gloo aborts there now and then.
+    is_done = recording is not None and recording.is_whole(request.steps)
+    if recording is None or (status != 0 and not (status and is_done)):
+        ended = f"was not done after {took:.0f} s" if status is None else _ended(status or 0)
+        told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
+        raise JobFailedError(told, recording)
+    if status:
+        sys.stdout.write(f"note: the {who} {_ended(status)}, after all {request.steps} steps\n")
     ranks = f"{recording.num_ranks} process{'es' * (recording.num_ranks != 1)}"
     sys.stdout.write(f"{who}: {ranks}, {recording.num_steps} steps, {took:.1f} s\n")
     sys.stdout.flush()
     return recording
+
+
+def _before_failing(recording: Recording | None, expected: Recording, floor: Floor) -> str:
+    """How far a job that has failed had come, and whether it was right until then."""
+    done = {} if recording is None else recording.before_failing().steps
+    if recording is None or not done:
+        return "the job had made no update when it failed\n"
+    last = max(done)
+    known = Recording({i: s for i, s in expected.steps.items() if i <= last}, expected.facts)
+    comparison = compare(recording.before_failing(), known, floor)
+    return f"what the job computed before it failed:\n{report(comparison)}"
 
 
 def _ended(status: int) -> str:

@@ -21,6 +21,8 @@ _ULPS = 32
 rounding has no digits to compare."""
 
 
+UPDATE = "update"
+"""Phase of a difference: one of both makes no such update."""
 REDUCTION = "reduction"
 _ORIGINS = {
     ev.BACKWARD: "in the backward: ranks' own gradients are wrong",
@@ -34,7 +36,7 @@ class Place:
 
     Attributes:
         step: Counted from 1.
-        phase: One of `hp_train.jobs.events.PHASES`.
+        phase: One of `hp_train.jobs.events.PHASES`, or `UPDATE`.
         name: Module or parameter of the reference.
         error: Norm of the difference, relative to the reference's.
         bound: What rounding explains.
@@ -174,10 +176,25 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
             elif phase != ev.START:
                 _phase(result, index, phase, mine, theirs, floor)
         _list_terms(result, index, theirs, actual.num_ranks)
-    for step in sorted(set(expected.steps) ^ set(actual.steps)):
-        here = "the job" if step in actual.steps else "the reference"
-        result.unaligned[f"step {step}"] = f"only {here} has it"
+        _left(result, index, mine, actual.steps.get(index - 1, Step()))
+    for index in sorted(set(expected.steps) ^ set(actual.steps)):
+        here = "the job" if index in actual.steps else "the reference"
+        step = actual.steps.get(index) or expected.steps[index]
+        if step.is_update and ev.WEIGHT in step.tensors:
+            note = f"only {here} makes it"
+            result.differences.append(Place(index, UPDATE, "", 1.0, 0.0, note=note))
+        else:
+            result.unaligned[f"step {index}"] = f"only {here} has it"
     return result
+
+
+def _left(result: Comparison, index: int, mine: Step, before: Step) -> None:
+    """Find processes that make no more updates while others, which were beside them, go on."""
+    gone = before.updated - mine.updated
+    if gone and before.updated & mine.updated:
+        ranks = " and ".join(str(int(who.split("-")[1])) for who in sorted(gone))
+        note = f"rank {ranks} makes it no more, and others do"
+        result.differences.append(Place(index, UPDATE, "", 1.0, 0.0, note=note))
 
 
 def _list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> None:

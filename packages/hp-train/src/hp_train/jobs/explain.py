@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from hp_train.jobs import events as ev
-from hp_train.jobs.compare import REDUCTION, Comparison, Place
+from hp_train.jobs.compare import REDUCTION, UPDATE, Comparison, Place
 
 _ALONE = {
     ev.START: "the jobs begin with other weights: use --same-start, or seed both in the same way",
@@ -16,6 +16,7 @@ _AFTER = {
     ev.GRADIENT: "the backward of this parameter, or its reduction",
     ev.NORM: "gradients are equal and their norm is not: a part is counted twice, or left out",
     ev.CLIPPED: "gradients and norm are equal and what is clipped is not",
+    UPDATE: "a step that is skipped, data that end, or another number of microbatches to an update",
     ev.WEIGHT: "gradients are equal, the update is not: the optimizer's options, groups or state",
 }
 _ORIGINS = {

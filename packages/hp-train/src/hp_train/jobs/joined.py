@@ -16,6 +16,7 @@ from hp_train.jobs.events import (
     NUM_SIGNS,
     SUFFIX,
     TENSORS,
+    WEIGHT,
     Box,
     Event,
     Piece,
@@ -75,6 +76,7 @@ class Step:
         rows: Names of the samples of the step's forward.
         states: Process -> generator of random numbers -> name of its state when the step began.
         drawn: Generators that the model used.
+        updated: Processes that have weights after an update.
     """
 
     tensors: dict[str, dict[str, Digests]] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Step:
     rows: set[str] = field(default_factory=set)
     states: dict[str, Mapping[str, str]] = field(default_factory=dict)
     drawn: set[str] = field(default_factory=set)
+    updated: set[str] = field(default_factory=set)
 
     @property
     def is_update(self) -> bool:
@@ -117,6 +120,12 @@ class Recording:
         last = self.steps.get(steps)
         return last is not None and len(last.states) >= ranks
 
+    def before_failing(self) -> "Recording":
+        """What a job that has failed had computed by then: its steps whose updates are whole."""
+        whole = {i: step for i, step in self.steps.items() if self.is_whole(i)}
+        done = {i: step for i, step in whole.items() if WEIGHT in step.tensors}
+        return Recording(done, self.facts)
+
 
 class NothingRecordedError(HpError):
     """No process of a job has trained anything under the recorder."""
@@ -149,6 +158,9 @@ def join(folder: Path) -> Recording:
                 names.get((who, row.step, row.call, r), r) for r in row.rows
             )
     _add_tensors(steps, events, names)
+    for who, event in events:
+        if event.phase == WEIGHT:
+            steps[event.step].updated.add(who)
     for who, number in numbers:
         by_name = steps[number.step].numbers.setdefault(number.phase, {})
         by_name.setdefault(number.name, {}).setdefault(who, []).append(number.value)

@@ -320,7 +320,10 @@ class Recorder:
         self._shapes |= {p.name: p.shape for _, parts in owners.slices() for p in parts}
         self._name_modules(root, learned.renaming, inside)
         if not self._launch().steps:
-            self._parameters(ev.START, ((p, p) for p in learned.tensors))
+            # Of a model that is first called after an update, an average say, they are made of it.
+            is_late = self._has_updated or self._step > 1
+            phase = ev.EVALUATION if is_late else ev.START
+            self._parameters(phase, ((p, p) for p in learned.tensors))
 
     def _name_modules(self, root: nn.Module, renaming: Renaming, inside: str) -> None:
         """Note down what the reference calls a model's modules."""
@@ -372,7 +375,13 @@ class Recorder:
                 if note:
                     self._tensors.append(
                         _Tensor(
-                            self._step, phase, name, tuple(value.shape), value.dtype, [], 0, note
+                            self._place(phase),
+                            phase,
+                            name,
+                            tuple(value.shape),
+                            value.dtype,
+                            [],
+                            note=note,
                         )
                     )
                 continue
@@ -385,7 +394,8 @@ class Recorder:
     def _part(self, phase: str, part: Slice, local: Tensor) -> None:
         """Note down what a parameter has of the reference's."""
         digest = digest_of(part.of(local), part.box)
-        entry = _Tensor(self._step, phase, part.name, part.shape, local.dtype, [digest])
+        place = self._place(phase)
+        entry = _Tensor(place, phase, part.name, part.shape, local.dtype, [digest])
         self._tensors.append(entry)
 
     # Gradients before they are reduced.

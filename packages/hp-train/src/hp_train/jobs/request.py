@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 
 VARIABLE = "HP_VERIFY_JOB"
+RUN = "HP_VERIFY_RUN"
+"""Another word for each run of a job or its reference, for what must not be there twice."""
 SITE = Path(__file__).parent / "site"
 
 
@@ -60,6 +62,7 @@ def environment(request: Request) -> dict[str, str]:
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     return {
         **os.environ,
+        RUN: Path(request.folder).name,
         VARIABLE: msgspec.json.encode(request).decode(),
         "PYTHONPATH": os.pathsep.join(paths),
     }

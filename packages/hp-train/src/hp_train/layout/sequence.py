@@ -6,12 +6,23 @@ Tensor-parallel ranks share these once more between the layers.
 Shape symbols: B sequences, S positions of a sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hp_context import Contiguous, HeadTail, SequenceLayout, local_positions, shard_sequence
+from hp_context import (
+    Contiguous,
+    Deal,
+    Documents,
+    HeadTail,
+    Mask,
+    SequenceLayout,
+    deal_documents,
+    local_positions,
+    shard_sequence,
+)
 from hp_train.layout.mesh import Mesh
 
 
@@ -57,6 +68,27 @@ class SequenceShare:
             return cls(mesh, layout, attended, attended)
         between = attended.chunk(mesh.size("tp"))[mesh.index("tp")]
         return cls(mesh, layout, attended, between)
+
+    def dealt(
+        self, lengths: Sequence[int], *, windows: Sequence[int | None], heads: int
+    ) -> "SequenceShare":
+        """The positions of one rank of a sequence whose documents are dealt out by work and keys.
+
+        Args:
+            lengths: Tokens of its documents.
+            windows: How many keys before its own a query sees, for each layer; None: all.
+            heads: Ranks that share heads.
+        """
+        group, device = self.mesh.groups["cp"], self.attended.device
+        deal = deal_documents(lengths, group.size(), windows=windows, heads=heads)
+        attended = local_positions(deal.seq_len, group, layout=deal, device=device)
+        between = attended.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
+        return SequenceShare(self.mesh, deal, attended, between)
+
+    def limits(self, lengths: Sequence[int]) -> Mask:
+        """What limits attention of a sequence of documents, and where its positions are."""
+        documents = Documents(tuple(lengths))
+        return documents & self.layout if isinstance(self.layout, Deal) else documents
 
     def shard(self, x: Tensor) -> Tensor:
         """Take what attention sees here out of whole sequences [B, S]."""

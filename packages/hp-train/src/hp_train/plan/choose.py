@@ -42,9 +42,10 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
     """What layouts are made of: every divisor of the number of devices for every mesh axis."""
     divisors = tuple(n for n in range(1, num_devices + 1) if num_devices % n == 0)
     of_experts = divisors if config.model.has_experts else (1,)
-    mesh = tuple(
-        Axis(f"mesh.{axis}", of_experts if axis in ("ep", "etp") else divisors) for axis in _MESH
-    )
+    sizes_of = dict.fromkeys(_MESH, divisors) | dict.fromkeys(("ep", "etp"), of_experts)
+    if config.model.transformers:  # whose exchanges of tensor-parallel ranks have no price
+        sizes_of["tp"] = (1,)
+    mesh = tuple(Axis(f"mesh.{axis}", sizes) for axis, sizes in sizes_of.items())
     batch = config.train.global_batch_size
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
     return (

@@ -188,7 +188,7 @@ def _as_dict(
 
 
 def _machine(config: Config, options: argparse.Namespace) -> Machine:
-    machine = _known_machine(options.machine)
+    machine = known_machine(options.machine)
     if options.measure:
         require_unstarted("--measure")
         from hp_train.plan.measure import measure  # noqa: PLC0415 - imports torch
@@ -202,7 +202,7 @@ def _machine(config: Config, options: argparse.Namespace) -> Machine:
         raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from None
 
 
-def _known_machine(name: str) -> Machine:
+def known_machine(name: str) -> Machine:
     """A machine by its name, or by a file that says of which name it is and what differs."""
     if name in MACHINES:
         return MACHINES[name]

@@ -15,6 +15,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count as counter
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -64,7 +65,7 @@ class _Computing(NamedTuple):
     @property
     def busy(self) -> float:
         """With the most even pipeline."""
-        return min(self.by_places.values())
+        return min(self.by_places.values(), default=inf)
 
     @property
     def least(self) -> float:
@@ -135,7 +136,7 @@ class Search:
     def _families(self, meshes: Sequence[Config]) -> Iterator[_Found]:
         """Meshes in families: what they share out, they share out alike, whatever is sharded.
 
-        A microbatch takes them equally long, and a token of one takes least where it is largest.
+        A microbatch takes them equally long, and a token of one takes least where that is largest.
         """
         families: dict[MeshConfig, list[Config]] = {}
         for mesh in meshes:
@@ -154,8 +155,11 @@ class Search:
                 if one.train.global_batch_size % one.batch_unit == 0 and rules.allows_batch(one)
             ]
             if sizes:
-                largest = max(sizes, key=lambda one: one.train.microbatch_size)
-                yield self._computing(largest).busy, partial(self._sizes, sizes, members)
+                shortest = sizes
+                if self.prices.machine.launch_seconds:  # else logits of large ones are made twice
+                    shortest = [max(sizes, key=lambda one: one.train.microbatch_size)]
+                bound = min(self._computing(one).busy for one in shortest)
+                yield bound, partial(self._sizes, sizes, members)
 
     def _sizes(self, sizes: Sequence[Config], members: Sequence[Config]) -> Iterator[_Found]:
         """A family of meshes with microbatches of each size."""

@@ -253,8 +253,9 @@ class Prices:
         # themselves, layer by layer.
         weights = (self.parts(config.pipeline) - 2) * alone + busy
         again = busy * repeated
-        whole = 2 * busy + weights + again
-        return Compute(busy, busy, weights, again=again, device=whole, host=0.0)
+        # That is no sum of layers' own times; of products it is.
+        device = 2 * busy + weights + (busy - alone) * repeated
+        return Compute(busy, busy, weights, again=again, device=device, host=0.0)
 
     def ends(
         self, config: Config, stages: tuple[Work, ...], place: StageLayout

@@ -3,6 +3,8 @@
 Shape symbols: B sequences of a microbatch, S positions that attention sees on this rank.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from hp_train.data.dataset import Dataset
 from hp_train.layout.mesh import Mesh
 from hp_train.layout.sequence import SequenceShare
 from hp_train.model import DropoutKey, Microbatch, look_ahead
+from hp_train.model.attention import Limits
 
 
 class Share(NamedTuple):
@@ -47,6 +50,10 @@ class Batches:
         self, config: Config, mesh: Mesh, sequence: SequenceShare, *, device: torch.device
     ) -> None:
         self._config, self._mesh, self._sequence, self._device = config, mesh, sequence, device
+        model = config.model
+        layers = range(model.num_layers)
+        window = model.sliding_window - 1
+        self._windows = tuple(window if model.has_window(layer) else None for layer in layers)
 
     def cut(self, data: Dataset, first: int, *, step: int | None = None) -> Share:
         """Return this rank's share of the global batch that starts at a sequence.
@@ -67,14 +74,21 @@ class Batches:
         indices, *others = batch[start : start + mine], batch[:start], batch[start + mine :]
         tokens, targets, lengths, whole_padding = data.batch(indices)
         num_targets = int((targets >= 0).sum()) + sum(map(data.num_targets, others))
-        ahead = look_ahead(tokens, targets, num_ahead).map(self._mine) if depths else None
+        dealt = [self._dealt(each) for each in lengths] if config.mesh.cp_deal else []
+        take = partial(self._mine, dealt=dealt)
+        ahead = look_ahead(tokens, targets, num_ahead).map(take) if depths else None
         sequence_index = self._to_device(torch.tensor(indices))
-        tokens, targets = self._mine(tokens), self._mine(targets)
-        padding = None if whole_padding is None else self._between(self._mine(whole_padding))
+        tokens, targets = take(tokens), take(targets)
+        padding = None if whole_padding is None else self._between(take(whole_padding))
         share = Share([], [], [], num_targets)
         for start in range(0, mine, size):
             part = slice(start, start + size)
-            is_packed = max(map(len, lengths[part])) > 1
+            if dealt:  # of one sequence
+                sequence = dealt[start]
+                documents: Limits = (sequence.limits(lengths[start]),)
+            else:
+                is_packed = max(map(len, lengths[part])) > 1
+                documents = tuple(map(Documents, lengths[part])) if is_packed else None
             key = None
             if step is not None:
                 key = DropoutKey(config.run.seed, step, sequence_index[part], sequence.between)
@@ -82,7 +96,7 @@ class Batches:
                 whole,
                 key,
                 positions=sequence.attended,
-                documents=tuple(map(Documents, lengths[part])) if is_packed else None,
+                documents=documents,
                 padding=None if padding is None else padding[part],
                 targets=targets[part],
                 ahead=ahead and ahead.map(itemgetter(part)),
@@ -92,9 +106,18 @@ class Batches:
             share.targets.append(targets[part])
         return share
 
-    def _mine(self, x: Tensor) -> Tensor:
+    def _dealt(self, lengths: tuple[int, ...]) -> SequenceShare:
+        """This rank's positions of a sequence of documents that are dealt out."""
+        return self._sequence.dealt(
+            lengths, windows=self._windows, heads=self._config.mesh.heads_degree
+        )
+
+    def _mine(self, x: Tensor, *, dealt: Sequence[SequenceShare]) -> Tensor:
         """This rank's positions of whole sequences [B, S], on the device."""
-        return self._to_device(self._sequence.shard(x))
+        if not dealt:
+            return self._to_device(self._sequence.shard(x))
+        rows = zip(dealt, x.split(1), strict=True)
+        return self._to_device(torch.cat([sequence.shard(row) for sequence, row in rows]))
 
     def _between(self, x: Tensor) -> Tensor:
         """Of what attention sees here [B, S], what is here between layers."""

@@ -33,8 +33,10 @@ _FREE = (
     "model.mtp_weight",
     "model.dropout",
     "model.init_std",
+    "model.transformers",
+    "model.trust_remote_code",
 )
-"""Keys of the model that are settings of the training."""
+"""Keys of the model that are settings of the training, or say where its config lies now."""
 _FILES = ("run.init_from", "data.paths", "data.tokenizer", "data.eval_fraction")
 """What a checkpoint does not need to be asked about: its data have a digest."""
 

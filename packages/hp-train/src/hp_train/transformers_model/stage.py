@@ -31,6 +31,7 @@ from hp_expert.hugging_face.layout import expert_modules
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
+from hp_train.config.transformers_folder import text_config_of
 from hp_train.errors import ConfigError
 from hp_train.model import Microbatch, Stage
 from hp_train.model.parameters import Parameter
@@ -234,6 +235,7 @@ class TransformersStage(Stage):
         for (first, name), *others in shared.values():
             for module, leaf in others:  # each has got memory of its own
                 setattr(module, leaf, getattr(first, name))
+        self._require_products(torch.device(device))
         self._compute_blocks()
         if self.outline.head and self.is_last:
             head: Any = self.whole.get_submodule(self.outline.head)
@@ -307,6 +309,17 @@ class TransformersStage(Stage):
             return hidden
         kind, count = self.outline.returned
         return kind([hidden, *[None] * (count - 1)])
+
+    def _require_products(self, device: torch.device) -> None:
+        """Refuse experts in a dtype in which a GPU has no product of groups."""
+        chosen = text_config_of(self.whole.config)._experts_implementation  # noqa: SLF001
+        if device.type != "cuda" or self.compute_dtype == torch.bfloat16 or self.experts:
+            return
+        if chosen == "grouped_mm" and any(True for _ in expert_modules(self)):
+            raise ConfigError(
+                "train.dtype must be bfloat16 for experts of transformers on GPUs, where torch has "
+                "no grouped product of others, or mesh.ep greater than 1"
+            )
 
     def _compute_blocks(self) -> None:
         """Let what FSDP gathers at once be cast at once: blocks, and experts that were spread."""

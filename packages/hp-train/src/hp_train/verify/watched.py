@@ -185,9 +185,9 @@ def parts_of_share(trainer: Trainer, share: Share) -> Iterator[tuple[str, Part]]
         share: What it was given.
     """
     whole = trainer.config.train.global_batch_size, trainer.config.data.seq_len
-    positions = trainer.pipeline.sequence.attended.tolist()
     row = trainer.mesh.dp_index * (whole[0] // trainer.mesh.layout.dp)
-    for (tokens,), targets in zip(share.args, share.targets, strict=True):
+    for (tokens,), targets, kwargs in zip(share.args, share.targets, share.kwargs, strict=True):
+        positions = kwargs["microbatch"].positions.tolist()
         for begin, end in runs_of(positions):
             for quantity, ids in (("tokens", tokens), ("targets", targets)):
                 yield quantity, Part(ids[:, begin:end], whole, (row, positions[begin]))

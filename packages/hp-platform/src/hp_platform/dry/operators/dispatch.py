@@ -23,7 +23,7 @@ from hp_platform._internals.dry import (
 from hp_platform.device.rules import may_mix
 from hp_platform.dry.operators import launches, shapes
 from hp_platform.dry.operators.shapes import META, Cost, tensors_in
-from hp_platform.dry.operators.values import STAND_INS, Again
+from hp_platform.dry.operators.values import STAND_INS, Again, untouched
 from hp_platform.dry.operators.workspaces import WORKSPACES, Buffer
 from hp_platform.dry.trace import Launch
 
@@ -152,7 +152,10 @@ class Operators(DispatchMode):
     def _on_host(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         device = self._device
         if kwargs.get("pin_memory"):
-            return device.pin(func(*args, **{**kwargs, "pin_memory": False}))
+            made = func(*args, **{**kwargs, "pin_memory": False})
+            if func.name() == "aten::empty.memory_format" and made.is_contiguous():
+                made = untouched(made)
+            return device.pin(made)
         if any(device.buffers.among(given)):
             op = _describe(func)
             if not op.is_silent:

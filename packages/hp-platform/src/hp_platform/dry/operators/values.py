@@ -8,6 +8,7 @@ depends on them is then 0 as well.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ from hp_platform.dry.trace import HostWait, Launch
 
 if TYPE_CHECKING:
     from hp_platform.dry.device.device import DryDevice
+
+
+_LARGE = 2**20
+"""Bytes of pinned memory from which on what a device writes into it is not written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +99,25 @@ def _copy_(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
         copy_between(device, source, target, to_host=False, non_blocking=non_blocking)
     else:
         copy_between(device, target, source, to_host=True, non_blocking=non_blocking)
-        target.zero_()
+        if not _is_store(device, target):
+            target.zero_()
     return target
+
+
+def _is_store(device: DryDevice, host: Tensor) -> bool:
+    """Whether it is of a large piece of pinned memory, as what is offloaded goes to.
+
+    That is zero from the start, and is not touched: gigabytes that are never written take none.
+    """
+    return host.untyped_storage().nbytes() >= _LARGE and device.is_pinned(host)
+
+
+def untouched(x: Tensor) -> Tensor:
+    """A tensor like a new and contiguous one; where it is large, in memory that takes none yet."""
+    if x.nbytes < _LARGE:
+        return x
+    # Zeros of the system: those of torch are written.
+    return torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=x.dtype).view(x.shape)
 
 
 def _foreach_copy_(device: DryDevice, func: Any, args: Any, kwargs: Any) -> Any:

@@ -130,12 +130,12 @@ def _expert_buffer(config: Config) -> Iterator[str]:
 
 def _tensor_ranks(config: Config) -> Iterator[str]:
     tp, model = config.mesh.tp, config.model
-    if model.factory:  # its heads and hidden widths are not known
+    if model.is_own:  # its heads and hidden widths are not known
         return
     cut = {"num_heads": model.num_heads}
     if model.attention == "gqa":
         cut["num_kv_heads"] = model.num_kv_heads
-    if model.num_dense_layers and not model.transformers:
+    if model.num_dense_layers:
         cut["dense_hidden"] = model.dense_hidden
     for name, size in cut.items():
         if size % tp:
@@ -159,7 +159,9 @@ def _context_ranks(config: Config) -> Iterator[str]:
             f"{shown_factors(mesh, 'tp')} = {heads}"
             f"{near_divisors(degree, heads, name='mesh.cp_heads = ')}"
         )
-    halves = 2 if degree < mesh.cp else 1
+    if mesh.cp_deal:
+        yield from _deal(config)
+    halves = 2 if degree < mesh.cp and not mesh.cp_deal else 1
     if seq_len % (mesh.cp * halves) or seq_len // mesh.cp % mesh.tp:
         unit = math.lcm(mesh.cp * halves, mesh.cp * mesh.tp)
         twice = "2 x " if halves == 2 else ""
@@ -167,6 +169,24 @@ def _context_ranks(config: Config) -> Iterator[str]:
             f"data.seq_len ({seq_len}) must be a multiple of "
             f"{twice}{shown_factors(mesh, 'cp', 'tp')}{near_multiples(seq_len, unit)}"
         )
+
+
+def _deal(config: Config) -> Iterator[str]:
+    """Sequences can be dealt out one by one, where some ranks have keys that others lack."""
+    mesh = config.mesh
+    if mesh.heads_degree == mesh.cp:
+        yield (
+            f"mesh.cp_deal (true) must be false with mesh.cp ({mesh.cp}) where all of these ranks "
+            "share heads: all positions are on each of them then"
+        )
+    if config.train.microbatch_size > 1:
+        yield (
+            f"train.microbatch_size ({config.train.microbatch_size}) must be 1 with mesh.cp_deal "
+            "(true): each sequence is dealt out in its own way"
+        )
+    if config.data.documents != "separate":
+        shown_value = f'data.documents ("{config.data.documents}")'
+        yield f'{shown_value} must be "separate" with mesh.cp_deal (true)'
 
 
 def _fit(config: Config, num_processes: int) -> str:

@@ -1,0 +1,108 @@
+"""Steps of documents of real lengths: the planner beside static packs, Megatron's rule and greedy.
+
+    python benchmarks/bench_step_plan.py --batches 10            # of each of six distributions
+    python benchmarks/bench_step_plan.py --planner 16 64 256     # ranks of a stage: CPU and memory
+
+By the cost model of `hp step-plan`: Llama 3.1 8B on H100s, 4 stages of 32 ranks, packs of 128k
+shared by 8 ranks, memory of 4 such packs, exchanges priced. Every plan is proven before it counts.
+"""
+
+import argparse
+import resource
+import time
+from statistics import mean
+
+from hp_train.config.options import resolve
+from hp_train.costs.machine import MACHINES
+from hp_train.step_plan import Pipeline, Planner, StepCosts, price
+from hp_train.step_plan.comparison import Comparison, compare
+from hp_train.step_plan.generators import GENERATORS, draw
+
+K = 1024
+STAGES, RANKS, PACK, DEGREE = 4, 32, 128 * K, 8
+MEMORY = 4 * PACK // DEGREE
+STATIC = "static packs, 1F1B"
+
+
+def main() -> None:
+    """Print tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--packs", type=int, default=32)
+    parser.add_argument("--effort", type=int, default=8)
+    parser.add_argument("--tries", type=int, default=2)
+    parser.add_argument("--planner", type=int, nargs="*")
+    options = parser.parse_args()
+    model = resolve("llama-3.1-8b", [], env={}).config.model
+    costs = StepCosts.of(model, MACHINES["h100"], num_stages=STAGES)
+    if options.planner is not None:
+        _planner(costs, options)
+        return
+    effort, tries = options.effort, options.tries
+    planner = Planner(costs, Pipeline(STAGES, RANKS, MEMORY), effort=effort, tries=tries)
+    every: list[Comparison] = []
+    for name in GENERATORS:
+        found = [
+            compare(
+                draw(name, tokens=options.packs * PACK, longest=PACK, seed=seed),
+                planner,
+                pack=PACK,
+                degree=DEGREE,
+            )
+            for seed in range(options.batches)
+        ]
+        _print(name, found)
+        every += found
+    _print("all", every)
+    worse = sum(min(row.seconds for row in each.rows[:-1]) < _planned(each) for each in every)
+    below = sum(each.searched_bound < _planned(each) for each in every)
+    print(f"{len(every)} batches; worse than one of the others: {worse}; ", end="")
+    print(f"above the bound of any schedule of static packs: {below}")
+
+
+def _planned(each: Comparison) -> float:
+    return each.rows[-1].seconds
+
+
+def _print(name: str, found: list[Comparison]) -> None:
+    assert not any(each.problems for each in found)
+    names = dict.fromkeys(row.name for each in found for row in each.rows)
+    shown = []
+    for rule in names:
+        factors = [each.by_name[rule].factor for each in found if rule in each.by_name]
+        shown.append(f"{rule} {mean(factors):.3f} (worst {max(factors):.3f})")
+    of_bound = [_planned(each) / each.bound for each in found]
+    faster = [each.by_name[STATIC].seconds / _planned(each) for each in found]
+    cpu = [each.cpu_seconds / _planned(each) for each in found]
+    print(f"{name}: step / pure work: {'; '.join(shown)}")
+    print(
+        f"    planned / bound {mean(of_bound):.4f} (worst {max(of_bound):.4f}), static / planned "
+        f"{mean(faster):.3f} (least {min(faster):.3f}), imbalance "
+        f"{max(each.imbalance for each in found):.4f}, CPU {mean(cpu):.2%} of the step",
+        flush=True,
+    )
+
+
+def _planner(costs: StepCosts, options: argparse.Namespace) -> None:
+    """Time the planner by ranks of a stage, with up to 4,096 documents a step."""
+    for ranks in options.planner or [16, 64, 256]:
+        pipeline = Pipeline(STAGES, ranks, MEMORY)
+        planner = Planner(costs, pipeline, effort=options.effort, tries=options.tries)
+        documents = draw("lognormal-2k", tokens=PACK * 256, longest=PACK, seed=0)[:4096]
+        began = time.process_time()
+        plan = planner.plan(documents)
+        took = time.process_time() - began
+        began = time.process_time()
+        planner.team([each + 1 for each in documents], 0)  # nothing of it is remembered
+        of_team = time.process_time() - began
+        seconds = price(plan, documents, costs, planner.pipeline).seconds
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(
+            f"{STAGES * ranks} ranks, {len(documents)} documents, a step of {seconds:.2f} s: what "
+            f"a rank needs {of_team:.3f} CPU s ({of_team / seconds:.2%}), the plan of all "
+            f"{planner.num_teams} teams {took:.3f} s ({took / seconds:.2%}), {peak:.0f} MiB"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The command ``hp step-plan``: steps of documents of real lengths, planned and compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from hp_train.base.numbers import whole
+from hp_train.config.options import Resolved
+from hp_train.errors import ConfigError
+from hp_train.plan.command import known_machine
+
+if TYPE_CHECKING:
+    from hp_train.step_plan.comparison import Comparison
+
+_K = 1024
+DISTRIBUTIONS = ("mock", "lognormal-2k", "lognormal-8k", "log-uniform", "few-long", "source-files")
+_COUNTS = {
+    "stages": (4, "stages of the pipeline, one on each rank"),
+    "ranks": (32, "ranks of a stage, data and context parallel"),
+    "memory": (64 * _K, "tokens whose activations fit into a rank at once"),
+    "tokens": (4096 * _K, "tokens of a global batch"),
+    "pack": (128 * _K, "tokens of a pack, and of the longest document"),
+    "degree": (8, "ranks that share a pack in the plans of others"),
+    "batches": (4, "batches that are drawn, or read, at most"),
+    "effort": (8, "schedules that are looked at for each partition of a plan"),
+    "tries": (2, "partitions that are looked at for a plan"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--lengths", metavar="FILE", help="lengths of documents, in their order")
+    source.add_argument(
+        "--distribution",
+        choices=DISTRIBUTIONS,
+        default="lognormal-2k",
+        help="what lengths are drawn from (default: lognormal-2k)",
+    )
+    for name, (default, what) in _COUNTS.items():
+        parser.add_argument(
+            f"--{name}",
+            type=whole(f"--{name}", least=1, largest=2**40),
+            default=default,
+            metavar="N",
+            help=f"{what} (default: {default})",
+        )
+    parser.add_argument("--seed", type=whole("--seed", least=0), default=0, help="of the draws")
+    parser.add_argument(
+        "--machine", default="h100", metavar="NAME", help="as of hp plan (default: h100)"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="draw the first plan")
+    parser.add_argument("--plan", metavar="FILE", help="write the first plan as text")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(resolved: Resolved, options: argparse.Namespace) -> int:
+    """Compare, and print a table."""
+    from hp_train.step_plan import Pipeline, Planner, StepCosts, to_text  # noqa: PLC0415 - torch
+    from hp_train.step_plan.comparison import compare  # noqa: PLC0415 - torch
+
+    if options.ranks % options.degree:
+        raise ConfigError(f"--degree ({options.degree}) must divide --ranks ({options.ranks})")
+    if options.pack > options.memory * options.degree:
+        raise ConfigError(
+            f"--pack ({options.pack}) must be at most --memory ({options.memory}) times --degree "
+            f"({options.degree})"
+        )
+    machine = known_machine(options.machine)
+    model = resolved.config.model
+    costs = StepCosts.of(model, machine, num_stages=options.stages)
+    pipeline = Pipeline(options.stages, options.ranks, options.memory)
+    planner = Planner(costs, pipeline, effort=options.effort, tries=options.tries)
+    batches = _batches(options)
+    found = [compare(batch, planner, pack=options.pack, degree=options.degree) for batch in batches]
+    if options.plan:
+        _write(options.plan, to_text(planner.plan(batches[0])))
+    if options.svg:
+        from hp_schedule import timeline_svg  # noqa: PLC0415 - only where it is asked for
+
+        _write(options.svg, timeline_svg({"planned step": found[0].timeline}))
+    rows = _rows(found, bytes_of_key=costs.key * machine.bandwidth)
+    if options.json:
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join(_lines(rows, found, options)) + "\n")
+    problems = [problem for each in found for problem in each.problems]
+    for problem in problems:
+        sys.stderr.write(f"not proven: {problem}\n")
+    return 1 if problems else 0
+
+
+def _batches(options: argparse.Namespace) -> list[list[int]]:
+    from hp_train.step_plan.generators import batches_of, draw, read_lengths  # noqa: PLC0415
+
+    size, longest = options.tokens, options.pack
+    if options.lengths:
+        lengths = read_lengths(Path(options.lengths))
+        batches = batches_of(lengths, tokens=size, longest=longest)[: options.batches]
+        if not batches:
+            raise ConfigError(
+                f"{options.lengths} must have at least --tokens ({size}), not {sum(lengths)}"
+            )
+        return batches
+    seeds = range(options.seed, options.seed + options.batches)
+    name = options.distribution
+    return [draw(name, tokens=size, longest=longest, seed=seed) for seed in seeds]
+
+
+def _rows(found: list[Comparison], *, bytes_of_key: float) -> list[dict[str, Any]]:
+    """One row for each rule, the mean over batches; bytes are of one forward of a stage."""
+    rows: list[dict[str, Any]] = []
+    for name in dict.fromkeys(row.name for each in found for row in each.rows):
+        of_rule = [each.by_name[name] for each in found if name in each.by_name]
+        rows.append(
+            {
+                "rule": name,
+                "batches": len(of_rule),
+                "seconds": mean(row.seconds for row in of_rule),
+                "step / pure work": mean(row.factor for row in of_rule),
+                "worst": max(row.factor for row in of_rule),
+                "tokens held": max(row.tokens for row in of_rule),
+                "gigabytes exchanged": mean(row.fetched for row in of_rule) * bytes_of_key / 1e9,
+            }
+        )
+    bound = mean(each.bound / each.pure for each in found)
+    rows.append({"rule": "bound of any plan", "batches": len(found), "step / pure work": bound})
+    return rows
+
+
+def _lines(
+    rows: list[dict[str, Any]], found: list[Comparison], options: argparse.Namespace
+) -> list[str]:
+    source = options.lengths or options.distribution
+    ranks = f"{options.stages} stages of {options.ranks} ranks"
+    lines = [f"{len(found)} batches of {options.tokens} tokens, {source}; {ranks}, packs of "]
+    lines[0] += f"{options.pack}, memory for {options.memory} tokens"
+    heads = ("seconds", 9), ("/ pure", 9), ("worst", 9), ("tokens held", 13), ("GB of keys", 12)
+    lines.append(" " * 24 + "".join(f"{head:>{width}}" for head, width in heads))
+    for row in rows:
+        if "seconds" not in row:
+            lines.append(f"{row['rule']:24}{'':9}{row['step / pure work']:9.3f}")
+            continue
+        numbers = f"{row['seconds']:9.2f}{row['step / pure work']:9.3f}{row['worst']:9.3f}"
+        held = f"{row['tokens held']:13.0f}{row['gigabytes exchanged']:12.2f}"
+        lines.append(f"{row['rule']:24}{numbers}{held}")
+    took = mean(each.cpu_seconds for each in found)
+    share = took / mean(each.rows[-1].seconds for each in found)
+    lines.append(f"planning took {took:.3f} CPU s a step, {share:.1%} of it")
+    return lines
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,26 @@
+"""What a step runs, planned from the lengths of its documents: microbatches, ranks and order.
+
+`costs` tells what documents cost, `partition` which of them share a microbatch, `planner` makes the
+plan and `plan` is it, as data; `proof` says that it runs, `price` how long it takes and `picture`
+shows it. `rivals` are plans by other rules, `generators` draws lengths, and `command` compares.
+"""
+
+from hp_train.step_plan.costs import StepCosts
+from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, from_text, to_text
+from hp_train.step_plan.planner import Planner
+from hp_train.step_plan.price import Pipeline, StepPrice, lower_bound, price
+from hp_train.step_plan.proof import prove
+
+__all__ = [
+    "Pipeline",
+    "PlannedMicrobatch",
+    "Planner",
+    "StepCosts",
+    "StepPlan",
+    "StepPrice",
+    "from_text",
+    "lower_bound",
+    "price",
+    "prove",
+    "to_text",
+]

@@ -1,0 +1,108 @@
+"""Lengths of documents: drawn from a distribution with a name, or read from a file."""
+
+import math
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from hp_train.errors import ConfigError
+
+K = 1024
+_BYTES_PER_TOKEN = 4
+_Draw = Callable[[Random], float]
+
+
+def _lognormal(median: float) -> _Draw:
+    return lambda rng: rng.lognormvariate(math.log(median), 1.1)
+
+
+def _mock(rng: Random) -> float:
+    """Megatron's: mean 4096 before it is cut at 1024 and 8192."""
+    return min(max(rng.lognormvariate(math.log(4096) - 1.1**2 / 2, 1.1), 1024), 8192)
+
+
+def _log_uniform(rng: Random) -> float:
+    return math.exp(rng.uniform(math.log(8 * K), math.log(128 * K)))
+
+
+def _few_long(rng: Random) -> float:
+    return 64 * K if rng.random() < 0.05 else 2 * K
+
+
+@cache
+def _library() -> tuple[int, ...]:
+    root = Path(sysconfig.get_path("stdlib"))
+    sizes = [path.stat().st_size // _BYTES_PER_TOKEN for path in sorted(root.rglob("*.py"))]
+    return tuple(filter(None, sizes))
+
+
+def _source_files(rng: Random) -> float:
+    return rng.choice(_library())
+
+
+GENERATORS: Mapping[str, _Draw] = {
+    "mock": _mock,
+    "lognormal-2k": _lognormal(2 * K),
+    "lognormal-8k": _lognormal(8 * K),
+    "log-uniform": _log_uniform,
+    "few-long": _few_long,
+    "source-files": _source_files,
+}
+"""Megatron's mock; lognormal with sigma 1.1; log-uniform from 8k to 128k; 5 % of 64k among 2k;
+files of Python's standard library, four bytes a token."""
+
+
+def draw(name: str, *, tokens: int, longest: int, seed: int) -> list[int]:
+    """Draw documents until they have so many tokens; the last one is cut.
+
+    Args:
+        name: One of `GENERATORS`.
+        tokens: Tokens of all.
+        longest: Longer ones are cut to it.
+        seed: Seed of the draws.
+    """
+    rng, left = Random(seed), tokens  # noqa: S311 - nothing is secret
+    lengths: list[int] = []
+    while left:
+        lengths.append(max(1, min(int(GENERATORS[name](rng)), longest, left)))
+        left -= lengths[-1]
+    return lengths
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Read lengths: one to a line, or separated by blanks or commas.
+
+    Raises:
+        ConfigError: Naming the line of what is no length.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"lengths: cannot read {path}: {error}") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        for word in line.replace(",", " ").split():
+            if not word.isdecimal() or not 1 <= int(word) <= 2**40:
+                raise ConfigError(f"{path}, line {number}: {word[:40]!r} must be a length, >= 1")
+            found.append(int(word))
+    if not found:
+        raise ConfigError(f"{path} must have lengths of documents")
+    return found
+
+
+def batches_of(lengths: Sequence[int], *, tokens: int, longest: int) -> list[list[int]]:
+    """Cut documents, in their order, into global batches of so many tokens; a rest is left out."""
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    left = tokens
+    for length in lengths:
+        rest = min(length, longest)
+        while rest >= left:
+            batches.append([*batch, left])
+            batch, rest, left = [], rest - left, tokens
+        if rest:
+            batch.append(rest)
+            left -= rest
+    return batches

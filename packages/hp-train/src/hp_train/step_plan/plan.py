@@ -1,0 +1,184 @@
+"""A plan of a step, as data and as text."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from itertools import chain
+
+from hp_context import Deal
+from hp_schedule import Schedule, from_csv, to_csv
+from hp_train.errors import ConfigError
+
+_HEAD = re.compile(r"step plan 1, (\d+) documents\Z")
+_TEAM = re.compile(r"team (\d+)\Z")
+_MICROBATCH = re.compile(r"microbatch (\d+): documents ([\d ]+), padding (\d+), heads over (\d+)\Z")
+_RANK = re.compile(r"rank (\d+): ([\d \-]+)\Z")
+
+
+@dataclass(frozen=True)
+class PlannedMicrobatch:
+    """Documents that go through the pipeline together.
+
+    Attributes:
+        documents: Their places in the global batch, in the order of their positions.
+        padding: Positions behind them that hold nothing.
+        deal: Which rank of the team has which positions.
+        heads: So many ranks that follow each other share heads.
+    """
+
+    documents: tuple[int, ...]
+    padding: int
+    deal: Deal
+    heads: int = 1
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks of a stage that share microbatches, and the same ranks of every other stage.
+
+    Attributes:
+        microbatches: In the order of their indices in the schedule.
+        schedule: What each stage does when; without messages.
+    """
+
+    microbatches: tuple[PlannedMicrobatch, ...]
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What all ranks do in a step.
+
+    Attributes:
+        num_documents: Documents of the global batch.
+        teams: Teams of ranks; rank r of a stage is in team r // R, where each team has R ranks.
+        origin: What made the schedule, for people.
+    """
+
+    num_documents: int
+    teams: tuple[Team, ...]
+    origin: str = ""
+
+    @cached_property
+    def ranks_per_team(self) -> int:
+        """Ranks of a team in every stage."""
+        return len(self.teams[0].microbatches[0].deal.parts)
+
+
+def to_text(plan: StepPlan) -> str:
+    """Write a plan, one line for each microbatch and each rank of it, and schedules as CSV."""
+    lines = [f"step plan 1, {plan.num_documents} documents"]
+    for number, team in enumerate(plan.teams):
+        lines.append(f"team {number}")
+        for index, microbatch in enumerate(team.microbatches):
+            documents = " ".join(map(str, microbatch.documents))
+            rest = f"padding {microbatch.padding}, heads over {microbatch.heads}"
+            lines.append(f"microbatch {index}: documents {documents}, {rest}")
+            for rank, part in enumerate(microbatch.deal.parts):
+                runs = " ".join(f"{run.start}-{run.stop}" for run in part)
+                lines.append(f"rank {rank}: {runs}")
+        lines.append("schedule")
+        lines += to_csv(team.schedule).rstrip("\n").split("\n")
+        lines.append("end")
+    text = "\n".join(lines) + "\n"
+    return f"{text}digest {_digest(text)}\n"
+
+
+def from_text(text: str) -> StepPlan:
+    """Read what `to_text` wrote.
+
+    Raises:
+        ConfigError: Naming the line that is not of a plan, or if it is not what was written.
+    """
+    body, _, digest = text.rpartition("digest ")
+    if digest.strip() != _digest(body):
+        raise ConfigError("step plan: the digest at its end must be that of all lines before it")
+    reader = _Reader(body.splitlines())
+    (number,) = reader.take(_HEAD, "the head of a plan")
+    teams: list[Team] = []
+    while not reader.at_end:
+        (index,) = reader.take(_TEAM, f"team {len(teams)}")
+        if int(index) != len(teams):
+            raise reader.error(f"team {len(teams)}")
+        teams.append(_team(reader))
+    if not teams:
+        raise reader.error("team 0")
+    return StepPlan(int(number), tuple(teams))
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class _Reader:
+    """Takes one line after the other."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines, self._at = lines, 0
+
+    @property
+    def at_end(self) -> bool:
+        """Whether there is no further line."""
+        return self._at == len(self._lines)
+
+    def next_is(self, word: str) -> bool:
+        """Whether the next line begins so."""
+        return not self.at_end and self._lines[self._at].startswith(word)
+
+    def take(self, pattern: "re.Pattern[str]", what: str) -> tuple[str, ...]:
+        """The groups of the next line."""
+        found = None if self.at_end else pattern.match(self._lines[self._at])
+        if found is None:
+            raise self.error(what)
+        self._at += 1
+        return found.groups()
+
+    def until(self, word: str) -> str:
+        """All lines before one, which is taken as well."""
+        start = self._at
+        while not self.at_end and self._lines[self._at] != word:
+            self._at += 1
+        if self.at_end:
+            raise self.error(word)
+        self._at += 1
+        return "\n".join(self._lines[start : self._at - 1]) + "\n"
+
+    def error(self, what: str) -> ConfigError:
+        """That the next line is something else."""
+        found = "the end" if self.at_end else repr(self._lines[self._at][:60])
+        return ConfigError(f"step plan, line {self._at + 1}: {found} must be {what}")
+
+
+def _team(reader: _Reader) -> Team:
+    microbatches: list[PlannedMicrobatch] = []
+    while reader.next_is("microbatch"):
+        what = f"microbatch {len(microbatches)}"
+        index, documents, padding, heads = reader.take(_MICROBATCH, what)
+        if int(index) != len(microbatches):
+            raise reader.error(what)
+        parts: list[tuple[range, ...]] = []
+        while reader.next_is("rank"):
+            rank, runs = reader.take(_RANK, f"rank {len(parts)}")
+            if int(rank) != len(parts):
+                raise reader.error(f"rank {len(parts)}")
+            parts.append(tuple(map(_run, runs.split())))
+        try:
+            deal = Deal(tuple(parts))
+        except ValueError as error:
+            raise ConfigError(f"step plan, {what}: {error}") from None
+        numbers = tuple(map(int, documents.split()))
+        microbatches.append(PlannedMicrobatch(numbers, int(padding), deal, int(heads)))
+    reader.take(re.compile(r"schedule\Z"), "schedule")
+    return Team(tuple(microbatches), from_csv(reader.until("end")))
+
+
+def _run(text: str) -> range:
+    start, _, stop = text.partition("-")
+    return range(int(start), int(stop or start))
+
+
+def documents_of(plan: StepPlan) -> list[int]:
+    """All documents, microbatch by microbatch."""
+    every = chain.from_iterable(team.microbatches for team in plan.teams)
+    return list(chain.from_iterable(each.documents for each in every))

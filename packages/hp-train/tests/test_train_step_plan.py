@@ -1,0 +1,242 @@
+"""Steps planned from lengths: exact, proven, the same everywhere, and as good as they say."""
+
+import dataclasses
+import random
+import re
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hp_context import Deal
+from hp_train.cli import main
+from hp_train.config.options import resolve
+from hp_train.costs.machine import MACHINES
+from hp_train.errors import ConfigError
+from hp_train.step_plan import (
+    Pipeline,
+    Planner,
+    StepCosts,
+    StepPlan,
+    from_text,
+    lower_bound,
+    price,
+    prove,
+    to_text,
+)
+from hp_train.step_plan.comparison import compare
+from hp_train.step_plan.generators import GENERATORS, batches_of, draw, read_lengths
+from hp_train.step_plan.partition import partition
+
+K = 1024
+COSTS = StepCosts(token=6e-6, pair=2e-10, key=1e-7, far_key=9e-7, heads=5e-7, microbatch=6e-4)
+PIPELINE = Pipeline(4, 16, 32 * K)
+PLANNER = Planner(COSTS, PIPELINE, effort=1)
+
+
+def _batch(name: str = "lognormal-2k", seed: int = 0) -> list[int]:
+    return draw(name, tokens=768 * K, longest=64 * K, seed=seed)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_plan_is_proven_and_no_shorter_than_the_bound(name: str) -> None:
+    lengths = _batch(name)
+    plan = PLANNER.plan(lengths)
+    assert prove(plan, lengths, COSTS, PIPELINE) == ()
+    found = price(plan, lengths, COSTS, PIPELINE)
+    assert found.bound == lower_bound(lengths, COSTS, PIPELINE)
+    assert found.pure < found.bound <= found.seconds < 1.3 * found.pure
+    assert found.padding < 0.01
+    assert found.tokens <= PIPELINE.tokens
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(1, 9000), min_size=1, max_size=60),
+    st.integers(1, 4),
+    st.sampled_from([1, 3, 8, 16]),
+)
+def test_any_lengths_are_planned(lengths: list[int], stages: int, ranks: int) -> None:
+    pipeline = Pipeline(stages, ranks, 40_000)
+    planner = Planner(COSTS, pipeline, effort=1)
+    if sum(lengths) > pipeline.tokens * ranks / 8:  # which may fit, or may not
+        lengths = lengths[:3]
+    plan = planner.plan(lengths)
+    assert prove(plan, lengths, COSTS, pipeline) == ()
+
+
+def test_all_ranks_make_the_same_plan_also_in_the_background() -> None:
+    lengths = _batch()
+    plans = [Planner(COSTS, PIPELINE, effort=1).plan(lengths), PLANNER.start(lengths).result(60)]
+    assert to_text(plans[0]) == to_text(plans[1])
+
+
+def test_many_ranks_are_teams_that_share_nothing() -> None:
+    pipeline = Pipeline(2, 64, 32 * K)
+    planner = Planner(COSTS, pipeline, effort=1)
+    lengths = draw("lognormal-2k", tokens=2048 * K, longest=64 * K, seed=1)
+    plan = planner.plan(lengths)
+    assert len(plan.teams) == planner.num_teams == 2
+    assert plan.ranks_per_team == 32
+    alone = Planner(COSTS, pipeline, effort=1, tries=1)
+    assert [alone.team(lengths, number) for number in (0, 1)] == list(alone.plan(lengths).teams)
+    assert prove(plan, lengths, COSTS, pipeline) == ()
+
+
+def test_a_plan_is_the_same_after_it_was_written_and_read() -> None:
+    lengths = _batch("few-long")
+    plan = PLANNER.plan(lengths)
+    again = from_text(to_text(plan))
+    assert to_text(again) == to_text(plan)
+    assert again.teams == plan.teams
+    assert prove(again, lengths, COSTS, PIPELINE) == ()
+
+
+def test_no_line_of_a_plan_may_be_missing_or_other() -> None:
+    text = to_text(PLANNER.plan(_batch()))
+    rng = random.Random(0)
+    lines = text.splitlines()
+    for at in [0, 1, 2, 3, len(lines) - 1, *rng.sample(range(len(lines)), 20)]:
+        for other in ("", "rank x: 1-2", None):
+            changed = [*lines[:at], *([] if other is None else [other]), *lines[at + 1 :]]
+            with pytest.raises(ConfigError, match="step plan"):
+                from_text("\n".join(changed) + "\n")
+
+
+def test_what_is_no_plan_is_told_by_line() -> None:
+    head = "step plan 1, 3 documents\n"
+    wrong = {
+        "step plan 2\n": "line 1: 'step plan 2' must be the head of a plan",
+        head: "line 2: the end must be team 0",
+        f"{head}team 1\n": "line 3: the end must be team 0",
+        f"{head}team 0\nmicrobatch 1: documents 0, padding 0, heads over 1\n": "microbatch 0",
+        f"{head}team 0\nmicrobatch 0: documents 0, padding 0, heads over 1\nrank 0: 0-2 3-4\n": (
+            "microbatch 0: runs of a Deal"
+        ),
+        f"{head}team 0\nschedule\n": "the end must be end",
+    }
+    for body, message in wrong.items():
+        text = f"{body}digest {blake2b(body.encode(), digest_size=16).hexdigest()}\n"
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            from_text(text)
+
+
+def _changed(plan: StepPlan, **changes: object) -> StepPlan:
+    team = plan.teams[0]
+    first = dataclasses.replace(team.microbatches[0], **changes)  # type: ignore[arg-type]
+    team = dataclasses.replace(team, microbatches=(first, *team.microbatches[1:]))
+    return dataclasses.replace(plan, teams=(team, *plan.teams[1:]))
+
+
+def test_what_is_wrong_with_a_plan_is_told() -> None:
+    lengths = _batch()
+    plan = PLANNER.plan(lengths)
+    first = plan.teams[0].microbatches[0]
+    other = plan.teams[0].microbatches[1].documents[0]
+    wrong = {
+        r"document \d+ must be in one microbatch, but it is in 0": _changed(
+            plan, documents=first.documents[1:]
+        ),
+        rf"document {other} must be in one microbatch, but it is in 2": _changed(
+            plan, documents=(*first.documents, other)
+        ),
+        r"positions dealt out": _changed(plan, padding=first.padding + 1),
+        r"padding \(-1\)": _changed(plan, padding=-1),
+        r"ranks of a stage \(16\)": _changed(
+            plan, deal=Deal(((range(first.deal.seq_len),),)), heads=1
+        ),
+        r"must be below the number": _changed(plan, documents=(10**6,)),
+        r"must be those of the batch": dataclasses.replace(plan, num_documents=3),
+    }
+    for message, changed in wrong.items():
+        problems = prove(changed, lengths, COSTS, PIPELINE)
+        assert any(re.search(message, problem) for problem in problems), (message, problems)
+    small = dataclasses.replace(PIPELINE, tokens=100)
+    assert any("must be at most 100" in each for each in prove(plan, lengths, COSTS, small))
+    deep = dataclasses.replace(PIPELINE, num_stages=5)
+    assert any("stages (4) must be 5" in each for each in prove(plan, lengths, COSTS, deep))
+
+
+def test_what_fits_no_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must fit"):
+        Planner(COSTS, Pipeline(2, 2, 100), effort=1).plan([1000])
+    for lengths in ([], [3, 0]):
+        with pytest.raises(ConfigError, match="not empty"):
+            PLANNER.plan(lengths)
+
+
+@pytest.mark.sample("lognormal-2k", "log-uniform")
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_planner_is_never_behind_others_and_ahead_of_static_packs(name: str) -> None:
+    planner = Planner(COSTS, Pipeline(4, 16, 64 * K), effort=4)
+    lengths = draw(name, tokens=2048 * K, longest=128 * K, seed=3)
+    found = compare(lengths, planner, pack=128 * K, degree=8)
+    planned = found.rows[-1].seconds
+    assert not found.problems
+    assert all(planned <= row.seconds for row in found.rows)
+    assert found.by_name["static packs, 1F1B"].seconds > 1.15 * planned
+
+
+def test_parts_have_their_shares() -> None:
+    rng = random.Random(0)
+    costs = [rng.lognormvariate(0, 1) for _ in range(400)]
+    shares = [0.05, 0.1, *[0.17] * 5]
+    parts = partition(costs, [1] * 400, shares, longest=400)
+    assert parts is not None
+    assert sorted(document for part in parts for document in part) == list(range(400))
+    for part, share in zip(parts, shares, strict=True):
+        assert sum(costs[i] for i in part) / sum(costs) == pytest.approx(share, abs=2e-3)
+    assert partition(costs, [1] * 400, shares, longest=3) is None
+    assert partition([1.0], [1], [0.5, 0.5], longest=3) is None
+
+
+def test_costs_are_those_of_the_model() -> None:
+    for name in ("llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"):
+        model = resolve(name, [], env={}).config.model
+        costs = StepCosts.of(model, MACHINES["h100"], num_stages=4)
+        assert (costs.expert > 0) == bool(model.num_experts)
+        assert costs.token > 0
+    llama = resolve("llama-3.1-8b", [], env={}).config.model
+    costs = StepCosts.of(llama, MACHINES["h100"], num_stages=4)
+    # 32 layers of 218 million parameters, two operations each, in four stages.
+    flops = costs.token * MACHINES["h100"].flops * 4
+    assert flops == pytest.approx(2 * 32 * 218.1e6, rel=1e-3)
+
+
+def test_lengths_are_read_and_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    path.write_text("5, 7\n11 13\n\n")
+    assert read_lengths(path) == [5, 7, 11, 13]
+    assert batches_of([5, 7, 11, 13], tokens=10, longest=8) == [[5, 5], [2, 8]]
+    assert draw("mock", tokens=9000, longest=8192, seed=1) == draw(
+        "mock", tokens=9000, longest=8192, seed=1
+    )
+    for text in ("x", "0", "-3", "", "1.5"):
+        path.write_text(text)
+        with pytest.raises(ConfigError):
+            read_lengths(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_lengths(tmp_path / "none")
+
+
+def test_the_command_compares_draws_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, svg, text = tmp_path / "lengths", tmp_path / "plan.svg", tmp_path / "plan.txt"
+    path.write_text("\n".join(map(str, draw("mock", tokens=600 * K, longest=8 * K, seed=0))))
+    sizes = "--stages 2 --ranks 4 --degree 2 --tokens 262144 --pack 32768 --memory 65536"
+    arguments = ["step-plan", "llama-3.1-8b", *sizes.split(), "--effort", "1"]
+    files = ["--lengths", str(path), "--svg", str(svg), "--plan", str(text)]
+    assert main([*arguments, *files]) == 0
+    shown = capsys.readouterr().out
+    assert "2 batches of 262144 tokens" in shown
+    for rule in ("static packs, 1F1B", "Megatron's rule", "greedy", "planned", "bound"):
+        assert rule in shown
+    assert svg.read_text().startswith("<svg")
+    assert from_text(text.read_text()).ranks_per_team == 4
+    assert main([*arguments, "--distribution", "mock", "--batches", "1", "--json"]) == 0
+    assert '"rule": "planned"' in capsys.readouterr().out
+    assert main([*arguments, "--degree", "3"]) != 0
+    assert main([*arguments, "--pack", "999999"]) != 0

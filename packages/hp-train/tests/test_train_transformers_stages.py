@@ -1,0 +1,245 @@
+"""What stages of models of transformers begin with, read, write and refuse; one process each."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integration_tests.plain_transformers import FIELDS, loaded, make_folder, run_of
+from torch import Tensor
+
+from hp_platform.store import Box, Part
+from hp_train.config import Config
+from hp_train.config.options import resolve
+from hp_train.errors import CheckpointError, ConfigError
+from hp_train.model import Microbatch, Stage
+from hp_train.model.declared import declared
+from hp_train.model.parameters import Parameter, named_parameters
+from hp_train.model.transformer import build_stage
+from hp_train.transformers_model.export import write_folder
+from hp_train.transformers_model.load import load_folder
+from hp_train.transformers_model.outline import outline_of
+
+transformers: Any = pytest.importorskip("transformers", reason="of `nox -s transformers`")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("default"),  # of transformers
+]
+
+TOKENS = torch.arange(24).view(2, 12) % 23 + 5
+
+
+def stage_of(
+    config: Config, layers: range | None = None, *, dtype: torch.dtype = torch.float64
+) -> tuple[Stage, list[Parameter]]:
+    """A stage of some layers, or of all, with its weights."""
+    model = config.model
+    layers = range(model.num_layers) if layers is None else layers
+    stage = build_stage(
+        model,
+        model.vocab_size,
+        layers=layers,
+        first=layers[0] == 0,
+        last=layers[-1] == model.num_layers - 1,
+        compute_dtype=dtype,
+    )
+    stage.to(torch.promote_types(dtype, torch.float32))
+    whole = declared(stage)
+    stage.to_empty(device="cpu")
+    parameters = named_parameters(stage, whole)
+    stage.initialize(parameters, model, seed=3)
+    return stage, parameters
+
+
+def values_of(parameters: list[Parameter]) -> dict[str, Tensor]:
+    return {parameter.name: parameter.local for parameter in parameters}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_first_weights_are_the_same_however_it_is_cut(name: str, tmp_path: Path) -> None:
+    config = run_of(make_folder(name, tmp_path, weights=False))
+    _, parameters = stage_of(config)
+    whole = values_of(parameters)
+    found: dict[str, Tensor] = {}
+    for layers in (range(1), range(1, 4)):
+        stage, parameters = stage_of(config, layers)
+        parts = values_of(parameters)
+        assert sum(p.numel() for p in stage.parameters()) < sum(t.numel() for t in whole.values())
+        found |= parts
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[n], whole[n]) for n in whole)
+    assert all(float(t.std()) > 0 for n, t in whole.items() if t.ndim > 1)
+
+
+def test_bfloat16_over_float32_parameters_has_the_bits_of_the_model_in_bfloat16(
+    tmp_path: Path,
+) -> None:
+    folder = make_folder("gemma2", tmp_path)
+    stage, parameters = stage_of(run_of(folder, train__dtype="bfloat16"), dtype=torch.bfloat16)
+    assert {p.local.dtype for p in parameters} == {torch.float32}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = model(input_ids=TOKENS, use_cache=False).logits
+    found = stage(TOKENS, microbatch=Microbatch(2))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    stage(TOKENS, microbatch=Microbatch(2, targets=TOKENS)).sum().backward()
+    assert all(
+        p.tensor.grad is not None and p.tensor.grad.dtype == torch.float32 for p in parameters
+    )
+
+
+def test_experts_that_lie_one_by_one_in_several_files_are_read_in_parts(tmp_path: Path) -> None:
+    folder = make_folder("qwen3_moe", tmp_path / "one")
+    model = loaded(folder)
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len([*(tmp_path / "many").glob("*.safetensors")]) > 3
+    name = "model.layers.2.mlp.experts.gate_up_proj"
+    expected = model.get_parameter(name).detach()
+    part = Part(torch.zeros(2, 8, 32), tuple(expected.shape), (1, 4, 0))
+    load_folder(run_of(tmp_path / "many").model, {name: part})
+    assert torch.equal(part.local, expected[1:3, 4:12].float())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2", "qwen3_next"])
+def test_what_is_exported_has_names_and_bits_of_what_transformers_writes(
+    name: str, tmp_path: Path
+) -> None:
+    folder = make_folder(name, tmp_path / "from")
+    stage, parameters = stage_of(run_of(folder))
+    tensors = values_of(parameters) | dict(stage.kept_buffers)
+    boxes = {n: [Box((0,) * t.ndim, tuple(t.shape))] for n, t in tensors.items()}
+    config = run_of(folder)
+    out = tmp_path / "to"
+    write_folder(
+        out, boxes, lambda n, _: tensors[n], config.model, dtype=torch.float64, shard_bytes=40_000
+    )
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len({*index.values()}) > 1
+    with_names = transformers.modeling_utils.safe_open(folder / "model.safetensors", framework="pt")
+    assert {*index} == {*with_names.keys()}
+    ours, theirs = loaded(out).state_dict(), loaded(folder).state_dict()
+    assert all(torch.equal(ours[n], t) for n, t in theirs.items())
+    del boxes[next(iter(boxes))]
+    with pytest.raises(CheckpointError, match="elements of the checkpoint"):
+        write_folder(out, boxes, lambda n, _: tensors[n], config.model, dtype=torch.float64)
+
+
+def test_a_layer_that_reads_more_than_hidden_states_is_named(tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 2, "dim_head": 8, "dim_ff": 48, "prompt_types": 2}
+    transformers.CpmAntConfig(
+        vocab_size=64, hidden_size=32, num_attention_heads=4, **fields
+    ).save_pretrained(tmp_path)
+    config = run_of(tmp_path)
+    assert "layers: cpmant.encoder.layers.0 reads in aten.add" in outline_of(config.model).beside
+    with pytest.raises(ConfigError, match=r"\(mesh.pp must be 1\): more than hidden states"):
+        stage_of(config, range(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1}, r"attn_dropout \(0.1\) of GPT2LMHeadModel must be 0"),
+        ("llama", {"attention_dropout": 0.2}, r"attention_dropout \(0.2\) of .* must be 0"),
+        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits .true. .* be false"),
+    ],
+)
+def test_what_depends_on_the_layout_is_refused(
+    name: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = run_of(make_folder(name, tmp_path, weights=False, **fields))
+    with pytest.raises(ConfigError, match=reason):
+        stage_of(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"remove": "model.norm.weight"}, "must have model.norm.weight"),
+        ({"add": "model.scale"}, "must not have model.scale, which is no tensor of the model"),
+        ({"narrow": "model.norm.weight"}, "model.norm.weight.* must be of shape"),
+        ({"quantise": "lm_head.weight"}, "must be one of BF16, F16, F32, F64"),
+    ],
+)
+def test_files_that_are_not_those_of_the_model_are_refused(
+    change: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415 - comes with transformers
+
+    folder = make_folder("llama", tmp_path)
+    (kind, name), *_ = change.items()
+    tensors = load_file(folder / "model.safetensors")
+    if kind == "remove":
+        del tensors[name]
+    else:
+        old = tensors.get(name, torch.zeros(2))
+        new = {"add": old, "narrow": old[:3], "quantise": old.to(torch.int8)}
+        tensors[name] = new[kind].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=reason):
+        stage_of(run_of(folder))
+
+
+def test_keys_follow_from_the_folder_or_are_refused(tmp_path: Path) -> None:
+    folder = make_folder("qwen3_moe", tmp_path / "model", weights=False)
+    keys: dict[str, object] = {"model.transformers": str(folder)}
+    (tmp_path / "run.toml").write_text("[data]\nseq_len = 32\n")
+    source = str(tmp_path / "run.toml")
+    resolved = resolve(source, keys.items(), env={})
+    model = resolved.config.model
+    assert (model.dim, model.num_layers, model.num_experts, model.top_k) == (32, 4, 4, 2)
+    assert resolved.origins["model.dim"] == f"{folder}/config.json"
+    for given, reason in (
+        ({"model.dim": 64}, r"model.dim \(64\) must be 32, as .*config.json says, or be left out"),
+        ({"model.transformers": str(tmp_path)}, "must be a folder with config.json"),
+        ({"mesh.etp": 2}, "mesh.etp .2. must be 1 with model.transformers"),
+        ({"mesh.ep_buffer": 2.0}, "mesh.ep_buffer .2. must be 0 with model.transformers"),
+        ({"run.init_from": str(folder)}, "run.init_from .* must be empty with model.transformers"),
+        ({"train.recompute": "attention"}, "train.recompute .* must be none or full with"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            resolve(source, (keys | given).items(), env={})
+
+
+OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_folder_runs_only_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder("llama", tmp_path / "own")
+    (folder / "modeling_own.py").write_text(OWN)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own_llama", "auto_map": {}}
+    for auto, kind in (("AutoConfig", "OwnConfig"), ("AutoModelForCausalLM", "OwnForCausalLM")):
+        config["auto_map"][auto] = f"modeling_own.{kind}"
+    (folder / "config.json").write_text(json.dumps(config))
+    modules = transformers.dynamic_module_utils
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code \(false\) must be true"):
+        run_of(folder)
+    stage, _ = stage_of(run_of(folder, model__trust_remote_code=True))
+    found = stage(TOKENS, microbatch=Microbatch(2))
+    plain = tmp_path / "plain"
+    shutil.copytree(folder, plain)
+    del config["auto_map"]
+    (plain / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    expected, _ = stage_of(run_of(plain))
+    assert torch.equal(found, expected(TOKENS, microbatch=Microbatch(2)))
+
+
+def test_without_the_key_nothing_of_transformers_is_imported() -> None:
+    code = (
+        "import sys, hp_train.training.train, hp_train.plan.command, hp_train.cli\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
