@@ -99,8 +99,8 @@ def _train(
     model: Any, data: Path, forward: Callable[[Any, Batch], Tensor], *, separate: bool
 ) -> Trained:
     named = dict(model.named_parameters())
-    decayed = [p for p in named.values() if p.ndim > 1]
-    others = [p for p in named.values() if p.ndim <= 1]
+    decayed = [p for p in named.values() if p.ndim > 1 and p.requires_grad]
+    others = [p for p in named.values() if not (p.ndim > 1 and p.requires_grad)]
     optimizer = torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": COMMON["train.weight_decay"]},
