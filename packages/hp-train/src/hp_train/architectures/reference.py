@@ -3,7 +3,7 @@
 Shape symbols: B sequences, S positions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,23 @@ def _loaded(folder: Path, *, trusted: bool) -> tuple[Any, str]:
     more = {"trust_remote_code": True} if trusted else {}
     for attention in _ATTENTION:
         try:
-            model = load(folder, attn_implementation=attention, **more)
-            return model.double().train(), attention
+            model = load(folder, attn_implementation=attention, **more).double().train()
         except ValueError as error:
             if attention == _ATTENTION[-1] or "attention" not in str(error):
                 raise
+            continue
+        _freeze(model, folder, more)
+        return model, attention
     raise AssertionError
+
+
+def _freeze(model: Any, folder: Path, more: Mapping[str, Any]) -> None:
+    """Freeze what the model's constructor freezes: loading forgets it."""
+    config = transformers.AutoConfig.from_pretrained(folder, **more)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config, **more)
+    for name, parameter in made.named_parameters():
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
 
 
 def _whole(model: Any, batch: Batch) -> Tensor:
