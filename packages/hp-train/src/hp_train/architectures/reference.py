@@ -27,17 +27,17 @@ class Reference:
 
     Attributes:
         joined: With each sequence as one document.
-        separate: With every document by itself.
+        separate: With every document by itself; None: the model cannot have so few tokens.
         attention: What computes attention.
         has_experts: Whether the model has some.
     """
 
     joined: Trained
-    separate: Trained
+    separate: Trained | None
     attention: str
     has_experts: bool
 
-    def of(self, documents: str) -> Trained:
+    def of(self, documents: str) -> Trained | None:
         """What belongs to a value of `data.documents`."""
         return self.separate if documents == "separate" else self.joined
 
@@ -53,7 +53,10 @@ def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
     first, attention = _loaded(model, trusted=trusted)
     joined = _train(first, data, _whole, separate=False)
     second, _ = _loaded(model, trusted=trusted)
-    separate = _train(second, data, _by_document, separate=True)
+    try:
+        separate = _train(second, data, _by_document, separate=True)
+    except ValueError:  # a sequence must have a length that documents have not
+        separate = None
     has_experts = any(name.endswith("experts") for name, _ in first.named_modules())
     return Reference(joined, separate, attention, has_experts)
 
