@@ -106,6 +106,9 @@ def _why_not(folder: str, trust: bool) -> str:
             model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
     except _AtFirstLayerError:
         pass
+    except Exception as error:  # noqa: BLE001 - whatever it is, nothing is known of its masks
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        return f"whether its masks depend on positions cannot be found out: {text}"
     finally:
         masking_utils.find_packed_sequence_indices = look
     return "" if found else "its masks do not depend on positions"
