@@ -463,7 +463,7 @@ def models(session: nox.Session) -> None:
 def models_sample(session: nox.Session) -> None:
     """Run some cells of the table of models, each also with a mistake that it must find."""
     _install(session, "hp-train", group="test-transformers")
-    tests = "packages/hp-train/tests/test_train_transformers_models.py"
+    tests = "packages/hp-train/tests/test_train_transformers_table.py"
     _pytest(session, tests, *session.posargs)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-from hp_train.demo.forks import run_ranks
+from hp_train.architectures.forks import run_ranks
 from spmd_types import I, P, R, V, rules
 from spmd_types.checker import typecheck
 from torch import Tensor
