@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from integration_tests.plain_transformers import FIELDS, loaded, make_folder, run_of
 from torch import Tensor
 
 from hp_platform.store import Box, Part
@@ -23,6 +22,7 @@ from hp_train.model.transformer import build_stage
 from hp_train.transformers_model.export import write_folder
 from hp_train.transformers_model.load import load_folder
 from hp_train.transformers_model.outline import outline_of
+from integration_tests.plain_transformers import FIELDS, loaded, make_folder, run_of
 
 transformers: Any = pytest.importorskip("transformers", reason="of `nox -s transformers`")
 pytestmark = [
