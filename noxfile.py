@@ -463,7 +463,7 @@ def models(session: nox.Session) -> None:
 def models_sample(session: nox.Session) -> None:
     """Run some cells of the table of models, each also with a mistake that it must find."""
     _install(session, "hp-train", group="test-transformers")
-    tests = "packages/hp-train/tests/test_train_transformers_models.py"
+    tests = "packages/hp-train/tests/test_train_transformers_table.py"
     _pytest(session, tests, *session.posargs)
 
 
@@ -488,7 +488,10 @@ def _transformers_tests() -> list[str]:
         for name, pattern in TRANSFORMERS_TESTS.items()
         for file in sorted(Path(f"packages/{name}/tests").glob(pattern))
     ]
-    return [*of_packages, "integration_tests/test_transformers_models.py"]
+    return [
+        *of_packages,
+        *map(str, sorted(Path("integration_tests").glob("test_transformers_*.py"))),
+    ]
 
 
 @nox.session(default=False)

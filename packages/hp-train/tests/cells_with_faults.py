@@ -17,11 +17,15 @@ from unittest.mock import patch
 import msgspec
 from torch import Tensor
 
+from hp_context.hugging_face.attention import SpreadAttention
+from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_train.architectures import task
 from hp_train.architectures.examine import examine, prepare, run_in_fork
 from hp_train.model import stage
+from hp_train.model.recompute import recomputed
 from hp_train.training import train
 from hp_train.training.batches import Batches, Share
+from hp_train.training.gradients import reduce_gradients
 from hp_train.transformers_model import tensor_parallel
 from hp_train.transformers_model.stage import TransformersStage
 
@@ -32,10 +36,9 @@ OFF = 1 + 1e-9
 @contextmanager
 def one_gradient_is_off(_rank: int) -> Iterator[None]:
     """The first parameter of a rank gets another gradient."""
-    reduce = train.reduce_gradients
 
     def reduced(parameters: Any, mesh: Any) -> Any:
-        norms = reduce(parameters, mesh)
+        norms = reduce_gradients(parameters, mesh)
         parameters[0].local.grad.mul_(OFF)
         return norms
 
@@ -46,10 +49,9 @@ def one_gradient_is_off(_rank: int) -> Iterator[None]:
 @contextmanager
 def replicas_are_not_summed(_rank: int) -> Iterator[None]:
     """Gradients stay those of this rank's samples."""
-    reduce = train.reduce_gradients
 
     def reduced(parameters: Any, mesh: Any) -> Any:
-        return reduce([dataclasses.replace(p, unsummed=()) for p in parameters], mesh)
+        return reduce_gradients([dataclasses.replace(p, unsummed=()) for p in parameters], mesh)
 
     with patch.object(train, "reduce_gradients", reduced):
         yield
@@ -58,7 +60,6 @@ def replicas_are_not_summed(_rank: int) -> Iterator[None]:
 @contextmanager
 def recomputed_is_other(_rank: int) -> Iterator[None]:
     """A block gives something else in backward than it did in forward."""
-    recomputed = stage.recomputed
 
     def off(part: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         calls = 0
@@ -100,15 +101,6 @@ def own_count(share: Share, rank: int) -> Share:
     return share._replace(num_targets=share.num_targets + rank)
 
 
-def shifted(share: Share, rank: int) -> Share:
-    """A rank takes its positions for later ones."""
-    kwargs = []
-    for each in share.kwargs:
-        old = each["microbatch"]
-        kwargs.append({"microbatch": dataclasses.replace(old, positions=old.positions + rank)})
-    return share._replace(kwargs=kwargs)
-
-
 @contextmanager
 def message_is_off(_rank: int) -> Iterator[None]:
     """A stage gets other hidden states than were sent."""
@@ -148,6 +140,33 @@ def sum_is_off(rank: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keys_are_off(rank: int) -> Iterator[None]:
+    """Attention of a rank reads other keys than it was given."""
+    call = SpreadAttention.__call__
+
+    def off(
+        self: SpreadAttention, module: Any, query: Tensor, key: Tensor, *others: Any, **more: Any
+    ) -> Any:
+        return call(self, module, query, key * OFF if rank else key, *others, **more)
+
+    with patch.object(SpreadAttention, "__call__", off):
+        yield
+
+
+@contextmanager
+def experts_are_off(rank: int) -> Iterator[None]:
+    """Experts of a rank give something else."""
+    forward = DispatchedExperts.forward
+
+    def off(self: DispatchedExperts, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        return output * OFF if rank else output
+
+    with patch.object(DispatchedExperts, "forward", off):
+        yield
+
+
 def _of_share(change: Callable[[Share, int], Share]) -> Callable[[int], Any]:
     return lambda rank: share_is_other(change, rank)
 
@@ -161,9 +180,10 @@ FAULTS: dict[str, Callable[[int], Any]] = {
     "pp 2 1f1b": answer_is_off,
     "pp 2 zero bubble": answer_is_off,
     "tp 2": sum_is_off,
-    "cp 2 heads": _of_share(shifted),
-    "cp 2 gather": _of_share(shifted),
-    "cp 2 ring": _of_share(shifted),
+    "cp 2 heads": keys_are_off,
+    "cp 2 gather": keys_are_off,
+    "cp 2 ring": keys_are_off,
+    "ep 2": experts_are_off,
     "hsdp 2 x 2": replicas_are_not_summed,
     "pp 2 x fsdp 2": _of_share(own_count),
 }

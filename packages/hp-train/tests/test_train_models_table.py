@@ -241,6 +241,14 @@ def test_the_layout_of_a_kind_is_known_as_that_kind(kind: str) -> None:
     assert len(known) <= 3
 
 
+def test_a_schedule_of_one_stage_per_rank_is_known_as_what_it_is_then() -> None:
+    keys = {"mesh.pp": 2, "data.documents": "joined"}
+
+    assert "pp 2 1f1b" in proven._kinds_of(build(keys))
+    several = build({**keys, "pipeline.stages_per_rank": 2})
+    assert "pp 2 interleaved 1f1b" in proven._kinds_of(several)
+
+
 def test_the_table_that_comes_along_is_of_these_kinds() -> None:
     table = read_table()
 

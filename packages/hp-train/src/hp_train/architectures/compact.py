@@ -1,11 +1,14 @@
 """What was found, in the form that comes with the package. No torch."""
 
+import re
 from collections.abc import Iterable
 
 import msgspec
 
 from hp_train.architectures.cells import BOUND, EQUAL, KINDS, RED, REFUSED, Architecture, Cell, told
 from hp_train.hugging_face.proven import DIFFERENT, Row, Table
+
+_CLASS = re.compile(r"\b[A-Z]\w*(?:ForCausalLM|LMHeadModel|LM|Decoder|ForConditionalGeneration)\b")
 
 
 def with_found(table: Table, found: Iterable[Architecture]) -> Table:
@@ -59,7 +62,7 @@ def _text(cell: Cell) -> float | str | None:
     if cell.state == EQUAL and cell.error is not None:
         return float(told(cell.error))
     if cell.state == REFUSED:
-        return cell.reason
+        return _CLASS.sub("the model", cell.reason)  # so that many have one reason
     if cell.state in RED:
         worst = f"{cell.worst} by {told(cell.error)}" if cell.compared else ""
         return DIFFERENT + "; ".join(filter(None, [worst, cell.reason]))

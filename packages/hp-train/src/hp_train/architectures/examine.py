@@ -22,6 +22,7 @@ from hp_train.architectures.cells import (
     Cell,
 )
 from hp_train.architectures.forks import run_ranks
+from hp_train.architectures.overrides import WHY_NOT
 from hp_train.architectures.rank import MODEL, REFERENCE, RESULT, Fault, World, work
 from hp_train.architectures.reference import refer
 from hp_train.architectures.tiny import Tiny, versions
@@ -59,14 +60,14 @@ def examine(
         model.load_code()
         made = partial(made, digest=model.digest, fields=model.fields)
     except Exception as error:  # noqa: BLE001 - whatever a config refuses is told
-        return made(reason=_short(f"{type(error).__name__}: {error}"))
+        return made(reason=_why_not(model.name, f"{type(error).__name__}: {error}"))
     with tempfile.TemporaryDirectory(prefix="hp-architecture-") as text:
         folder, before = Path(text), _spent()
         refers = partial(_refer, model, folder, data)
         reason = run_ranks(refers, size=1, folder=folder / "log", seconds=2 * _SECONDS)
         made = partial(made, seconds=round(_spent() - before, 2))
         if reason:
-            return made(reason=_short(reason))
+            return made(reason=_why_not(model.name, reason))
         facts = msgspec.json.decode((folder / _FACTS).read_bytes(), type=_Facts)
         world = World(
             folder,
@@ -162,6 +163,11 @@ def _explained(name: str, cell: Cell) -> Cell:
     if bound == BOUND or cell.reason:
         return cell
     return msgspec.structs.replace(cell, reason=why)
+
+
+def _why_not(name: str, error: str) -> str:
+    """Why an architecture does not train in one process."""
+    return WHY_NOT.get(name) or _short(error)
 
 
 def _short(text: str) -> str:

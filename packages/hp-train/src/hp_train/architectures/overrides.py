@@ -100,3 +100,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"qk_head_dim": 16, "head_dim": 8, "zero_expert_num": 2},
 }
+_ASSISTANT = "an assistant: it ignores token ids, and reads hidden states and keys of another model"
+_MUSIC = "AutoModelForCausalLM makes no model of its config, but of the config of its decoder alone"
+WHY_NOT: dict[str, str] = {
+    "gemma3n": "its vision tower needs PIL and timm, which are not installed",
+    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": _ASSISTANT,
+    "musicgen": _MUSIC,
+    "musicgen_melody": _MUSIC,
+}
+"""Why some do not train in one process, in words."""

@@ -3,7 +3,7 @@
 Shape symbols: B sequences, S positions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,17 @@ class Reference:
 
     Attributes:
         joined: With each sequence as one document.
-        separate: With every document by itself.
+        separate: With every document by itself; None: the model cannot have so few tokens.
         attention: What computes attention.
         has_experts: Whether the model has some.
     """
 
     joined: Trained
-    separate: Trained
+    separate: Trained | None
     attention: str
     has_experts: bool
 
-    def of(self, documents: str) -> Trained:
+    def of(self, documents: str) -> Trained | None:
         """What belongs to a value of `data.documents`."""
         return self.separate if documents == "separate" else self.joined
 
@@ -53,7 +53,10 @@ def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
     first, attention = _loaded(model, trusted=trusted)
     joined = _train(first, data, _whole, separate=False)
     second, _ = _loaded(model, trusted=trusted)
-    separate = _train(second, data, _by_document, separate=True)
+    try:
+        separate = _train(second, data, _by_document, separate=True)
+    except ValueError:  # a sequence must have a length that documents have not
+        separate = None
     has_experts = any(name.endswith("experts") for name, _ in first.named_modules())
     return Reference(joined, separate, attention, has_experts)
 
@@ -61,21 +64,32 @@ def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
 def load(folder: Path, **more: Any) -> Any:
     """Load a model in float64; of which torch has no grouped product, so experts go in a loop."""
     with lifting():  # some make parameters in float32, whatever is asked for
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, experts_implementation="eager", **more
         )
-    return model.double()
 
 
 def _loaded(folder: Path, *, trusted: bool) -> tuple[Any, str]:
     more = {"trust_remote_code": True} if trusted else {}
     for attention in _ATTENTION:
         try:
-            return load(folder, attn_implementation=attention, **more).train(), attention
+            model = load(folder, attn_implementation=attention, **more).double().train()
         except ValueError as error:
             if attention == _ATTENTION[-1] or "attention" not in str(error):
                 raise
+            continue
+        _freeze(model, folder, more)
+        return model, attention
     raise AssertionError
+
+
+def _freeze(model: Any, folder: Path, more: Mapping[str, Any]) -> None:
+    """Freeze what the model's constructor freezes: loading forgets it."""
+    config = transformers.AutoConfig.from_pretrained(folder, **more)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config, **more)
+    for name, parameter in made.named_parameters():
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
 
 
 def _whole(model: Any, batch: Batch) -> Tensor:
@@ -99,8 +113,8 @@ def _train(
     model: Any, data: Path, forward: Callable[[Any, Batch], Tensor], *, separate: bool
 ) -> Trained:
     named = dict(model.named_parameters())
-    decayed = [p for p in named.values() if p.ndim > 1]
-    others = [p for p in named.values() if p.ndim <= 1]
+    decayed = [p for p in named.values() if p.ndim > 1 and p.requires_grad]
+    others = [p for p in named.values() if not (p.ndim > 1 and p.requires_grad)]
     optimizer = torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": COMMON["train.weight_decay"]},

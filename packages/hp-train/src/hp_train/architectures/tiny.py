@@ -105,14 +105,15 @@ class Tiny:
 
     @property
     def digest(self) -> str:
-        """Stands for the files of the code, which a new release may have changed."""
+        """Stands for fields and files of the code, which a new release may have changed."""
         if self.code is not None:
             files = sorted(self.code.glob("*.py"))
         else:
             model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
             code = {inspect.getfile(kind) for kind in (type(self.config), model)}
             files = sorted(map(Path, code))
-        hasher = hashlib.blake2b(digest_size=8)
+        fields = json.dumps(self.fields, sort_keys=True, default=str)
+        hasher = hashlib.blake2b(fields.encode(), digest_size=8)
         for file in files:
             hasher.update(file.name.encode() + b"\0" + file.read_bytes())
         return hasher.hexdigest()

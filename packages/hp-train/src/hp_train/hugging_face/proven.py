@@ -5,7 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from hp_train.config import Config
+from hp_train.config import Config, PipelineConfig
+from hp_train.layout.schedules import KINDS as SCHEDULES
 
 TABLE = Path(__file__).with_name("proven.json")
 DIFFERENT = "different: "
@@ -100,11 +101,16 @@ def _kinds_of(config: Config) -> Iterator[str]:
     if mesh.dp_shard > 1:
         yield "hsdp 2 x 2" if mesh.dp_replicate > 1 else "fsdp 2"
     if mesh.pp > 1:
-        schedule = config.pipeline.schedule
-        yield f"pp 2 {'zero bubble' if 'zero' in schedule or schedule[0] in 'zvd' else schedule}"
+        yield f"pp 2 {_schedule_of(config.pipeline)}"
     if mesh.tp > 1:
         yield "tp 2"
     if mesh.cp > 1:
         yield "cp 2 " + ("heads" if mesh.heads_degree > 1 else "ring" if mesh.cp_ring else "gather")
     if mesh.ep > 1:
         yield "ep 2"
+
+
+def _schedule_of(pipeline: PipelineConfig) -> str:
+    """The schedule that a pipeline runs, as kinds call it."""
+    alone = SCHEDULES[pipeline.schedule].with_one_stage if pipeline.stages_per_rank == 1 else ""
+    return (alone or pipeline.schedule).replace("_", " ")

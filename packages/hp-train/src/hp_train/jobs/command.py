@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from hp_train.base.command_line import Parser
@@ -206,18 +206,16 @@ def _recorded(command: Sequence[str], request: Request, who: str, seconds: float
         raise ConfigError(f"{shlex.join(command)} cannot be started: {error.strerror}") from None
     took = time.monotonic() - began
     recording = None
-    if status != 0:  # perhaps at its end: torch with Gloo aborts there now and then
-        with suppress(NothingRecordedError):
-            recording = join(folder)
+    with suppress(NothingRecordedError) if status != 0 else nullcontext():
+        recording = join(folder)
+    # At its end, perhaps: torch with Gloo aborts there now and then.
     is_done = recording is not None and recording.is_whole(request.steps)
-    if status and is_done:
-        sys.stdout.write(f"note: the {who} {_ended(status)}, after all {request.steps} steps\n")
-    elif status != 0:
-        ended = f"was not done after {took:.0f} s" if status is None else _ended(status)
+    if recording is None or (status != 0 and not (status and is_done)):
+        ended = f"was not done after {took:.0f} s" if status is None else _ended(status or 0)
         told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
         raise JobFailedError(told, recording)
-    else:
-        recording = join(folder)
+    if status:
+        sys.stdout.write(f"note: the {who} {_ended(status)}, after all {request.steps} steps\n")
     ranks = f"{recording.num_ranks} process{'es' * (recording.num_ranks != 1)}"
     sys.stdout.write(f"{who}: {ranks}, {recording.num_steps} steps, {took:.1f} s\n")
     sys.stdout.flush()

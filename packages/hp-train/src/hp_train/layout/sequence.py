@@ -44,7 +44,13 @@ class SequenceShare:
 
     @classmethod
     def of(
-        cls, mesh: Mesh, *, seq_len: int, gathers_keys: bool, device: torch.device
+        cls,
+        mesh: Mesh,
+        *,
+        seq_len: int,
+        gathers_keys: bool,
+        device: torch.device,
+        splits_positions: bool = True,
     ) -> "SequenceShare":
         """Share out a sequence.
 
@@ -54,9 +60,12 @@ class SequenceShare:
             gathers_keys: Whether context-parallel ranks compute for their own queries alone, and
                 so need equal shares of early and late ones.
             device: Device of the positions.
+            splits_positions: Whether tensor-parallel ranks share positions between layers.
         """
         layout = HeadTail() if gathers_keys else Contiguous()
         attended = local_positions(seq_len, mesh.groups["cp"], layout=layout, device=device)
+        if not splits_positions:
+            return cls(mesh, layout, attended, attended)
         between = attended.chunk(mesh.size("tp"))[mesh.index("tp")]
         return cls(mesh, layout, attended, between)
 

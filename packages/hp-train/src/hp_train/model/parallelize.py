@@ -231,6 +231,7 @@ def build_pipeline(
         mesh,
         seq_len=config.data.seq_len,
         gathers_keys=degree < config.mesh.cp,
+        splits_positions=not config.model.transformers,
         device=runtime.device,
     )
     context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
@@ -311,7 +312,8 @@ def _parallelize(
 ) -> None:
     """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
     if mesh.size("tp") > 1:
-        cut_tensors(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
+        cut = module.cut_by_itself or cut_tensors
+        cut(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
     if mesh.size("cp") > 1:
         module.spread_attention(context, mesh.groups["cp"])
     for part in module.modules():

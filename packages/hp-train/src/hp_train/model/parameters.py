@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from hp_train.errors import ConfigError
 from hp_train.layout.mesh import Mesh
 from hp_train.layout.parameter import ParameterSpec, chunk
 from hp_train.model.declared import Declared, declared
@@ -40,7 +39,7 @@ class Parameter:
         cuts: How the whole becomes the local part, one cut after the other.
         replicas: Groups whose ranks hold the same values.
         unsummed: Those of them over which gradients are to be summed after backward: all, but for
-            copies of what FSDP shards, over which it sums.
+            copies of what FSDP shards, over which it sums, and ranks that have whole gradients.
         spec: What it is.
         span: First and last + 1 index of the local part in the whole, for each dim.
         tied_copies: The same parameter in other stages of this rank, with gradients of their own:
@@ -141,16 +140,13 @@ def named_parameters(
     known = declared(stage) if whole is None else whole
     found = []
     for name, tensor in stage.named_parameters():
-        if name not in known:
-            raise ConfigError(
-                f"mesh.dp_shard must be 1 with a model whose layers share parameters: {name}"
-            )
         shape, spec, _ = known[name]
         cuts: tuple[Cut, ...] = ()
         replicas: tuple[str, ...] = ()
         if mesh is not None:
             cuts, replicas = _placement(tensor, spec, mesh)
-        copies = _copies(spec) if isinstance(tensor, DTensor) else ""
+        summed = {_copies(spec)} if isinstance(tensor, DTensor) else set()
+        summed |= {"tp"} if spec.is_whole_on_tp else set()
         found.append(
             Parameter(
                 name=name,
@@ -159,11 +155,7 @@ def named_parameters(
                 shape=shape,
                 cuts=cuts,
                 replicas=replicas,
-                unsummed=tuple(
-                    group
-                    for group in replicas
-                    if group != copies and (group != "tp" or spec.sums_over_tp)
-                ),
+                unsummed=tuple(group for group in replicas if group not in summed),
                 spec=spec,
                 span=_span(shape, cuts, mesh),
             )

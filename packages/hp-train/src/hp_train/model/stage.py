@@ -50,7 +50,6 @@ class Exchanges:
     Attributes:
         gather: [B, s, D] of this rank's positions to [B, S, D] of all.
         scatter: [B, S, D] summed over ranks to this rank's positions [B, s, D].
-        group: These ranks.
         linear_cross_entropy: See `hp_train.model.loss`; takes [T, D] of all positions, this rank's
             rows of the output matrix, [v, D], and the targets of all positions.
     """
@@ -58,7 +57,6 @@ class Exchanges:
     gather: Callable[[Tensor], Tensor]
     scatter: Callable[[Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
-    group: ProcessGroup | None = None
 
 
 class Stage(nn.Module):
@@ -210,6 +208,11 @@ class Stage(nn.Module):
             raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
         for attention in self.attentions:
             context.apply(attention, group)
+
+    @property
+    def cut_by_itself(self) -> Callable[["Stage", range, ProcessGroup], None] | None:
+        """What cuts it over tensor-parallel ranks; None: `hp_train.model.tensor_parallel`."""
+        return None
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """Put what tensor-parallel ranks exchange where parameters with a `tp_dim` need it."""

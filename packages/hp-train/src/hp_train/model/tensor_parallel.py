@@ -45,7 +45,6 @@ def cut_tensors(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
         gather=partial(gather_positions, group=group),
         scatter=partial(sum_positions, group=group),
         linear_cross_entropy=partial(linear_cross_entropy, first=vocabulary.start, group=group),
-        group=group,
     )
     stage.place_exchanges(exchanges)
 

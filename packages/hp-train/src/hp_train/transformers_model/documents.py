@@ -25,9 +25,11 @@ from hp_train.transformers_model.made import on_meta
 from hp_train.transformers_model.outline import Answers, outline_of
 
 _CARRIES = re.compile(
-    r"mamba|rwkv|recurrent|lightning|deltanet|xlstm|shortconv|linearattention", re.IGNORECASE
+    r"mamba|rwkv|recurrent|rglru|lightning|deltanet|xlstm|shortconv|linearattention"
+    r"|indexer|compressor",
+    re.IGNORECASE,
 )
-"""Names of classes of layers that keep a state."""
+"""Names of classes that carry a state from token to token, or choose or join keys of a sequence."""
 
 
 def positions_of(
@@ -84,18 +86,19 @@ def _why_not(folder: str, trust: bool) -> str:
     layers = model.get_submodule(path)
     for name, part in layers.named_modules():
         if isinstance(part, nn.Conv1d) or _CARRIES.search(type(part).__name__):
-            return f"{path}.{name} ({type(part).__name__}) carries a state from token to token"
+            return f"{path}.{name} ({type(part).__name__}) mixes tokens whatever positions say"
     found = []
     look = masking_utils.find_packed_sequence_indices
 
     def looked(position_ids: Tensor) -> Tensor | None:
         found.append(position_ids)
-        return look(position_ids)
+        packed: Tensor | None = look(position_ids)
+        return packed
 
     def leave(*_args: Any, **_kwargs: Any) -> None:
         raise _AtFirstLayerError
 
-    layers[0].forward = leave  # type: ignore[method-assign]
+    layers[0].forward = leave
     masking_utils.find_packed_sequence_indices = looked
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     try:
@@ -103,6 +106,9 @@ def _why_not(folder: str, trust: bool) -> str:
             model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
     except _AtFirstLayerError:
         pass
+    except Exception as error:  # noqa: BLE001 - whatever it is, nothing is known of its masks
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        return f"whether its masks depend on positions cannot be found out: {text}"
     finally:
         masking_utils.find_packed_sequence_indices = look
     return "" if found else "its masks do not depend on positions"

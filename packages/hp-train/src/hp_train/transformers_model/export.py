@@ -19,6 +19,7 @@ from hp_platform.store.files import created, fsync_directory, write
 from hp_platform.store.safetensors import INDEX, FileTensor, index_of, layout_of
 from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
+from hp_train.config.transformers_folder import config_of
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.transformers_model.conversion import reverted, saved_tensors
 from hp_train.transformers_model.made import on_meta
@@ -93,7 +94,10 @@ def write_folder(
     finally:
         for descriptor in opened.values():
             os.close(descriptor)
-    made.config.save_pretrained(folder)
+    # Not that of the model: it may be a part, of which `AutoModelForCausalLM` knows nothing.
+    config = config_of(model.transformers, trust=model.trust_remote_code)
+    config.dtype = dtype
+    config.save_pretrained(folder)
     for pattern in _COPIED:
         for path in Path(model.transformers).glob(pattern):
             shutil.copyfile(path, folder / path.name)

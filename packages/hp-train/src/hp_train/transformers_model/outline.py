@@ -229,6 +229,8 @@ class _Watch(TorchDispatchMode):
         self._place = index
         self._called.append(index)
         self._width = tuple(hidden.shape[2:])
+        if tuple(hidden.shape[:2]) != (_SEQUENCES, _POSITIONS) and not self._beside:
+            self._beside.append(f"{self._named(index)} gets other positions than those of tokens")
         output = forward(*args, **kwargs)
         self._place = AFTER if index == len(self._layers) - 1 else BEFORE
         self._passed = output

@@ -43,14 +43,19 @@ def spread(model: Any, context: ContextParallel, group: ProcessGroup) -> None:
     try:
         model.set_attn_implementation(_NAME)
     except (ValueError, NotImplementedError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise ConfigError(f"mesh.cp must be 1 for {type(model).__name__}: {text}") from error
+        raise not_spread(model, error) from error
     for config in (model.config, text_config_of(model.config)):
         if config._attn_implementation != _NAME:  # noqa: SLF001 - there is no other way to ask
             raise ConfigError(
                 f"mesh.cp must be 1 for {type(model).__name__}: its attention is not by "
                 "transformers' registry"
             )
+
+
+def not_spread(model: Any, error: Exception) -> ConfigError:
+    """Why ranks cannot share sequences of a model."""
+    text = " ".join(str(error).split())[:300]
+    return ConfigError(f"mesh.cp must be 1 for {type(model).__name__}: {text}")
 
 
 def hidden_of_trial(inputs: dict[str, Any], width: tuple[int, ...]) -> Tensor | None:

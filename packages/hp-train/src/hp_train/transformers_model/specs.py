@@ -47,6 +47,7 @@ def declare_experts(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 
 def _spec(leaf: str, parameter: Tensor) -> ParameterSpec:
-    is_matrix = parameter.ndim > 1 and parameter.requires_grad  # what is frozen must not decay
-    kind: Kind = "matrix" if is_matrix else "bias" if "bias" in leaf else "norm"
-    return ParameterSpec(kind, sums_over_tp=False)
+    # What is frozen must not decay.
+    decays = parameter.ndim > 1 and parameter.requires_grad
+    kind: Kind = "matrix" if decays else "bias" if "bias" in leaf else "norm"
+    return ParameterSpec(kind, is_whole_on_tp=True)

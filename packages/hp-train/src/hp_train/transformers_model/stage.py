@@ -17,7 +17,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial, update_wrapper
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -34,24 +33,16 @@ from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import text_config_of
 from hp_train.errors import ConfigError
-from hp_train.model import Microbatch, Stage, declare
+from hp_train.model import Microbatch, Stage
 from hp_train.model.parameters import Parameter
-from hp_train.model.stage import Exchanges
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.first_weights import fill
 from hp_train.transformers_model.made import choose_experts, on_meta
 from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
-from hp_train.transformers_model.sequence import hidden_of_trial, spread
+from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
-from hp_train.transformers_model.tensor_parallel import (
-    Style,
-    gather,
-    parts_of,
-    place,
-    split,
-    styles_of,
-)
+from hp_train.transformers_model.tensor_parallel import Style, cut, declare_cuts, styles_of
 
 
 class _Call(NamedTuple):
@@ -114,8 +105,6 @@ class TransformersStage(Stage):
         self.config, self.is_first, self.is_last = config, first, last
         self.outline = outline_of(config)
         self.own_layers = [*layers]
-        self._styles: Mapping[str, Style] = {}
-        self._tensor_ranks: ProcessGroup | None = None
         if self.outline.width:
             self.width_sent = prod(self.outline.width)  # of several residual streams, all
         if self.outline.num_layers != config.num_layers:
@@ -132,15 +121,13 @@ class TransformersStage(Stage):
             self.add_module(name, child)
         self.__dict__["_listed"] = model.get_submodule(self.outline.layers)  # a child already
         self._stand_ins = self._take_away()
-        self._shares_sequence = False
+        self._styles: Mapping[str, Style] = {}
+        self._shares_sequence = self._was_called = False
         self._outside: list[nn.Module] = []  # modules in none of the blocks
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
                 is_before = index < self.own_layers[0]
                 layer.forward = self._skip if is_before else _leave
-        if self.outline.head and last:
-            head = model.get_submodule(self.outline.head)
-            head.forward = partial(_head_of, head.forward)
         declare_all(self)
 
     @staticmethod
@@ -215,17 +202,17 @@ class TransformersStage(Stage):
         styles = styles_of(self.whole, self._listed, num_ranks)
         own = {str(index) for index in self.own_layers}
         self._styles = {p: style for p, style in styles.items() if p.split(".")[0] in own}
-        for path in self._styles:
-            module = self._listed.get_submodule(path)
-            for leaf, dim in parts_of(module, self._styles[path]):
-                spec = module.__dict__["parameter_specs"][leaf]
-                declare(module, **{leaf: replace(spec, tp_dim=dim)})
+        declare_cuts(self._listed, self._styles)
 
-    def place_exchanges(self, exchanges: Exchanges) -> None:
-        """See `Stage.place_exchanges`."""
-        assert exchanges.group is not None
-        self._tensor_ranks = exchanges.group
-        place(self._listed, self._styles, exchanges.group)
+    @property
+    def cut_by_itself(self) -> Callable[[Stage, range, ProcessGroup], None]:
+        """See `Stage.cut_by_itself`: by the plan of transformers."""
+
+        def cut_stage(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
+            del stage, vocabulary  # all ranks have all logits
+            cut(self._listed, self._styles, group)
+
+        return cut_stage
 
     def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
         """See `Stage.spread_attention`: by transformers' registry."""
@@ -250,6 +237,9 @@ class TransformersStage(Stage):
                 setattr(module, leaf, getattr(first, name))
         self._require_products(torch.device(device))
         self._compute_blocks()
+        if self.outline.head and self.is_last:
+            head: Any = self.whole.get_submodule(self.outline.head)
+            head.forward = partial(_head_of, head.forward)
         for module, leaf, shape in self._stand_ins:
             zero = torch.zeros((), dtype=self.compute_dtype, device=device)
             module.__dict__[leaf] = zero.expand(shape)
@@ -262,9 +252,6 @@ class TransformersStage(Stage):
             x: Token ids int64 [B, S] on the first stage, what the stage before returned on others.
             microbatch: What travels with the call.
         """
-        ranks = self._tensor_ranks
-        if ranks is not None and not self.is_first:  # ranks send their positions
-            x = gather(x, 1, ranks)
         wants_logits = microbatch.targets is None or not self.outline.head
         inputs: dict[str, Any] = {"input_ids": x}
         if not self.is_first:
@@ -275,10 +262,15 @@ class TransformersStage(Stage):
         hidden = None if self.is_first else x.unflatten(2, self.outline.width)
         token = _call.set(_Call(hidden, wants_logits))
         try:
-            output: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
+            y: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
+        except ValueError as error:
+            if self._shares_sequence and not self._was_called:  # what hp-context cannot do
+                raise not_spread(self.whole, error) from error
+            raise
         finally:
             _call.reset(token)
-        return output if self.is_last or ranks is None else split(output, 1, ranks)
+        self._was_called = True
+        return y
 
     def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
         try:

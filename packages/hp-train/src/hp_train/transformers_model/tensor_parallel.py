@@ -1,14 +1,13 @@
 """Tensor parallelism of a model of transformers: linear layers cut over ranks.
 
 Note [Tensor parallelism of a stranger's model]. Every rank has all positions, and the same numbers
-between linear layers. A linear layer is cut by the rows of its weight, and what ranks compute is put
-together behind it: that is right in any model, whatever it does with the output, unless it reads
-the weight by itself: then it is not cut. Where
-transformers' own plan says that a module needs no such exchange inside of it (columns of some
-layers feed rows of another, and nothing else in there has parameters but what the plan names), its
-first layers give parts and the last one sums: half of the exchanges. Heads must then be divisible;
-else the module is taken as any other. All else is on every rank, whole, and has all of its
-gradient there.
+between linear layers. A linear layer is cut by the rows of its weight, and what ranks compute is
+put together behind it: that is right in any model, whatever it does with the output, unless it
+reads the weight by itself; then it is not cut. Where transformers' own plan says that a module
+needs no such exchange inside of it (columns of some layers feed rows of another, and nothing else
+in there has parameters but what the plan names), its first layers give parts and the last one sums:
+half of the exchanges. Heads must then be divisible; else the module is taken as any other. All else
+is on every rank, whole, and has all of its gradient there.
 
 Shape symbols: B sequences, S positions, D features, d of them on a rank.
 """
@@ -16,6 +15,7 @@ Shape symbols: B sequences, S positions, D features, d of them on a rank.
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from hp_platform import outside_graph
 from hp_train.errors import ConfigError
+from hp_train.model import declare
 
 Style = Literal["gathered", "columns", "rows", "summed"]
 """`gathered`: rows of the weight are cut, the output is put together. `columns`: the output stays
@@ -58,16 +59,19 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
     shared = _shared(model)
     found: dict[str, Style] = {}
     for path, parent in layers.named_modules():
-        kinds = {
-            name: _planned(plan, f"{prefix}.{path}.{name}") for name, _ in parent.named_children()
-        }
+        children = dict(parent.named_children())
+        kinds = {name: _planned(plan, f"{prefix}.{path}.{name}") for name in children}
         pair = _pair(parent, kinds, num_ranks)
-        for name, child in parent.named_children():
+        for name, child in children.items():
             if name in pair:
                 found[f"{path}.{name}"] = pair[name]
-            elif _is_linear(child) and child.weight not in shared and not _is_read(parent, name):
-                if child.weight.shape[_rows_of(child)] % num_ranks == 0:
-                    found[f"{path}.{name}"] = "gathered"
+            elif (
+                _is_linear(child)
+                and child.weight not in shared
+                and child.weight.shape[_rows_of(child)] % num_ranks == 0
+                and not _is_read(parent, name)
+            ):
+                found[f"{path}.{name}"] = "gathered"
     if all(style == "summed" for style in found.values()):
         raise ConfigError(
             f"mesh.tp ({num_ranks}) must be 1 with {type(model).__name__}: it has no linear layer "
@@ -78,15 +82,13 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
 
 def _is_read(parent: nn.Module, name: str) -> bool:
     """Whether code of a module reads parameters of a child by itself, instead of calling it."""
-    return any(
-        re.search(rf"\b{name}\.(weight|bias)", _source(kind)) is not None
-        for kind in type(parent).__mro__
-        if issubclass(kind, nn.Module) and kind is not nn.Module
-    )
+    reads = re.compile(rf"\b{name}\.(weight|bias)")
+    kinds: list[Any] = [kind for kind in type(parent).__mro__ if issubclass(kind, nn.Module)]
+    return any(reads.search(_source(kind)) for kind in kinds if kind is not nn.Module)
 
 
 @cache
-def _source(kind: type) -> str:
+def _source(kind: Any) -> str:
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):
@@ -110,7 +112,7 @@ def _planned(plan: Mapping[str, str], path: str) -> Style | None:
 def _shared(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that several modules have."""
     seen: set[nn.Parameter] = set()
-    twice = set()
+    twice: set[nn.Parameter] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):
         (twice if parameter in seen else seen).add(parameter)
     return twice
@@ -143,14 +145,29 @@ def _pair(parent: nn.Module, kinds: Mapping[str, Style | None], num_ranks: int) 
     return known
 
 
-def place(layers: nn.Module, styles: Mapping[str, Style], group: ProcessGroup) -> None:
-    """Let modules whose weights are cut exchange what they must.
+def declare_cuts(layers: nn.Module, styles: Mapping[str, Style]) -> None:
+    """Declare which dims of parameters ranks share out.
 
     Args:
-        layers: List of layers; changed in place.
+        layers: List of layers.
+        styles: How its modules are cut, by their path in it.
+    """
+    for module, leaf, dim in _cuts(layers, styles):
+        spec = module.__dict__["parameter_specs"][leaf]
+        declare(module, None, **{leaf: replace(spec, tp_dim=dim)})
+
+
+def cut(layers: nn.Module, styles: Mapping[str, Style], group: ProcessGroup) -> None:
+    """Keep this rank's part of parameters, and let modules exchange what they must.
+
+    Args:
+        layers: List of layers, on the meta device; changed in place.
         styles: How its modules are cut, by their path in it.
         group: The tensor-parallel ranks.
     """
+    for module, leaf, dim in [*_cuts(layers, styles)]:
+        part = _split(module.get_parameter(leaf), dim, group)
+        setattr(module, leaf, nn.Parameter(torch.empty_like(part)))
     for path, style in styles.items():
         module = layers.get_submodule(path)
         if style == "summed":
@@ -159,9 +176,22 @@ def place(layers: nn.Module, styles: Mapping[str, Style], group: ProcessGroup) -
             module.forward = partial(_FORWARDS[style], module, group)
 
 
+def _cuts(layers: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[nn.Module, str, int]]:
+    """Parameters that are cut: their modules, names in them, and dims."""
+    for path, style in styles.items():
+        module = layers.get_submodule(path)
+        if style == "rows":
+            yield module, "weight", 1
+        elif style != "summed":
+            yield module, "weight", _rows_of(module)
+            if module.bias is not None:
+                yield module, "bias", 0
+
+
 @outside_graph
 def _gathered(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
-    return gather(_columns(module, group, x), -1, group)
+    whole: Tensor = _Gather.apply(_columns(module, group, x), group)
+    return whole
 
 
 @outside_graph
@@ -202,24 +232,6 @@ def _with_summed_gradients(
                 del module.__dict__[leaf]
             else:
                 module.__dict__[leaf] = value
-
-
-def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Parts of all ranks, one after the other; backward keeps the part of this one.
-
-    Args:
-        x: As large on all ranks.
-        dim: Along which they are put together.
-        group: The ranks, which go on with the same numbers.
-    """
-    whole: Tensor = _Gather.apply(x, dim, group)
-    return whole
-
-
-def split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's part of what all ranks have; backward gathers."""
-    part: Tensor = _Split.apply(x, dim, group)
-    return part
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -270,39 +282,14 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gather(x, dim, group)
+    """Features of all ranks, which go on with the same numbers: backward keeps this rank's."""
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _split(grad, ctx.dim, ctx.group), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _split(x, dim, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, -1, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.dim, ctx.group), None, None
-
-
-def parts_of(module: nn.Module, style: Style) -> Iterator[tuple[str, int]]:
-    """Parameters of a module that are cut: their names in it, and dims.
-
-    Args:
-        module: A module of the list of layers.
-        style: How it is cut.
-    """
-    if style == "rows":
-        yield "weight", 1
-    elif style != "summed":
-        yield "weight", _rows_of(module)
-        if module.bias is not None:
-            yield "bias", 0
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _split(grad, -1, ctx.group), None

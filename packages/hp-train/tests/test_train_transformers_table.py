@@ -15,7 +15,9 @@ from cells_with_faults import FAULTS
 
 from hp_train.architectures.cells import DIFFERENT, EQUAL, KINDS
 from hp_train.cli import main
+from hp_train.config.options import build
 from hp_train.hugging_face.proven import read_table
+from hp_train.training import banner
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -88,3 +90,12 @@ def test_the_table_that_comes_along_has_no_cell_that_is_different() -> None:
     }
 
     assert not different
+
+
+def test_the_first_lines_of_a_run_say_what_was_never_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
+    config = build({"model.transformers": str(tmp_path)})
+
+    assert banner._doubts(config) == [
+        "warning: of_tomorrow was never compared with transformers: hp verify --models"
+    ]
