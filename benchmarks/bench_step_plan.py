@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--effort", type=int, default=8)
     parser.add_argument("--tries", type=int, default=2)
     parser.add_argument("--prepared", type=int, default=100)
+    parser.add_argument("--only", choices=GENERATORS)
     parser.add_argument("--planner", type=int, nargs="*")
     options = parser.parse_args()
     model = resolve("llama-3.1-8b", [], env={}).config.model
@@ -41,7 +42,7 @@ def main() -> None:
         return
     planner = _made(costs, RANKS, options)
     every: list[Comparison] = []
-    for name in GENERATORS:
+    for name in [options.only] if options.only else GENERATORS:
         found = [
             compare(
                 draw(name, tokens=options.packs * PACK, longest=PACK, seed=seed),

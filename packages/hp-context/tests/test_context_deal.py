@@ -41,7 +41,8 @@ MODES = {"gather": (1, False), "ring": (None, True), "heads": (4, False), "hybri
 
 
 def _lengths(seed: int, seq_len: int, largest: int) -> tuple[int, ...]:
-    rng, found = random.Random(seed), []
+    rng = random.Random(seed)
+    found: list[int] = []
     while sum(found) < seq_len:
         drawn = min(int(rng.lognormvariate(7.6, 1.1)) + 1, largest)
         found.append(min(drawn, seq_len - sum(found)))
