@@ -488,7 +488,10 @@ def _transformers_tests() -> list[str]:
         for name, pattern in TRANSFORMERS_TESTS.items()
         for file in sorted(Path(f"packages/{name}/tests").glob(pattern))
     ]
-    return [*of_packages, "integration_tests/test_transformers_models.py"]
+    return [
+        *of_packages,
+        *map(str, sorted(Path("integration_tests").glob("test_transformers_*.py"))),
+    ]
 
 
 @nox.session(default=False)

@@ -28,12 +28,12 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-from hp_train.architectures.forks import run_ranks
 from spmd_types import I, P, R, V, rules
 from spmd_types.checker import typecheck
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from hp_train.architectures.forks import run_ranks
 from hp_train.demo.zoo import collectives, job, model
 from hp_train.demo.zoo.bugs import BUGS, SOUND
 from hp_train.demo.zoo.model import Model, Place

@@ -5,14 +5,18 @@ Each as a user of that library writes it, and not one line for us. `nox -s libra
 
 import functools
 import importlib.util
+import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from hp_train.compared.checkpoints import compare as compare_checkpoints
+from hp_train.compared.sources import opened_source
 from hp_train.jobs.compare import Comparison, Floor, compare
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
@@ -138,6 +142,32 @@ def test_a_mistake_is_found_and_named(case: str, judge: Judge) -> None:
     assert first.phase == phase, first
     assert re.search(name, first.name), first
     assert likely in " ".join(explain(comparison)), explain(comparison)
+
+
+def test_checkpoints_of_megatron_are_read_and_what_is_no_tensor_is_named(tmp_path: Path) -> None:
+    """The same run, whose optimizer's state is saved in two ways."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron is not installed")
+    for name in ("fully_reshardable", "dp_reshardable"):
+        more = ["--distributed-optimizer", "--save", str(tmp_path / name), "--sharding", name]
+        script = [str(FOLDER / "megatron_job.py"), *more]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        log, env = tmp_path / f"{name}.txt", {**os.environ, "OMP_NUM_THREADS": "1"}
+        status = status_of([sys.executable, *launch, *script], log, seconds=300, env=env)
+        assert status == 0, last_lines(log)
+
+    with ExitStack() as stack:
+        here, there = (
+            stack.enter_context(opened_source(tmp_path / name))
+            for name in ("fully_reshardable", "dp_reshardable")
+        )
+        result = compare_checkpoints(here, there, ignore="optimizer")
+
+    assert result.is_equal, (result.differences, result.missing, result.extra)
+    assert sum(result.counts.values()) == 9
+    assert all("rng_state (2 parts)" in n and "common.pt" in n for n in result.notes[-2:])
+    kept = [name for name in here.tensors if name.startswith("optimizer.state.exp_avg.")]
+    assert len(kept) == 9
 
 
 def test_one_library_equals_another(judge: Judge) -> None:

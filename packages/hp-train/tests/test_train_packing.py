@@ -1,10 +1,13 @@
 import itertools
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from hp_train.config import Config, DataConfig, rules
+from hp_train.config import Config, DataConfig, MeshConfig, rules
+from hp_train.config.space import with_keys
 from hp_train.data import load_tokenizer
 from hp_train.data.dataset import Dataset
 from hp_train.data.packing import best_fit
@@ -139,3 +142,21 @@ def test_whole_documents_need_to_be_separate() -> None:
     config = Config(data=DataConfig(packing="best_fit", documents="joined"))
     with pytest.raises(ConfigError, match=r"data\.documents"):
         rules.check(config)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "others", "message"),
+    [
+        ({"cp": 2}, {}, "mesh.cp_deal (true) must be false"),
+        ({"cp": 2, "cp_heads": 1}, {"train.microbatch_size": 2}, "train.microbatch_size (2)"),
+        ({"cp": 2, "cp_ring": True}, {"data.documents": "joined"}, "data.documents"),
+    ],
+)
+def test_documents_are_dealt_out_one_sequence_after_the_other(
+    mesh: dict[str, Any], others: dict[str, Any], message: str
+) -> None:
+    config = Config(mesh=MeshConfig(cp_deal=True, **mesh))
+    plain = {"train.microbatch_size": 1, "train.global_batch_size": 8}
+    rules.check(with_keys(config, plain | {"mesh.cp_heads": 1}))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        rules.check(with_keys(config, plain | others))

@@ -179,6 +179,18 @@ def test_the_planner_is_never_behind_others_and_ahead_of_static_packs(name: str)
     assert found.by_name["static packs, 1F1B"].seconds > 1.15 * planned
 
 
+def test_a_prepared_schedule_is_proven_as_any_other_and_no_worse() -> None:
+    pipeline = Pipeline(4, 16, 64 * K)
+    lengths = draw("log-uniform", tokens=2048 * K, longest=64 * K, seed=2)
+    plain = Planner(COSTS, pipeline, effort=1, tries=1)
+    prepared = Planner(COSTS, pipeline, effort=1, tries=1, prepared=12)
+    plans = [planner.plan(lengths) for planner in (plain, prepared, prepared)]
+    seconds = [price(plan, lengths, COSTS, pipeline).seconds for plan in plans]
+    assert seconds[0] > seconds[1] == seconds[2]
+    assert plans[1].origin == "prepared"
+    assert prove(plans[1], lengths, COSTS, pipeline) == ()
+
+
 def test_parts_have_their_shares() -> None:
     rng = random.Random(0)
     costs = [rng.lognormvariate(0, 1) for _ in range(400)]
@@ -227,7 +239,7 @@ def test_the_command_compares_draws_and_writes(
     path, svg, text = tmp_path / "lengths", tmp_path / "plan.svg", tmp_path / "plan.txt"
     path.write_text("\n".join(map(str, draw("mock", tokens=600 * K, longest=8 * K, seed=0))))
     sizes = "--stages 2 --ranks 4 --degree 2 --tokens 262144 --pack 32768 --memory 65536"
-    arguments = ["step-plan", "llama-3.1-8b", *sizes.split(), "--effort", "1"]
+    arguments = ["step-plan", "llama-3.1-8b", *sizes.split(), "--prepared", "2"]
     files = ["--lengths", str(path), "--svg", str(svg), "--plan", str(text)]
     assert main([*arguments, *files]) == 0
     shown = capsys.readouterr().out

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hp_train import __version__
-from hp_train.architectures import command as architectures
 from hp_train.base.command_line import Parser
 from hp_train.base.environment import speaks_for_node
 from hp_train.base.numbers import whole
@@ -92,14 +91,20 @@ def _main(argv: Sequence[str]) -> int:
     return _with_config(options, given)
 
 
+_MODELS = "--models"
+"""`hp_train.architectures.command.FLAG`."""
+
+
 def _other_door(argv: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
     """What `hp verify` compares that is no config: jobs of anybody, checkpoints, curves."""
     if "--" in argv:
         return jobs.run
     if demo.FLAG in argv:
         return demo.run
-    if architectures.FLAG in argv:
-        return architectures.run
+    if _MODELS in argv:
+        from hp_train.architectures.command import run  # noqa: PLC0415 - imports torch
+
+        return run
     return compared.run if any(argument in compared.FLAGS for argument in argv) else None
 
 

@@ -27,8 +27,9 @@ _COUNTS = {
     "pack": (128 * _K, "tokens of a pack, and of the longest document"),
     "degree": (8, "ranks that share a pack in the plans of others"),
     "batches": (4, "batches that are drawn, or read, at most"),
-    "effort": (8, "schedules that are looked at for each partition of a plan"),
-    "tries": (2, "partitions that are looked at for a plan"),
+    "effort": (1, "schedules that are looked at for each partition of a plan"),
+    "tries": (1, "partitions that are looked at for a plan"),
+    "prepared": (100, "schedules that are looked at once for all steps that are alike"),
 }
 
 
@@ -75,7 +76,13 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     model = resolved.config.model
     costs = StepCosts.of(model, machine, num_stages=options.stages)
     pipeline = Pipeline(options.stages, options.ranks, options.memory)
-    planner = Planner(costs, pipeline, effort=options.effort, tries=options.tries)
+    planner = Planner(
+        costs,
+        pipeline,
+        effort=options.effort,
+        tries=options.tries,
+        prepared=options.prepared,
+    )
     batches = _batches(options)
     found = [compare(batch, planner, pack=options.pack, degree=options.degree) for batch in batches]
     if options.plan:

@@ -12,17 +12,17 @@ Note [How a step is planned]
     in, and every count of attempts is fixed: all ranks that know the lengths make the same plan.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from hp_context import deal_documents
-from hp_schedule import Schedule, search
+from hp_schedule import Schedule, search, simulate
 from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import Seconds, StepCosts
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team
 from hp_train.step_plan.price import Pipeline, pairs_of, seconds_of, stage_costs
+from hp_train.step_plan.templates import template_for
 
 TEAM = 32
 """Ranks of a stage that share microbatches, at most."""
@@ -41,12 +41,21 @@ class Planner:
         pipeline: The ranks and their memory.
         effort: Schedules that a search builds for each partition.
         tries: Partitions for which schedules are searched, the most promising ones.
+        prepared: Schedules that are looked at once for all steps that resemble each other, which
+            takes seconds the first time; 0: none, see `templates`.
     """
 
     def __init__(
-        self, costs: StepCosts, pipeline: Pipeline, *, effort: int = 8, tries: int = 2
+        self,
+        costs: StepCosts,
+        pipeline: Pipeline,
+        *,
+        effort: int = 8,
+        tries: int = 2,
+        prepared: int = 0,
     ) -> None:
-        self.costs, self.pipeline, self.effort, self.tries = costs, pipeline, effort, tries
+        self.costs, self.pipeline = costs, pipeline
+        self.effort, self.tries, self.prepared = effort, tries, prepared
         sizes = [n for n in range(1, min(TEAM, pipeline.ranks) + 1) if pipeline.ranks % n == 0]
         self._ranks = max(sizes)
         self._thread: ThreadPoolExecutor | None = None
@@ -73,8 +82,8 @@ class Planner:
         """
         best: tuple[float, StepPlan] | None = None
         looked_at = 0
-        for parts in self._partitions(lengths):
-            plan = self._made(lengths, parts)
+        for parts, shares in self._partitions(lengths):
+            plan = self._made(lengths, parts, shares)
             if plan is None:
                 continue
             looked_at += 1
@@ -95,8 +104,8 @@ class Planner:
         Raises:
             ConfigError: When its documents do not fit the memory: `plan` may find others then.
         """
-        parts = next(self._partitions(lengths), None)
-        found = None if parts is None else self._made(lengths, [parts[number]])
+        parts, shares = next(self._partitions(lengths), ([], []))
+        found = self._made(lengths, [parts[number]], shares) if parts else None
         if found is None:
             raise self._too_much(lengths)
         return found[1].teams[0]
@@ -107,8 +116,10 @@ class Planner:
             f"{self.pipeline.ranks} ranks with memory for {self.pipeline.tokens} tokens each"
         )
 
-    def _partitions(self, lengths: Sequence[int]) -> Iterator[list[list[list[int]]]]:
-        """Yield documents of each microbatch of each team, the most promising partition first."""
+    def _partitions(
+        self, lengths: Sequence[int]
+    ) -> Iterator[tuple[list[list[list[int]]], list[float]]]:
+        """Yield documents of each microbatch of each team, and shares, the most promising first."""
         if not lengths or min(lengths) < 1:
             raise ConfigError(f"documents ({len(lengths)}) must be one or more, and not empty")
         pairs = pairs_of(lengths, self.costs)
@@ -117,7 +128,7 @@ class Planner:
         for shares in sorted(self._shapes(lengths), key=lambda each: self._about(work, each)):
             parts = self._parted(lengths, work, shares)
             if parts is not None:
-                yield parts
+                yield parts, shares
 
     def _shapes(self, lengths: Sequence[int]) -> Iterator[list[float]]:
         """Yield shares of microbatches that are worth a try."""
@@ -125,7 +136,7 @@ class Planner:
         of_rank = sum(lengths) / pipeline.ranks
         fewest = max(pipeline.num_stages, of_rank * pipeline.num_stages / pipeline.tokens)
         most = max(1, len(lengths) // self.num_teams)
-        for count in sorted({max(1, min(most, math.ceil(fewest * by))) for by in _DENSITIES}):
+        for count in sorted({max(1, min(most, round(fewest * by))) for by in _DENSITIES}):
             yield from _shapes(count)
 
     def _parted(
@@ -145,13 +156,16 @@ class Planner:
         return mean + waits + 2 * self.costs.microbatch * len(shares)
 
     def _made(
-        self, lengths: Sequence[int], teams_of_parts: list[list[list[int]]]
+        self,
+        lengths: Sequence[int],
+        teams_of_parts: list[list[list[int]]],
+        shares: Sequence[float],
     ) -> tuple[float, StepPlan] | None:
         """How long a plan of these parts takes, and the plan; None if memory does not suffice."""
         slowest, teams, origin = 0.0, [], ""
         for parts in teams_of_parts:
             microbatches, seconds = zip(*(self._dealt(lengths, p) for p in parts), strict=True)
-            found = self._scheduled(microbatches, seconds)
+            found = self._scheduled(microbatches, seconds, shares)
             if found is None:
                 return None
             makespan, schedule, origin = found
@@ -200,22 +214,40 @@ class Planner:
         return microbatch, seconds_of(microbatch, lengths, self.costs)
 
     def _scheduled(
-        self, microbatches: Sequence[PlannedMicrobatch], seconds: Sequence[Seconds]
+        self,
+        microbatches: Sequence[PlannedMicrobatch],
+        seconds: Sequence[Seconds],
+        shares: Sequence[float],
     ) -> tuple[float, Schedule, str] | None:
-        stages = self.pipeline.num_stages
+        stages, memory = self.pipeline.num_stages, self.pipeline.tokens
         tokens = [max(each.deal.sizes) for each in microbatches]
+        costs = stage_costs(seconds, tokens, self.costs, num_stages=stages)
         try:
             found = search(
-                stage_costs(seconds, tokens, self.costs, num_stages=stages),
+                costs,
                 num_ranks=stages,
                 num_microbatches=len(microbatches),
                 virtual=(1,),
-                memory_limit=float(self.pipeline.tokens),
+                memory_limit=float(memory),
                 num_candidates=self.effort,
             )
+            best = found.makespan, found.schedule, found.origin
         except ValueError:  # nothing fits the memory
             return None
-        return found.makespan, found.schedule, found.origin
+        if self.prepared:
+            template = template_for(
+                seconds,
+                shares,
+                num_stages=stages,
+                latency=self.costs.message * max(tokens),
+                room=memory * len(tokens) / sum(tokens),
+                effort=self.prepared,
+            )
+            run = None if template is None else simulate(template, costs)
+            fits = run is not None and max(run.peak_activations) <= memory
+            if template is not None and run is not None and fits and run.makespan < best[0]:
+                best = run.makespan, template, "prepared"
+        return best
 
 
 def _shapes(count: int) -> Iterator[list[float]]:

@@ -38,18 +38,18 @@ def continue_text(
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.separator]
     start = len(ids)
     for index in range(num_tokens):
-        ids.append(_next_token(pipeline, runner, ids, index, temperature))
+        logits = _next_logits(pipeline, runner, ids)
+        # A model may have more rows than the tokenizer has tokens.
+        known = logits[: tokenizer.vocab_size]
+        ids.append(_sample(known, pipeline.config.run.seed, index, temperature))
     pipeline.forget_casts()
     return tokenizer.decode(ids[start:])
 
 
-def _next_token(
-    pipeline: Pipeline,
-    runner: PipelineScheduleRuntime,
-    ids: list[int],
-    index: int,
-    temperature: float,
-) -> int:
+def _next_logits(
+    pipeline: Pipeline, runner: PipelineScheduleRuntime, ids: list[int]
+) -> torch.Tensor:
+    """Logits of the token after some, [V], float64 on the CPU."""
     seq_len = pipeline.config.data.seq_len
     window = ids[-seq_len:]
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device=pipeline.device)
@@ -67,7 +67,7 @@ def _next_token(
             found = found[here.start : here.stop]
         logits[here.start : here.stop] = found
     dist.all_reduce(logits, group=pipeline.mesh.world)
-    return _sample(logits.cpu(), pipeline.config.run.seed, index, temperature)
+    return logits.cpu()
 
 
 def _sample(logits: torch.Tensor, seed: int, index: int, temperature: float) -> int:

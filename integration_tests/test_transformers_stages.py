@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from integration_tests.plain_transformers import FIELDS, loaded, make_folder, run_of
 from torch import Tensor
 
 from hp_platform.store import Box, Part
@@ -17,12 +16,14 @@ from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.model import Microbatch, Stage
+from hp_train.model.compiled import compile_blocks
 from hp_train.model.declared import declared
 from hp_train.model.parameters import Parameter, named_parameters
 from hp_train.model.transformer import build_stage
 from hp_train.transformers_model.export import write_folder
 from hp_train.transformers_model.load import load_folder
 from hp_train.transformers_model.outline import outline_of
+from integration_tests.plain_transformers import FIELDS, loaded, make_folder, run_of
 
 transformers: Any = pytest.importorskip("transformers", reason="of `nox -s transformers`")
 pytestmark = [
@@ -90,6 +91,18 @@ def test_bfloat16_over_float32_parameters_has_the_bits_of_the_model_in_bfloat16(
     assert all(
         p.tensor.grad is not None and p.tensor.grad.dtype == torch.float32 for p in parameters
     )
+
+
+def test_compiled_layers_have_the_same_bits(tmp_path: Path) -> None:
+    config = run_of(make_folder("llama", tmp_path), train__dtype="bfloat16")
+    found = []
+    for compiler in ("none", "aot_eager"):
+        stage, parameters = stage_of(config, dtype=torch.bfloat16)
+        compile_blocks(stage, compiler)
+        loss = stage(TOKENS, microbatch=Microbatch(2, targets=TOKENS))
+        loss.backward()
+        found.append([loss.detach(), *(p.tensor.grad for p in parameters)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_experts_that_lie_one_by_one_in_several_files_are_read_in_parts(tmp_path: Path) -> None:
