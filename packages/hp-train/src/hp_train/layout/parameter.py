@@ -21,8 +21,8 @@ class ParameterSpec:
         is_expert: Whether dim 0 is the experts of a layer.
         hidden_dim: Dim of an expert's parameter that is the hidden width, which ranks with other
             parts of the same experts share out; None: each has all of it.
-        sums_over_tp: Whether tensor-parallel ranks, where they do not share it out, have parts of its
-            gradient; otherwise each has all of it.
+        sums_over_tp: Whether tensor-parallel ranks, where they do not share it out, have parts of
+            its gradient; otherwise each has all of it.
         is_residual: Whether its products are added to the residual stream. Such a matrix starts
             smaller, so that variance does not grow with depth (Radford et al., 2019).
     """

@@ -1,10 +1,9 @@
 """Tensor parallelism of a model of transformers: linear layers cut over ranks.
 
 Note [Tensor parallelism of a stranger's model]. Every rank has all positions, and the same numbers
-between linear layers. A linear layer is cut by the rows of its weight, and what ranks compute is put
-together behind it: that is right in any model, whatever it does with the output, unless it reads
-the weight by itself: then it is not cut. Where
-transformers' own plan says that a module needs no such exchange inside of it (columns of some
+between linear layers. A linear layer is cut by the rows of its weight, and what ranks compute is
+put together behind it: that is right in any model, whatever it does with the output, unless it
+reads the weight by itself: then it is not cut. Where transformers' own plan says that a module needs no such exchange inside of it (columns of some
 layers feed rows of another, and nothing else in there has parameters but what the plan names), its
 first layers give parts and the last one sums: half of the exchanges. Heads must then be divisible;
 else the module is taken as any other. All else is on every rank, whole, and has all of its
@@ -63,11 +62,14 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
         }
         pair = _pair(parent, kinds, num_ranks)
         for name, child in parent.named_children():
+            # Of layers of other stages there is none.
+            weight: Any = child.weight if _is_linear(child) else None
             if name in pair:
                 found[f"{path}.{name}"] = pair[name]
-            elif _is_linear(child) and child.weight not in shared and not _is_read(parent, name):
-                if child.weight.shape[_rows_of(child)] % num_ranks == 0:
-                    found[f"{path}.{name}"] = "gathered"
+            elif weight is None or weight in shared or _is_read(parent, name):
+                continue
+            elif weight.shape[_rows_of(child)] % num_ranks == 0:
+                found[f"{path}.{name}"] = "gathered"
     if all(style == "summed" for style in found.values()):
         raise ConfigError(
             f"mesh.tp ({num_ranks}) must be 1 with {type(model).__name__}: it has no linear layer "
