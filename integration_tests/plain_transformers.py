@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
-from hp_train.base.lifting import Lifting
+from hp_train.base.lifting import lifting
 from hp_train.config import Config
 from hp_train.config.options import build
 from hp_train.config.transformers_folder import shape_of_folder
@@ -109,7 +109,8 @@ def loaded(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - who has it
 
     more = {"dtype": torch.float64, "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, **more).train()
+    with lifting():  # what it computes when it is made, rotary angles for example
+        return AutoModelForCausalLM.from_pretrained(folder, **more).train()
 
 
 def train_plainly(config: Config, directory: Path, model: Any = None) -> Result:
@@ -184,7 +185,7 @@ def mean_loss(
     total = torch.zeros((), dtype=torch.float64)
     for row, aims, lengths in zip(tokens, targets, documents, strict=True):
         for part, its in zip(row.split(lengths), aims.split(lengths), strict=True):
-            with Lifting():
+            with lifting():
                 logits = model(input_ids=part[None], use_cache=False).logits[0]
             total = total + F.cross_entropy(logits, its, ignore_index=-1, reduction="sum")
     return total / (targets >= 0).sum()

@@ -47,17 +47,6 @@ def one_gradient_is_off(_rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def replicas_are_not_summed(_rank: int) -> Iterator[None]:
-    """Gradients stay those of this rank's samples."""
-
-    def reduced(parameters: Any, mesh: Any) -> Any:
-        return reduce_gradients([dataclasses.replace(p, unsummed=()) for p in parameters], mesh)
-
-    with patch.object(train, "reduce_gradients", reduced):
-        yield
-
-
-@contextmanager
 def recomputed_is_other(_rank: int) -> Iterator[None]:
     """A block gives something else in backward than it did in forward."""
 
@@ -184,7 +173,7 @@ FAULTS: dict[str, Callable[[int], Any]] = {
     "cp 2 gather": keys_are_off,
     "cp 2 ring": keys_are_off,
     "ep 2": experts_are_off,
-    "hsdp 2 x 2": replicas_are_not_summed,
+    "hsdp 2 x 2": _of_share(own_count),
     "pp 2 x fsdp 2": _of_share(own_count),
 }
 

@@ -43,6 +43,12 @@ def refusal(experts: nn.Module) -> str | None:
     return _wrong_parameters(experts) or _wrong_marks(experts) or _wrong_shape(experts)
 
 
+def has_own_gate(experts: nn.Module) -> bool:
+    """Whether a module multiplies gate and up by a function of its own."""
+    gate = getattr(type(experts), _GATE, None)
+    return getattr(gate, "__name__", "") not in ("", _DEFAULT_GATE)
+
+
 def num_experts_of(experts: nn.Module) -> int:
     """Return the number of experts, E."""
     return experts.get_parameter("down_proj").shape[0]
@@ -67,9 +73,8 @@ def _wrong_marks(experts: nn.Module) -> str | None:
     for mark, (wanted, why) in _MARKS.items():
         if getattr(experts, mark, wanted) != wanted:
             return why
-    gate = getattr(type(experts), _GATE, None)
-    if getattr(gate, "__name__", "") not in ("", _DEFAULT_GATE):
-        return "it has a gate function of its own"
+    if has_own_gate(experts):
+        return None
     activation = getattr(experts, "act_fn", None)
     return None if _is_silu(activation) else f"its activation ({activation}) must be silu"
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_expert.batch import ExpertBatch
@@ -22,7 +23,13 @@ from hp_expert.hugging_face.choice import (
     current_listeners,
     replayed,
 )
-from hp_expert.hugging_face.layout import BIASES, WEIGHTS, num_experts_of, refusal
+from hp_expert.hugging_face.layout import (
+    BIASES,
+    WEIGHTS,
+    has_own_gate,
+    num_experts_of,
+    refusal,
+)
 from hp_expert.routing.recompute import is_routing_saved
 from hp_expert.styles.ranks import ExpertRanks
 from hp_platform import outside_graph
@@ -129,11 +136,42 @@ def _compute(
         rows, state = dispatcher.prepare(rows, experts_TK, weights_TK)
 
     def compute(batch: ExpertBatch) -> Tensor:
+        if has_own_gate(experts):
+            return _by_own_gate(experts, batch)
         return routed_swiglu_fused(
             batch, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias
         )
 
     return through_experts(dispatcher, compute, rows, state).to(x_TD.dtype)
+
+
+def _by_own_gate(experts: Any, batch: ExpertBatch) -> Tensor:
+    """Compute experts one by one, whose module multiplies gate and up by itself.
+
+    Returns:
+        [N, D], as `routed_swiglu_fused`.
+    """
+    rows, width = batch.rows, batch.num_slots_per_row
+    counts = batch.counts or tuple(batch.num_tokens_per_expert.tolist())
+    gate_up, down = (experts.get_parameter(name).to(rows.dtype) for name in WEIGHTS)
+    biases = [getattr(experts, name, None) for name in BIASES]
+    gate_up_bias, down_bias = (None if b is None else b.to(rows.dtype) for b in biases)
+    out = torch.zeros_like(rows)
+    for index, slots in enumerate(batch.order[: sum(counts)].split(counts)):
+        x = F.linear(
+            rows[slots // width],
+            gate_up[index],
+            None if gate_up_bias is None else gate_up_bias[index],
+        )
+        y = F.linear(
+            experts._apply_gate(x),  # noqa: SLF001 - what transformers' own computations call
+            down[index],
+            None if down_bias is None else down_bias[index],
+        )
+        if batch.weights is not None:
+            y = y * batch.weights.flatten()[slots, None].to(y.dtype)
+        out = out.index_add(0, slots // width, y)
+    return out
 
 
 @outside_graph

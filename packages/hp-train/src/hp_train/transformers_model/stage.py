@@ -14,6 +14,7 @@ Shape symbols: B sequences, S positions, D width of the stream, V vocabulary.
 
 import contextlib
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -147,7 +148,17 @@ class TransformersStage(Stage):
 
     @property
     def apart(self) -> Sequence[nn.Module]:
-        """See `Stage.apart`; what layers share is FSDP's with all that is in no block."""
+        """See `Stage.apart`; what layers share is FSDP's with all that is in no block.
+
+        Raises:
+            hp_train.errors.ConfigError: When layers run outside of their calls.
+        """
+        code = vars(sys.modules[type(self.whole).__module__])
+        if any("Reversible" in name for name in code):
+            raise ConfigError(
+                f"mesh.dp_shard must be 1 with {type(self.whole).__name__}: its backward runs "
+                "parts of layers again by itself, outside of their calls"
+            )
         owners = Counter(id(p) for block in self.blocks for p in {*block.parameters()})
         shared = {key for key, count in owners.items() if count > 1}
         return [b for b in self.blocks if not shared & {id(p) for p in b.parameters()}]

@@ -63,14 +63,13 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
         kinds = {name: _planned(plan, f"{prefix}.{path}.{name}") for name in children}
         pair = _pair(parent, kinds, num_ranks)
         for name, child in children.items():
+            # Of layers of other stages there is none.
+            weight: Any = child.weight if _is_linear(child) else None
             if name in pair:
                 found[f"{path}.{name}"] = pair[name]
-            elif (
-                _is_linear(child)
-                and child.weight not in shared
-                and child.weight.shape[_rows_of(child)] % num_ranks == 0
-                and not _is_read(parent, name)
-            ):
+            elif weight is None or weight in shared or _is_read(parent, name):
+                continue
+            elif weight.shape[_rows_of(child)] % num_ranks == 0:
                 found[f"{path}.{name}"] = "gathered"
     if all(style == "summed" for style in found.values()):
         raise ConfigError(
