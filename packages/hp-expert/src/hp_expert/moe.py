@@ -63,7 +63,8 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         try:
             # Of the rows, not of x: their gradients are added before that of the shared expert.
-            routing: Routing = self.router(x_TD.view(x.shape), replay=replay, padding=padding)
+            options = {} if padding is None else {"padding": padding}
+            routing: Routing = self.router(x_TD.view(x.shape), replay=replay, **options)
         except Exception as error:
             _refuse(self.experts, x_TD, error)
             raise

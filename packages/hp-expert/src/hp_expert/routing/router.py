@@ -164,7 +164,9 @@ class TopKRouter(nn.Module):
             dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), _WIDE)
             logits_TE = linear(x_TD, self.weight, self.bias, dtype=dtype)
             logits = logits_TE.view(*x.shape[:-1], self.num_experts)
-            return self.route(logits, replay=replay, padding=padding)
+            # A subclass whose route knows no padding is asked as before.
+            options = {} if padding is None else {"padding": padding}
+            return self.route(logits, replay=replay, **options)
 
     def route(
         self, logits: Tensor, *, replay: Tensor | None = None, padding: Tensor | None = None
