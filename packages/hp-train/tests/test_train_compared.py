@@ -421,7 +421,7 @@ def test_what_megatron_writes_is_read_and_what_is_no_tensor_is_named(tmp_path: P
     weights = {"decoder.w": torch.randn(2, 4, 4), "optimizer.state.exp_avg.w": torch.ones(4)}
     names = ("rng_state", "_extra_state")
     objects = {f"{name}/shard_{i}_2": b"-" for name in names for i in (0, 1)}
-    path = in_dcp(tmp_path / "torch_dist", weights | objects)
+    path = in_dcp(tmp_path / "torch_dist", {**weights, **objects})
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.all_local_plans = [create_default_local_save_plan(weights, is_coordinator=True)]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
