@@ -94,7 +94,7 @@ def _refer(tiny: Tiny, folder: Path, data: Path) -> None:
     tiny.make(folder / MODEL)
     lift()
     found = refer(folder / MODEL, data, trusted=tiny.code is not None)
-    torch.save(found, folder / REFERENCE)
+    found.save(folder / REFERENCE)
     told = "" if found.attention == "sdpa" else f"{found.attention} attention: it has no sdpa"
     (folder / _FACTS).write_bytes(msgspec.json.encode(_Facts(found.has_experts, told)))
 

@@ -87,7 +87,7 @@ def work(world: World, kinds: tuple[str, ...]) -> None:
     """Be a rank of some cells, one after the other; each leaves a `RESULT`, or the first fails."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    expected: Reference = torch.load(world.folder / REFERENCE, weights_only=False)
+    expected = Reference.read(world.folder / REFERENCE)
     for kind in kinds:
         folder = world.cell(kind)
         os.environ[INIT_METHOD_VARIABLE] = (folder / f"meet-{os.getppid()}").as_uri()

@@ -4,7 +4,7 @@ Shape symbols: B sequences, S positions, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,18 @@ class Reference:
     def of(self, documents: str) -> Trained | None:
         """What belongs to a value of `data.documents`."""
         return self.separate if documents == "separate" else self.joined
+
+    def save(self, path: Path) -> None:
+        """Write it for other processes."""
+        torch.save(asdict(self), path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Reference":
+        """Read what :meth:`save` has written."""
+        fields = torch.load(path, weights_only=True)
+        for name in ("joined", "separate"):
+            fields[name] = None if fields[name] is None else Trained(**fields[name])
+        return cls(**fields)
 
 
 def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
