@@ -133,10 +133,10 @@ class SpreadAttention:
                 )
             )
         if len(outs) == 1:
-            return outs[0].transpose(1, 2), None
+            return outs[0].transpose(1, 2).contiguous(), None
         computed = [row for _, rows in call.masks for row in rows or ()]
         order = [computed.index(row) for row in range(len(computed))]
-        return torch.cat(outs)[order].transpose(1, 2), None
+        return torch.cat(outs)[order].transpose(1, 2).contiguous(), None
 
     def _filled_in(
         self,
