@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from hp_train.architectures.forks import run_ranks
+from hp_train.architectures.kept import finite, read, write
 from hp_train.architectures.shrinking import shrunk
 from hp_train.cli import main
 from hp_train.demo import command
@@ -21,9 +22,6 @@ from hp_train.demo.cells import (
     Architecture,
     Bred,
     Cell,
-    finite,
-    read,
-    write,
 )
 from hp_train.demo.page import page
 from hp_train.demo.table import table
@@ -168,7 +166,7 @@ def test_what_is_not_finite_is_kept_and_told(tmp_path: Path) -> None:
     cell = Cell(layout="tp 2", state=DIFFERENT, error=finite(math.nan), by_hand={"w": None})
     write(tmp_path, Architecture(name="other", versions={}, cells=(cell,)))
 
-    found = read(tmp_path)["other"]
+    found = read(tmp_path, Architecture)["other"]
 
     assert found.cells == (cell,)
     assert "not finite w" in page([], [found], 1.0)

@@ -19,9 +19,6 @@ from hp_train.architectures.cells import (
     WITHOUT,
     Architecture,
     Cell,
-    finite,
-    read,
-    write,
 )
 from hp_train.architectures.compact import encoded, with_found
 from hp_train.architectures.judge import (
@@ -33,6 +30,7 @@ from hp_train.architectures.judge import (
     Judgement,
     judge,
 )
+from hp_train.architectures.kept import finite, read, write
 from hp_train.architectures.page import page
 from hp_train.architectures.trained import Trained
 from hp_train.cli import main
@@ -162,7 +160,7 @@ def test_result_files_are_read_as_they_were_written(tmp_path: Path) -> None:
     one = found(tp_2=REFUSED)
     write(tmp_path, one)
 
-    assert read(tmp_path) == {"llama": one}
+    assert read(tmp_path, Architecture) == {"llama": one}
 
 
 def test_the_shipped_form_has_every_cell_and_its_reason() -> None:

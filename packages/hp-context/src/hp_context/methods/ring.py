@@ -141,8 +141,12 @@ class Ring:
     def __init__(self, spread: Spread, scores: Scores) -> None:
         self.spread, self.scores = spread, scores
         self.group, self.rank = spread.group, spread.group.rank()
-        self.routes = routes(spread.runs, scores.mask)
-        self.num_steps = 1 + max(route.hops for route in self.routes)
+        self.num_steps = self._plan()
+
+    def _plan(self) -> int:
+        """Find out where keys go; returns the number of steps."""
+        self.routes = routes(self.spread.runs, self.scores.mask)
+        return 1 + max(route.hops for route in self.routes)
 
     def at(self, step: int) -> Route:
         """Return the route whose keys may be at this rank in a step."""
@@ -266,17 +270,16 @@ class StraightRing(Ring):
         scores: How queries and keys make scores.
     """
 
-    def __init__(self, spread: Spread, scores: Scores) -> None:
-        self.spread, self.scores = spread, scores
-        self.group, self.rank = spread.group, spread.group.rank()
-        self._needs = Needs(spread.runs, scores.mask)
-        ranks = range(len(spread.runs))
+    def _plan(self) -> int:
+        """Find out where keys go; returns the number of steps."""
+        self._needs = Needs(self.spread.runs, self.scores.mask)
+        ranks = range(len(self.spread.runs))
         self._steps = [0] + [
             step
             for step in ranks[1:]
             if any(self._needs.of(rank, rank - step + (step > rank) * len(ranks)) for rank in ranks)
         ]
-        self.num_steps = len(self._steps)
+        return len(self._steps)
 
     def distance(self, number: int) -> int:
         """Return how many ranks back the keys of a step come from."""

@@ -1,13 +1,8 @@
 """What is found of an architecture in each layout, as data: one file for each. No torch."""
 
-import math
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from hp_train.base.atomic_write import replace_file
 
 EQUAL, REFUSED, DIFFERENT, FAILED, WITHOUT = (
     "equal",
@@ -115,25 +110,3 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def cell(self, kind: str) -> Cell | None:
         """What was found in a layout."""
         return next((cell for cell in self.cells if cell.kind == kind), None)
-
-
-def told(error: float | None) -> str:
-    """An error in words."""
-    return "not finite" if error is None else f"{error:.1e}"
-
-
-def finite(error: float) -> float | None:
-    """An error as a cell has it."""
-    return error if math.isfinite(error) else None
-
-
-def write(folder: Path, found: Architecture) -> None:
-    """Write what was found of an architecture."""
-    replace_file(folder / f"{found.name}.json", msgspec.json.format(msgspec.json.encode(found)))
-
-
-def read(folder: Path) -> Mapping[str, Architecture]:
-    """Read all that was found: name -> architecture."""
-    files = sorted(folder.glob("*.json"))
-    some = [msgspec.json.decode(file.read_bytes(), type=Architecture) for file in files]
-    return {one.name: one for one in some}

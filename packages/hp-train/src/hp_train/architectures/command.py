@@ -12,12 +12,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hp_train.architectures.cells import EQUAL, KINDS, RED, Architecture, Cell, read, told, write
+from hp_train.architectures.cells import EQUAL, KINDS, RED, Architecture, Cell
 from hp_train.architectures.compact import encoded, with_found
+from hp_train.architectures.kept import can_be_cut, read, told, write
 from hp_train.architectures.page import page
 from hp_train.base.atomic_write import replace_file
 from hp_train.base.command_line import Parser
-from hp_train.base.numbers import whole
 from hp_train.errors import ConfigError, DifferenceError
 from hp_train.hugging_face.proven import TABLE, Table, read_table
 
@@ -59,12 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--kinds", nargs="+", metavar="KIND", choices=list(KINDS), help="layouts (default: all)"
     )
-    made.add_argument(
-        "--minutes", type=whole("--minutes", least=1), help="begin nothing new after so many"
-    )
-    made.add_argument(
-        "--results", metavar="DIR", help="keep what is found of each architecture, and go on there"
-    )
+    can_be_cut(made)
     made.add_argument("--again", action="store_true", help="also what is kept of these versions")
     made.add_argument("--write", action="store_true", help="put what was found into the table")
     made.add_argument("--page", metavar="FILE", help="the table, as a page of Markdown")
@@ -129,7 +124,9 @@ def _examine_all(
     if options.new:
         names = new_of(names, tiny.names(), table, tiny.Tiny, tiny.versions())
     kinds = options.kinds or list(KINDS)
-    found = {n: one for n, one in read(folder).items() if one.versions == tiny.versions()}
+    found = {
+        n: one for n, one in read(folder, Architecture).items() if one.versions == tiny.versions()
+    }
     with TemporaryDirectory(prefix="hp-models-") as text:
         data = Path(text) / "data"
         reason = examine.run_in_fork(lambda: task.make_data(data), Path(text) / "log")

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from hp_train.architectures.cells import BOUND, EQUAL, KINDS, RED, REFUSED, Architecture, Cell, told
+from hp_train.architectures.cells import BOUND, EQUAL, KINDS, RED, REFUSED, Architecture, Cell
+from hp_train.architectures.kept import told
 from hp_train.hugging_face.proven import DIFFERENT, Row, Table
 
 _CLASS = re.compile(r"\b[A-Z]\w*(?:ForCausalLM|LMHeadModel|LM|Decoder|ForConditionalGeneration)\b")

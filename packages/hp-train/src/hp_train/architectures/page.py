@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from hp_train.architectures.cells import BOUND, KINDS, told
+from hp_train.architectures.cells import BOUND, KINDS
+from hp_train.architectures.kept import told
 from hp_train.hugging_face.proven import DIFFERENT, Table
 
 _NONE = "-"

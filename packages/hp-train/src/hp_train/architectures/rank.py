@@ -16,8 +16,9 @@ from hp_platform import RankInfo, all_gather_json
 from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_platform.testing import Part, Recorder
 from hp_platform.testing.recording import read_steps
-from hp_train.architectures.cells import DIFFERENT, EQUAL, KINDS, Cell, finite
+from hp_train.architectures.cells import DIFFERENT, EQUAL, KINDS, Cell
 from hp_train.architectures.judge import GRADIENT, LOGITS, LOSS, NORM, WEIGHT, judge
+from hp_train.architectures.kept import finite
 from hp_train.architectures.reference import Reference, load
 from hp_train.architectures.task import (
     BATCH,

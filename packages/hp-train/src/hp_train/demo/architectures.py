@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_train.architectures.forks import run_ranks
+from hp_train.architectures.kept import finite
 from hp_train.architectures.tiny import Tiny, versions
 from hp_train.demo import by_hand, job
 from hp_train.demo.cells import (
@@ -24,7 +25,6 @@ from hp_train.demo.cells import (
     Architecture,
     Cell,
     Layout,
-    finite,
 )
 from hp_train.jobs import events as ev
 from hp_train.jobs.compare import Comparison, Floor, compare, with_floor

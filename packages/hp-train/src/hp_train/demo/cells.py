@@ -1,12 +1,8 @@
 """What the demo finds, as data: a file for each architecture. No torch."""
 
-import math
-from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from hp_train.base.atomic_write import replace_file
 
 EQUAL, DIFFERENT, DOUBTED, FAILED, REFUSED, WITHOUT = (
     "equal",
@@ -122,25 +118,3 @@ class Bred(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     likely: tuple[str, ...] = ()
     compared: int = 0
     seconds: float = 0.0
-
-
-def told(error: float | None) -> str:
-    """An error in words."""
-    return "not finite" if error is None else f"{error:.1e}"
-
-
-def finite(error: float) -> float | None:
-    """An error as a cell has it."""
-    return error if math.isfinite(error) else None
-
-
-def write(folder: Path, found: Architecture) -> None:
-    """Write what was found of an architecture."""
-    replace_file(folder / f"{found.name}.json", msgspec.json.format(msgspec.json.encode(found)))
-
-
-def read(folder: Path) -> dict[str, Architecture]:
-    """Read all that was found: name -> architecture."""
-    files = sorted(folder.glob("*.json"))
-    some = [msgspec.json.decode(file.read_bytes(), type=Architecture) for file in files]
-    return {one.name: one for one in some}

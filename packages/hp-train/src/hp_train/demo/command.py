@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from hp_train.architectures.kept import can_be_cut, read, write
 from hp_train.base.atomic_write import replace_file
 from hp_train.base.command_line import Parser
-from hp_train.base.numbers import whole
-from hp_train.demo.cells import DIFFERENT, DOUBTED, FAILED, Architecture, Bred, read, write
+from hp_train.demo.cells import DIFFERENT, DOUBTED, FAILED, Architecture, Bred
 from hp_train.demo.page import page
 from hp_train.demo.table import table
 from hp_train.demo.zoo.bugs import BUGS, SOUND
@@ -53,12 +53,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--all", action="store_true", help="all causal models that are installed")
     made.add_argument("--no-zoo", action="store_true", help="architectures alone")
-    made.add_argument(
-        "--minutes", type=whole("--minutes", least=1), help="begin nothing new after so many"
-    )
-    made.add_argument(
-        "--results", metavar="DIR", help="keep what is found of each architecture, and go on there"
-    )
+    can_be_cut(made)
     made.add_argument("--output", default="hp-verify-demo.html", metavar="FILE", help="the page")
     made.add_argument("--table", metavar="FILE", help="the architectures, as a page of Markdown")
     return made
@@ -144,7 +139,9 @@ def _architectures(options: argparse.Namespace, until: float) -> dict[str, Archi
     tiny.prepare()
     versions = tiny.versions()
     with _folder(options.results) as folder:
-        found = {n: one for n, one in read(folder).items() if one.versions == versions}
+        found = {
+            n: one for n, one in read(folder, Architecture).items() if one.versions == versions
+        }
         for name in names:
             if name in found or time.monotonic() > until:
                 continue

@@ -4,6 +4,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from hp_train.architectures.kept import told
 from hp_train.demo.by_hand import command
 from hp_train.demo.causes import cause_of
 from hp_train.demo.cells import (
@@ -17,7 +18,6 @@ from hp_train.demo.cells import (
     Architecture,
     Bred,
     Cell,
-    told,
 )
 
 _CLASSES = {EQUAL: "good", DIFFERENT: "bad", FAILED: "failed", DOUBTED: "failed", REFUSED: "none"}

@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from hp_train.architectures.kept import told
 from hp_train.demo.causes import CAUSES, VERSION
-from hp_train.demo.cells import DIFFERENT, EQUAL, FAILED, LAYOUTS, RED, Architecture, Cell, told
+from hp_train.demo.cells import DIFFERENT, EQUAL, FAILED, LAYOUTS, RED, Architecture, Cell
 
 _MARKS = {DIFFERENT: "**different**", FAILED: "**failed**"}
 

@@ -1,0 +1,54 @@
+"""What is found of architectures, kept in a file for each, so that a run can be cut. No torch."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from hp_train.base.atomic_write import replace_file
+from hp_train.base.numbers import whole
+
+
+class Found(Protocol):
+    """What is found of an architecture: a struct of msgspec."""
+
+    @property
+    def name(self) -> str:
+        """Name of the architecture."""
+
+
+F = TypeVar("F", bound=Found)
+
+
+def write(folder: Path, found: Found) -> None:
+    """Write what was found of an architecture."""
+    replace_file(folder / f"{found.name}.json", msgspec.json.format(msgspec.json.encode(found)))
+
+
+def read(folder: Path, kind: type[F]) -> dict[str, F]:
+    """Read all that was found, as a kind of struct: name -> architecture."""
+    files = sorted(folder.glob("*.json"))
+    some = [msgspec.json.decode(file.read_bytes(), type=kind) for file in files]
+    return {one.name: one for one in some}
+
+
+def told(error: float | None) -> str:
+    """An error in words."""
+    return "not finite" if error is None else f"{error:.1e}"
+
+
+def finite(error: float) -> float | None:
+    """An error as a cell has it."""
+    return error if math.isfinite(error) else None
+
+
+def can_be_cut(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run that can be cut and goes on."""
+    parser.add_argument(
+        "--minutes", type=whole("--minutes", least=1), help="begin nothing new after so many"
+    )
+    parser.add_argument(
+        "--results", metavar="DIR", help="keep what is found of each architecture, and go on there"
+    )
