@@ -140,7 +140,7 @@ def deal_cost(
     Args:
         deal: Who has which positions.
         lengths: Tokens of each document in order.
-        windows: As in `deal_documents`.
+        windows: What layers look at, see `deal_documents`.
         node: Likewise.
         heads: Likewise. Each rank of a row then computes its part of the heads of all pairs of the
             row, and fetches its part of every key; both are counted as so much of whole ones.

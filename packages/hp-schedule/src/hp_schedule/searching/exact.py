@@ -160,7 +160,7 @@ class _Model:
         parts: Whether each step stands before the window (0), in it (1) or behind it (2).
 
     Attributes:
-        duration: Of each step, in ticks.
+        duration: Ticks that each step takes.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class _Chain(NamedTuple):
     """The steps of one microbatch on a rank, all F and then all I (or B).
 
     Attributes:
-        durations: Of each step.
-        gaps: From the end of each step to the earliest start of the next.
+        durations: Seconds that each step takes.
+        gaps: Seconds from the end of each step to the earliest start of the next.
         sizes: Memory that each F takes.
         weights: Duration of the W behind each F, in the same order.
         head: Earliest start of the first step.
@@ -58,7 +58,7 @@ def joined_bound(problem: Problem, ranks: Iterable[int], *, known: float = 0.0) 
 
     Args:
         problem: Problem whose plans are bounded.
-        ranks: Ranks of which one alone is looked at, the one with the largest bound closely.
+        ranks: Ranks, each looked at alone, and the one with the largest bound closely.
         known: A bound that is known: what is much lower is not looked at closely.
     """
     found: list[tuple[float, int, _Ways]] = []

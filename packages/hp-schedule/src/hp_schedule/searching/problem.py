@@ -46,7 +46,7 @@ class Problem:
         acquires: Memory that each step takes at its start.
         releases: Memory that each step gives back at its end.
         largest: For each stage the most memory that a microbatch takes.
-        earlier: For each stage those before it on its rank.
+        earlier: Stages before each stage on its rank.
         reserve: For each stage what those behind it on its rank take at most for one microbatch.
         num_predecessors: Number of steps that precede each step.
         lag: For each cell of a forward, the time of its message to the next stage; 0 on one rank.

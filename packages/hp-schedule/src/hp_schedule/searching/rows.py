@@ -47,7 +47,7 @@ class Rows:
 
     Args:
         problem: Problem of the plan.
-        plan: The plan that it begins with.
+        plan: First plan.
         keep_order: Whether no move may let one microbatch overtake another.
 
     Attributes:

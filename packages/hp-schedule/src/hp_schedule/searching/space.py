@@ -98,7 +98,7 @@ class Space:
     Args:
         costs: Costs for its number of stages.
         stage_to_rank: The placement.
-        orders: Orders of the microbatches to begin with.
+        orders: First orders of the microbatches.
         memory_limit: Most memory that the activations of a rank may take, in the unit of the costs.
         split_backward: Whether I and W are steps of their own.
         keep_order: Whether every stage must take the microbatches in the first of these orders.

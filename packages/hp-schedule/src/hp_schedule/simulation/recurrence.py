@@ -68,7 +68,7 @@ def recurrence(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> N
     Empty cells, FSDP steps and copies are skipped, messages are as long as their latency.
 
     Args:
-        schedule: Without overlaps if it is blocking.
+        schedule: A schedule, without overlaps if it is blocking.
         costs: What its steps cost.
         blocking: Whether a rank stands still until what it sends has arrived, sizes included.
     """

@@ -190,9 +190,9 @@ def new_of(
     """What is not in the table, or has other code there; tells what has become of the rest.
 
     Args:
-        names: What is asked for.
+        names: Architectures to look at.
         installed: All that there is.
-        table: What was found before.
+        table: Table of earlier runs.
         tiny: Makes the `Tiny` of a name.
         versions: What is installed.
     """

@@ -26,8 +26,8 @@ class Reference:
     """What one process computes of a model.
 
     Attributes:
-        joined: With each sequence as one document.
-        separate: With every document by itself; None: the model cannot have so few tokens.
+        joined: Training with each sequence as one document.
+        separate: Training with every document by itself; None: the model cannot have so few tokens.
         attention: What computes attention.
         has_experts: Whether the model has some.
     """

@@ -14,11 +14,11 @@ class Trained:
     """What one process computes.
 
     Attributes:
-        logits: Of the first step, float64 [B, S, V].
+        logits: Logits of the first step, float64 [B, S, V].
         losses: Mean cross-entropy of each step.
         norms: Norm of all gradients of each step.
-        gradients: Of each step, before they are clipped, by the names of transformers.
-        weights: After the last step.
+        gradients: Gradients of each step, before they are clipped, by the names of transformers.
+        weights: Weights after the last step.
     """
 
     logits: Tensor

@@ -27,7 +27,7 @@ class RowCosts(Struct, frozen=True):
     """The same by the number of ranks that share the experts.
 
     Attributes:
-        by_ranks: Of all numbers that divide that of experts.
+        by_ranks: Number of ranks -> what it takes, for each divisor of the number of experts.
     """
 
     by_ranks: dict[int, RowCost]

@@ -56,7 +56,7 @@ class _Computing(NamedTuple):
 
     Attributes:
         by_places: For the busiest rank, by the places of the stages of pipelines.
-        through: For one microbatch, forward and back.
+        through: Seconds of one microbatch, forward and back.
     """
 
     by_places: Mapping[tuple[int, ...], float]

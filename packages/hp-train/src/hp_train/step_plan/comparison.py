@@ -21,7 +21,7 @@ class Row:
 
     Attributes:
         name: Name of the rule.
-        seconds: Of a step.
+        seconds: Seconds of a step.
         factor: These by what would be pure work, spread evenly.
         tokens: Most tokens whose activations a rank holds at once.
         fetched: Keys that ranks of a stage fetch from others in forward, in one layer.
@@ -43,10 +43,10 @@ class Comparison:
         pure: Seconds of pure work.
         bound: Seconds below which no plan is.
         searched_bound: Seconds below which no schedule of static packs is.
-        imbalance: Of attention in the plan, see `StepPrice`.
+        imbalance: Imbalance of attention in the plan, see `StepPrice`.
         cpu_seconds: What planning took.
         problems: Why the plan would not run; none.
-        timeline: Of the slowest team.
+        timeline: Timeline of the slowest team.
     """
 
     rows: tuple[Row, ...]

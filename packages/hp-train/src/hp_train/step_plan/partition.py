@@ -18,7 +18,7 @@ def partition(
     swap documents with parts that lack some.
 
     Args:
-        costs: Of each document, any unit.
+        costs: Cost of each document, in any unit.
         lengths: Tokens of each.
         targets: Share of the cost that each part is to have; they sum to 1.
         longest: Most tokens of a part.

@@ -38,7 +38,7 @@ class Team:
     """Ranks of a stage that share microbatches, and the same ranks of every other stage.
 
     Attributes:
-        microbatches: In the order of their indices in the schedule.
+        microbatches: Its microbatches, in the order of their indices in the schedule.
         schedule: What each stage does when; without messages.
     """
 

@@ -44,7 +44,7 @@ class StepPrice:
     """What a step takes.
 
     Attributes:
-        seconds: From its first forward to its last backward.
+        seconds: Seconds from its first forward to its last backward.
         pure: What each rank would compute if work could be spread evenly, in seconds.
         bound: Proven: no plan takes less; see Note [Bound of a step].
         tokens: Most tokens whose activations a rank holds at once.
@@ -103,7 +103,7 @@ def stage_costs(
     """What a schedule costs whose microbatches take so long in every stage.
 
     Args:
-        seconds: Of each microbatch.
+        seconds: Seconds of each microbatch.
         tokens: Positions of each on a rank.
         costs: Costs of a stage.
         num_stages: Number of stages.

@@ -27,7 +27,7 @@ class RivalPrice:
 
     Attributes:
         name: Name of the rule.
-        seconds: Of its slowest group of ranks.
+        seconds: Seconds of its slowest group of ranks.
         bound: Below which no schedule of its microbatches can be, where one was searched.
         tokens: Most tokens that a rank holds at once.
         fetched: Keys that ranks of a stage fetch from others, in forward.

@@ -25,12 +25,12 @@ def template_for(
     """A schedule for steps like one; None if nothing fits the memory.
 
     Args:
-        seconds: Of each microbatch in a stage.
+        seconds: Seconds of each microbatch in a stage.
         shares: Share of the work that each was to have.
         num_stages: Number of stages.
         latency: Seconds of a message.
         room: Memory, by what a microbatch holds on the mean.
-        effort: Schedules that are looked at, the first time.
+        effort: Number of schedules to try the first time.
     """
     forward, input_grad, weight_grad = (sum(each) for each in zip(*seconds, strict=True))
     ratios = round(input_grad / forward, 1), round(weight_grad / forward, 1)

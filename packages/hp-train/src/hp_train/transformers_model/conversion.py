@@ -39,10 +39,10 @@ class _Rule:
     """A converter of transformers, for some tensors.
 
     Attributes:
-        converter: Without tensors.
-        name: Under what it collects them.
+        converter: Converter that has no tensors yet.
+        name: Key of its collected tensors.
         patterns: Which of its patterns each source has matched.
-        model: Model that it is of.
+        model: Its model.
     """
 
     converter: Any

@@ -47,7 +47,7 @@ def write_folder(
         folder: Folder to be made; must have no safetensors files.
         boxes: What there is of each tensor, by global name.
         read: Gives the values of one of those boxes.
-        model: Names the folder that the model came from.
+        model: Model configuration with the folder of the original.
         dtype: Dtype of parameters; buffers keep theirs.
         shard_bytes: Approximate size of a file, in bytes.
 

@@ -41,7 +41,7 @@ def fill(
     Args:
         stage: Has the buffers.
         parameters: Its parameters.
-        config: Names the folder.
+        config: Model configuration with the folder.
         seed: Seed of the run.
         on_progress: Called after every layer.
     """
@@ -80,10 +80,10 @@ def drawn(
     """Layers and other parts of a model, one at a time, filled.
 
     Args:
-        config: Names the folder.
+        config: Model configuration with the folder.
         seed: Seed of the run.
         names: Global names that are wanted: parts without one are left out.
-        dtype: Dtype that the model computes in, which some buffers are rounded to.
+        dtype: Dtype of the computation; some buffers are rounded to it.
         buffers_alone: Whether parameters are not drawn.
 
     Yields:

@@ -39,7 +39,7 @@ def load_folder(
     """Fill parts of tensors in place from the files of the folder of a model.
 
     Args:
-        model: Names the folder.
+        model: Model configuration with the folder.
         parts: What this rank has, by global name.
         on_progress: Called after every tensor.
 

@@ -17,7 +17,7 @@ def on_meta(model: ModelConfig, dtype: torch.dtype, *, buffers: bool = False) ->
     """Make `AutoModelForCausalLM` of a folder on the meta device, in training mode.
 
     Args:
-        model: Names the folder.
+        model: Model configuration with the folder.
         dtype: Dtype of parameters.
         buffers: Whether buffers are to have their values, on the CPU.
 

@@ -150,7 +150,7 @@ class _Watch(TorchDispatchMode):
     """Notes down which parameters every operator has something of.
 
     Args:
-        model: On the meta device; its layers are wrapped.
+        model: A model on the meta device, whose layers are wrapped.
         path: Path of the list of layers.
     """
 
