@@ -38,7 +38,7 @@ class TidalAttention(nn.Module):
             part(x).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, *angles), rotate(k, *angles)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         out, _ = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
@@ -105,7 +105,7 @@ class TidalModel(TidalPreTrainedModel):
         angles = (turned.cos().to(x.dtype), turned.sin().to(x.dtype))
         kwargs.pop("use_cache", None)
         for layer in self.layers:
-            x = layer(x, angles, attention_mask=mask, **kwargs)
+            x = layer(x, angles, attention_mask=mask, position_ids=position_ids, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
 
