@@ -6,17 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from train_refusals import refusal
 
 from hp_train.config.aliases import _CALLED, aliases
 from hp_train.config.options import resolve, split_overrides
 from hp_train.config.schema import fields, sections
 from hp_train.errors import ConfigError
-
-
-def refusal(*overrides: tuple[str, object]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        resolve(None, overrides, env={})
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
