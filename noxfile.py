@@ -1,6 +1,6 @@
 """Sessions: one per package, then the checks that span packages.
 
-    nox                          # everything that must pass, two sessions side by side
+    nox                          # everything that must pass, three sessions side by side
     nox -s train                 # train the quickstart model
     nox -s tests-hp-schedule     # one package, with only what it declares installed
     nox -R -s tests-hp-expert -- -k permute    # again, nothing reinstalled
@@ -35,8 +35,9 @@ nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
-# Sessions that are named print as they go.
-nox.options.parallel = 2 if len(sys.argv) == 1 else 1
+# Sessions that are named print as they go. One waits now and then, for ranks and time-outs: so there
+# is one more than the two cores that all of them are meant for.
+nox.options.parallel = 3 if len(sys.argv) == 1 else 1
 
 ROOT = Path(__file__).resolve().parent
 SCRATCH = ROOT / ".nox"
@@ -212,7 +213,7 @@ def api(session: nox.Session) -> None:
     session.run("python", "tools/public_api.py", *session.posargs)
 
 
-# It takes as long as all others together, which run beside it: so it is early.
+# Sessions that take long come first: what runs beside others at the end is short.
 @nox.session(allow_parallel=True)
 @_recorded
 def integration(session: nox.Session) -> None:
@@ -221,20 +222,6 @@ def integration(session: nox.Session) -> None:
     session.run("python", "tools/private_torch_symbols.py", "--installed")
     ignored = (f"--ignore={file}" for file in (*TEXT_TESTS, LIBRARIES_TEST))
     _pytest(session, "integration_tests", *ignored, *session.posargs)
-
-
-@nox.session(allow_parallel=True)
-@_recorded
-def mypy(session: nox.Session) -> None:
-    """Check the types of all sources at once, then of tests, tools and sessions."""
-    _install(session, *map(_with_extras, PACKAGES), group="type")
-    session.run("mypy", *_sources())
-    # Packages may use one name for a test helper, so their tests are checked one by one.
-    for tests in [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration_tests"]:
-        if any(tests.rglob("*.py")):
-            session.run("mypy", str(tests.relative_to(ROOT)))
-    pages = map(str, sorted(Path("docs").glob("*.py")))  # and nothing of what was built there
-    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", *pages)
 
 
 def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[nox.Session], None]:
@@ -257,7 +244,8 @@ def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[
 
 # hp-schedule plans without torch: only the tests of its runtime may need it.
 RUNTIME_TESTS = "test_*runtime*.py"
-for _name in PACKAGES:
+LONGEST = ("hp-train", "hp-context", "hp-expert")
+for _name in sorted(PACKAGES, key=lambda name: (*LONGEST, name).index(name)):
     _session = nox.session(name=f"tests-{_name}", tags=["tests"], allow_parallel=True)
     if _name == "hp-schedule":
         _session(_tests(_name, without=RUNTIME_TESTS))
@@ -265,6 +253,39 @@ for _name in PACKAGES:
         _session(_tests(f"{_name}[runtime]", only=RUNTIME_TESTS))
     else:
         _session(_tests(_with_extras(_name)))
+
+
+@nox.session(allow_parallel=True)
+@_recorded
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build/html; a warning is an error."""
+    _install(session, *map(_with_extras, PACKAGES), group="docs")
+    # -E: pages that an earlier build has read would keep their warnings to themselves.
+    session.run("sphinx-build", "-W", "-n", "-E", "-q", "docs", "docs/_build/html")
+    session.log("open docs/_build/html/index.html")
+
+
+@nox.session(allow_parallel=True)
+@_recorded
+def mypy(session: nox.Session) -> None:
+    """Check the types of all sources at once, then of tests, tools and sessions."""
+    _install(session, *map(_with_extras, PACKAGES), group="type")
+    session.run("mypy", *_sources())
+    # Packages may use one name for a test helper, so their tests are checked one by one.
+    for tests in [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration_tests"]:
+        if any(tests.rglob("*.py")):
+            session.run("mypy", str(tests.relative_to(ROOT)))
+    pages = map(str, sorted(Path("docs").glob("*.py")))  # and nothing of what was built there
+    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", *pages)
+
+
+@nox.session(name="models-sample", allow_parallel=True)
+@_recorded
+def models_sample(session: nox.Session) -> None:
+    """Run some cells of the table of models, each also with a mistake that it must find."""
+    _install(session, "hp-train", group="test-transformers")
+    tests = "packages/hp-train/tests/test_train_transformers_table.py"
+    _pytest(session, tests, *session.posargs)
 
 
 # What looks at files alone.
@@ -280,16 +301,6 @@ def pages(session: nox.Session) -> None:
     """Check what pages say of files, sessions, errors and names, and the pins; without torch."""
     _install(session, group="test")
     _pytest(session, *TEXT_TESTS, *session.posargs)
-
-
-@nox.session(allow_parallel=True)
-@_recorded
-def docs(session: nox.Session) -> None:
-    """Build the documentation into docs/_build/html; a warning is an error."""
-    _install(session, *map(_with_extras, PACKAGES), group="docs")
-    # -E: pages that an earlier build has read would keep their warnings to themselves.
-    session.run("sphinx-build", "-W", "-n", "-E", "-q", "docs", "docs/_build/html")
-    session.log("open docs/_build/html/index.html")
 
 
 @nox.session(default=False)
@@ -456,15 +467,6 @@ def models(session: nox.Session) -> None:
     _install(session, "hp-train", group="test-transformers")
     limit = ("--minutes", "150", "--results", str(SCRATCH / "models"))
     session.run("hp", "verify", "--models", *limit, *session.posargs)
-
-
-@nox.session(name="models-sample", allow_parallel=True)
-@_recorded
-def models_sample(session: nox.Session) -> None:
-    """Run some cells of the table of models, each also with a mistake that it must find."""
-    _install(session, "hp-train", group="test-transformers")
-    tests = "packages/hp-train/tests/test_train_transformers_table.py"
-    _pytest(session, tests, *session.posargs)
 
 
 # Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.

@@ -164,6 +164,7 @@ def gathered_bytes(
     return found["layout"], bytes_of
 
 
+@pytest.mark.sample("stage")
 @pytest.mark.parametrize("gather", ["stage", "block"])
 def test_what_is_cast_is_gathered_in_half_of_the_bytes_and_reduced_in_all(
     gather: str, capsys: pytest.CaptureFixture[str]
@@ -177,6 +178,7 @@ def test_what_is_cast_is_gathered_in_half_of_the_bytes_and_reduced_in_all(
     assert narrow["all_gather"] - wide["all_gather"] / 2 == 2 * 64 * times
 
 
+@pytest.mark.sample("block")
 @pytest.mark.parametrize("gather", ["stage", "block"])
 def test_sums_over_copies_of_shards_are_of_all_microbatches_and_of_a_unit_each(
     gather: str, capsys: pytest.CaptureFixture[str]

@@ -43,7 +43,7 @@ def config_of(corpus: Path, layout: str) -> Config:
     return PROGRAM.applied_to(checked_config(config, dtype="bfloat16"))
 
 
-@pytest.mark.sample("stage", "shards of experts")
+@pytest.mark.sample("shards of experts")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_narrow_gather_changes_no_bit(name: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"

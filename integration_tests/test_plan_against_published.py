@@ -23,6 +23,7 @@ def loaded() -> ModuleType:
     return module
 
 
+@pytest.mark.sample("kept aside")
 @pytest.mark.parametrize("is_aside", [False, True], ids=["fitted", "kept aside"])
 def test_published_steps_are_priced_within_a_quarter(*, is_aside: bool) -> None:
     rows = [row for row in loaded().read_rows() if row.is_aside is is_aside]

@@ -17,6 +17,10 @@ from integration_tests.verify_faults import CONTEXT, FAULTS, LAYOUTS, PIPELINE, 
 
 ROOT = Path(__file__).parent
 PROGRAM = Program(steps=8)
+SHORTER = Program(steps=6)
+"""Of layouts that are sound, whose bugs the others show: all that happens in eight steps."""
+SHORT = Program(steps=4)
+"""The same without a step that is skipped."""
 SMALL = {
     "model.dim": 16,
     "model.num_layers": 3,
@@ -31,11 +35,13 @@ SMALL = {
 }
 
 
-def config_of(corpus: str, layout: str, *, fault: str = "") -> Config:
+def config_of(
+    corpus: str, layout: str, *, fault: str = "", program: Program = PROGRAM
+) -> Config:
     overrides = {**SMALL, "data.paths": [corpus], "run.name": fault}
     overrides |= {key: value for key, _, value in (o.partition("=") for o in layout.split())}
     config = resolve(str(ROOT / "verify.toml"), overrides.items(), env={}).config
-    return PROGRAM.applied_to(checked_config(config, dtype="float64"))
+    return program.applied_to(checked_config(config, dtype="float64"))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +61,13 @@ def runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         program=PROGRAM,
         job=JOB,
     )
+
+
+@pytest.fixture(scope="module")
+def shorter_runs(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The same of `SHORTER`."""
+    base = config_of(corpus, "", program=SHORTER)
+    return Runs(tmp_path_factory.mktemp("shorter"), base=base, program=SHORTER, job=JOB)
 
 
 JOB = "integration_tests.verify_faults:build"
@@ -81,17 +94,17 @@ BY_FSDP = {
 @pytest.mark.sample("block, pipeline", "copies, pipeline", "once")
 @pytest.mark.parametrize("name", BY_FSDP)
 def test_however_parameters_are_gathered_a_layout_is_equal(
-    name: str, corpus: str, runs: Runs
+    name: str, corpus: str, shorter_runs: Runs
 ) -> None:
-    config = config_of(corpus, BY_FSDP[name])
-    comparison = runs.compare(config, one_process(config))
+    config = config_of(corpus, BY_FSDP[name], program=SHORTER)
+    comparison = shorter_runs.compare(config, one_process(config))
     assert comparison.ok, str(comparison)
-    assert comparison.num_steps == PROGRAM.steps
+    assert comparison.num_steps == SHORTER.steps
 
 
 def runs_like(config: Config, folder: Path) -> Runs:
-    """Runs of other data or another model than all tests share."""
-    return Runs(folder, base=one_process(config), program=PROGRAM, job=JOB)
+    """Short runs of other data or another model than all tests share."""
+    return Runs(folder, base=one_process(config), program=SHORT, job=JOB)
 
 
 WHOLE = "data.packing=best_fit"
@@ -102,13 +115,13 @@ PACKED = {
 }
 
 
-@pytest.mark.sample("cp, tp")
+@pytest.mark.sample("ep, recompute")
 @pytest.mark.parametrize("name", PACKED)
 def test_padding_counts_in_no_layout(name: str, corpus: str, tmp_path: Path) -> None:
-    config = config_of(corpus, PACKED[name])
+    config = config_of(corpus, PACKED[name], program=SHORT)
     comparison = runs_like(config, tmp_path).compare(config, one_process(config))
     assert comparison.ok, str(comparison)
-    assert comparison.num_steps == PROGRAM.steps
+    assert comparison.num_steps == SHORT.steps
 
 
 DEAL = f"{ONE} mesh.cp=2 mesh.cp_heads=1 mesh.cp_deal=true"
@@ -126,10 +139,10 @@ DEALT = {
 def test_documents_that_are_dealt_out_change_no_number(
     name: str, corpus: str, tmp_path: Path
 ) -> None:
-    config = config_of(corpus, DEALT[name])
+    config = config_of(corpus, DEALT[name], program=SHORT)
     comparison = runs_like(config, tmp_path).compare(config, one_process(config))
     assert comparison.ok, str(comparison)
-    assert comparison.num_steps == PROGRAM.steps
+    assert comparison.num_steps == SHORT.steps
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -152,9 +165,9 @@ def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -
 def test_a_layout_that_goes_through_logits_in_tiles_is_equal(
     layout: str, corpus: str, tmp_path: Path
 ) -> None:
-    config = config_of(corpus, f"{layout} model.num_mtp_modules=1")
+    config = config_of(corpus, f"{layout} model.num_mtp_modules=1", program=SHORT)
     job = "integration_tests.verify_jobs:TiledLoss"
-    comparison = Runs(tmp_path, base=config, program=PROGRAM, job=job).compare(
+    comparison = Runs(tmp_path, base=config, program=SHORT, job=job).compare(
         config, one_process(config)
     )
     assert comparison.ok, str(comparison)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 JOB = textwrap.dedent(
     """
     import os
@@ -76,7 +78,6 @@ def verify(
     )
 
 
-@pytest.mark.sample
 def test_a_job_that_breaks_is_compared_until_then(tmp_path: Path) -> None:
     done = verify(tmp_path, "break", "scaled")
 
@@ -86,7 +87,6 @@ def test_a_job_that_breaks_is_compared_until_then(tmp_path: Path) -> None:
     assert "the job ended with status 1" in done.stderr
 
 
-@pytest.mark.sample
 def test_updates_that_are_not_made_are_a_difference(tmp_path: Path) -> None:
     done = verify(tmp_path, "early")
 
@@ -96,7 +96,6 @@ def test_updates_that_are_not_made_are_a_difference(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.sample
 def test_data_parallel_training_equals_one_process(tmp_path: Path) -> None:
     done = verify(tmp_path)
 
@@ -106,7 +105,6 @@ def test_data_parallel_training_equals_one_process(tmp_path: Path) -> None:
     assert "could not be compared" not in done.stdout
 
 
-@pytest.mark.sample
 def test_a_loss_that_is_scaled_twice_is_named(tmp_path: Path) -> None:
     done = verify(tmp_path, "scaled")
 
@@ -117,7 +115,6 @@ def test_a_loss_that_is_scaled_twice_is_named(tmp_path: Path) -> None:
     assert "the job their mean on rank 0, their mean on rank 1" in done.stdout
 
 
-@pytest.mark.sample
 def test_what_goes_wrong_after_the_last_step_is_told_and_does_not_count(tmp_path: Path) -> None:
     done = verify(tmp_path, "abort")
 
@@ -126,7 +123,6 @@ def test_what_goes_wrong_after_the_last_step_is_told_and_does_not_count(tmp_path
     assert "equal over 2 steps" in done.stdout
 
 
-@pytest.mark.sample
 def test_steps_that_are_missing_after_a_failure_count(tmp_path: Path) -> None:
     done = verify(tmp_path, "abort", flags=["--steps", "3"])
 
@@ -148,7 +144,6 @@ def test_a_module_of_the_program_itself_is_computed_again(tmp_path: Path) -> Non
     shutil.rmtree(Path(program[-1]).parent)
 
 
-@pytest.mark.sample
 def test_the_second_run_can_be_left_out(tmp_path: Path) -> None:
     done = verify(tmp_path, "mixed", flags=["--once"])
 

@@ -27,6 +27,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.util
 import json
 import multiprocessing.util
 import os
@@ -39,6 +40,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -387,7 +389,10 @@ def _run(program: _Program, installed: Sequence[str]) -> None:
     """Run a program as `python` would."""
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = {"-m": program.folder, "-c": "", "": str(Path(program.name).resolve().parent)}
-    sys.path[:] = [*([first[program.kind]] if program.has_folder else ()), *given, *installed]
+    sys.path[:] = [*given, *installed]
+    _customize()
+    if program.has_folder:
+        sys.path.insert(0, first[program.kind])
     sys.argv[:] = ["-c" if program.kind == "-c" else program.name, *program.arguments]
     if program.is_unbuffered or os.environ.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
@@ -399,6 +404,17 @@ def _run(program: _Program, installed: Sequence[str]) -> None:
         exec(compile(program.name, "<string>", "exec"), main.__dict__)  # noqa: S102
     else:
         runpy.run_path(program.name, run_name="__main__")
+
+
+def _customize() -> None:
+    """Run the `sitecustomize` of a program, unless it is the one that the server has run."""
+    spec, known = PathFinder.find_spec("sitecustomize"), sys.modules.get("sitecustomize")
+    if spec is None or spec.loader is None:
+        return
+    if known is not None and known.__spec__ is not None and known.__spec__.origin == spec.origin:
+        return
+    module = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 def _end(status: int) -> NoReturn:

@@ -66,5 +66,8 @@ class _After(importlib.abc.MetaPathFinder):
 
 
 if "HP_VERIFY_JOB" in os.environ:
-    sys.meta_path.insert(0, _After("torch", _after_torch))
+    if "torch" in sys.modules:  # by a .pth file, which comes before
+        _after_torch(sys.modules["torch"])
+    else:
+        sys.meta_path.insert(0, _After("torch", _after_torch))
 _run_hidden()
