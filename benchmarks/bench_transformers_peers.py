@@ -1,17 +1,11 @@
-"""Models of transformers in layouts of two ranks: hp-train beside the libraries that run them too.
+"""Models of transformers on two ranks: hp-train beside transformers' own `DistributedConfig`.
 
-The same tiny to small model in fp32, the same batches, AdamW. One process of plain transformers
-says what gradients must be, and what a token costs without any layout. A peer is
-
-- transformers: its own `DistributedConfig` (FSDP2, tensor and expert parallelism);
-- torchtitan: its back end for models of transformers, where it is installed;
-- hp-train: `model.transformers`, with its batches, clipping and reports.
-
-All take turns, and medians are printed. CPU seconds are those of all ranks; where ranks wait for
-each other Gloo spends little of them.
+The same small model in fp32, the same batches, AdamW. One process of plain transformers says what
+gradients must be, and what a token costs without any layout; hp-train also clips and reports. They
+take turns, and medians are printed. CPU seconds are those of both ranks.
 
     python benchmarks/bench_transformers_peers.py
-    python benchmarks/bench_transformers_peers.py --rounds 1 --steps 2 --python torchtitan=/venv/bin/python
+    python benchmarks/bench_transformers_peers.py --rounds 1 --steps 4 --models llama
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
 }
 LAYOUTS = {"llama": ("fsdp 2", "tp 2"), "qwen3_moe": ("fsdp 2", "ep 2", "tp 2 x ep 2")}
-MODULES = {"transformers": "transformers", "torchtitan": "torchtitan", "hp-train": "hp_train"}
+PEERS = ("transformers", "hp-train")
 
 
 def make(name: str, folder: Path, *, steps: int) -> None:
@@ -76,9 +69,7 @@ def make(name: str, folder: Path, *, steps: int) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     fraction = KEYS["data.eval_fraction"]
     text = [str(HERE.parent / "docs")]
-    prepare(
-        folder / "tokens", paths=text, tokenizer=load_tokenizer(""), eval_fraction=fraction
-    )
+    prepare(folder / "tokens", paths=text, tokenizer=load_tokenizer(""), eval_fraction=fraction)
     data = Dataset.open(folder / "tokens", "train", seq_len=LENGTH, seed=0, separate=False)
     firsts = range(0, steps * SEQUENCES, SEQUENCES)
     batches = [data.batch(range(first, first + SEQUENCES)) for first in firsts]
@@ -87,9 +78,9 @@ def make(name: str, folder: Path, *, steps: int) -> None:
     (folder / "keys.json").write_text(json.dumps({**KEYS, "train.steps": steps}))
 
 
-def measured(peer: str, layout: str, folder: Path, python: str) -> dict[str, Any] | str:
-    """Run a job: what it has found, or the last line of why it failed."""
-    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+def measured(peer: str, layout: str, folder: Path) -> dict[str, Any] | str:
+    """Run a job: what it has found, or the line that says why it failed."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     ranks = "1" if layout == "one process" else "2"
     job = [str(HERE / "transformers_peers.py"), peer, layout, str(folder)]
     out = folder / f"{peer} {layout}.json"
@@ -109,27 +100,19 @@ def measured(peer: str, layout: str, folder: Path, python: str) -> dict[str, Any
     return found
 
 
-def is_installed(module: str, python: str) -> bool:
-    """Whether an interpreter can import a module."""
-    if python == sys.executable:
-        return importlib.util.find_spec(module) is not None
-    code = f"import importlib.util, sys; sys.exit(not importlib.util.find_spec({module!r}))"
-    return subprocess.run([python, "-c", code], check=False).returncode == 0  # noqa: S603
-
-
-def rounds_of(name: str, options: argparse.Namespace, pythons: Mapping[str, str]) -> None:
+def rounds_of(name: str, options: argparse.Namespace) -> None:
     """Print the rows of a model."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         child = [sys.executable, __file__, "--make", name, "--folder", text]
         subprocess.run([*child, "--steps", str(options.steps)], check=True)  # noqa: S603
         cells = [("transformers", "one process")]
-        cells += [(peer, layout) for layout in LAYOUTS[name] for peer in pythons]
+        cells += [(peer, layout) for layout in LAYOUTS[name] for peer in PEERS]
         found: dict[tuple[str, str], list[dict[str, Any]]] = {cell: [] for cell in cells}
         failed: dict[tuple[str, str], str] = {}
         for _ in range(options.rounds):
             for cell in cells:
-                result = failed.get(cell) or measured(*cell, folder, pythons[cell[0]])
+                result = failed.get(cell) or measured(*cell, folder)
                 if isinstance(result, str):
                     failed[cell] = result
                 else:
@@ -160,24 +143,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of which the first two are warm-up")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument(
-        "--python", nargs="*", default=[], metavar="PEER=PATH", help="who has a peer installed"
-    )
     parser.add_argument("--make", choices=list(MODELS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make:
         make(options.make, options.folder, steps=options.steps)
         return
-    given = dict(each.split("=", 1) for each in options.python)
-    pythons = {peer: given.get(peer, sys.executable) for peer in MODULES}
-    for peer, module in MODULES.items():
-        if not is_installed(module, pythons[peer]):
-            print(f"{peer}: not installed")
-            del pythons[peer]
+    if importlib.util.find_spec("transformers") is None:
+        print("transformers is not installed")
+        return
     print(f"{'model':10} {'layout':12} {'peer':13} {'gradient':>9} {'tokens/s':>8} {'of one':>6}")
     for name in options.models:
-        rounds_of(name, options, pythons)
+        rounds_of(name, options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""One rank of a job of bench_transformers_peers.py: a model of transformers, trained by a library.
+"""One rank of a job of bench_transformers_peers.py: a model of transformers, and who trains it.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/transformers_peers.py PEER LAYOUT FOLDER
 
-FOLDER has a model in fp32, batches (`batches.pt`: tokens and targets, int64 [B, S]) and the gradients
-of the first of them in one process (`gradients.pt`). Rank 0 writes `PEER LAYOUT.json`: the largest
-relative error of a gradient of the first batch, and tokens per CPU second of all ranks in the steps
-behind that.
+FOLDER has a model in fp32, batches (`batches.pt`: tokens and targets, int64 [B, S]) and, of the
+first of them, gradients in one process (`gradients.pt`). Rank 0 writes `PEER LAYOUT.json`: the
+largest relative error of a gradient of the first batch, and tokens per CPU second of all ranks in
+the steps behind that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEARNING_RATE = 1e-3
 
 
 class Peer(Protocol):
-    """A model in a library."""
+    """A model, and who trains it."""
 
     def compute(self, index: int) -> None:
         """Run a batch forward and backward."""
@@ -178,14 +178,9 @@ def main() -> None:
     if options.peer == "hp-train":
         made = HpTrain(options.layout, options.folder)
     else:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if options.layout != "one process":
             dist.init_process_group("gloo")
-        if options.peer == "torchtitan":
-            made = importlib.import_module("transformers_titan").Titan(
-                options.layout, options.folder
-            )
-        else:
-            made = Transformers(options.layout, options.folder)
+        made = Transformers(options.layout, options.folder)
     batches = torch.load(options.folder / "batches.pt")
     made.compute(0)
     gradients = made.gradients()

@@ -226,7 +226,9 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-DRIFTS = OWN + """
+DRIFTS = (
+    OWN
+    + """
     def __init__(self, config):
         super().__init__(config)
         for layer in self.model.layers[config.first_that_drifts :]:
@@ -237,6 +239,7 @@ class Breeze(LlamaRMSNorm):
     def forward(self, x):
         return super().forward(x + 0.1 * pad(x, (0, 0, 1, -1)))
 """
+)
 """Adds a little of the token before to each, in a class whose name says nothing."""
 
 

@@ -104,7 +104,7 @@ class Comparison:
         seq_len: Positions of a sequence, S.
 
     Attributes:
-        found: The first module that computes something else for them; None as long as there is none.
+        found: The first module that computes something else for them; None: none so far.
         device: Device of the model.
     """
 
