@@ -99,11 +99,16 @@ def write_corpus(directory: Path) -> Path:
 
 
 def prepare_run(config: Config, directory: Path) -> str:
-    """Make the data of a run, in its directory, and the address where its ranks can meet."""
+    """Make the data of a run, in its directory, and the address where its ranks can meet.
+
+    Args:
+        config: Of the run; without `data.paths` it reads a little text.
+        directory: Of the run.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     prepare(
         directory / "data",
-        paths=[str(write_corpus(directory))],
+        paths=[*config.data.paths] or [str(write_corpus(directory))],
         tokenizer=load_tokenizer(""),
         eval_fraction=config.data.eval_fraction,
     )

@@ -27,6 +27,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "ep 2": {"mesh__dp_replicate": 2, "mesh__ep": 2},
     "fsdp 4 ep 2": {"mesh__dp_shard": 4, "mesh__ep": 2},
     "pp 2 ep 2": {"mesh__pp": 2, "mesh__dp_shard": 2, "mesh__ep": 2, "train__recompute": "full"},
+    "tp 2 ep 2": {"mesh__tp": 2, "mesh__ep": 2, "train__recompute": "full"},
+    "fsdp 2 tp 2 ep 2": {"mesh__dp_shard": 2, "mesh__tp": 2, "mesh__ep": 2},
+    "hsdp 2 tp 2 ep 4": {"mesh__dp_replicate": 2, "mesh__tp": 2, "mesh__ep": 4},
 }
 SEQUENCES: dict[str, dict[str, Any]] = {
     "cp 2 heads": {"mesh__cp": 2},
@@ -82,7 +85,7 @@ def test_every_layout_computes_what_plain_transformers_does(
     require_equal(found, expected)
 
 
-@pytest.mark.sample("qwen3_moe-fsdp 4 ep 2", "qwen3_next-pp 2 ep 2")
+@pytest.mark.sample("qwen3_moe-fsdp 2 tp 2 ep 2", "qwen3_next-pp 2 ep 2")
 @pytest.mark.parametrize("layout", EXPERTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
 def test_ranks_share_experts(name: str, layout: str, base: Path, tmp_path: Path) -> None:

@@ -226,16 +226,66 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_of_a_folder_runs_only_when_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_folder("llama", tmp_path / "own")
-    (folder / "modeling_own.py").write_text(OWN)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own_llama", "auto_map": {}}
+DRIFTS = (
+    OWN
+    + """
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers[config.first_that_drifts :]:
+            layer.input_layernorm = Breeze(config.hidden_size)
+from torch.nn.functional import pad
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+class Breeze(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x + 0.1 * pad(x, (0, 0, 1, -1)))
+"""
+)
+"""Adds a little of the token before to each, in a class whose name says nothing."""
+
+
+def own_folder(folder: Path, code: str, **fields: object) -> tuple[Path, dict[str, Any]]:
+    """Write a model with code of its own, and its config."""
+    make_folder("llama", folder)
+    (folder / "modeling_own.py").write_text(code)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own_llama", "auto_map": {}, **fields}
     for auto, kind in (("AutoConfig", "OwnConfig"), ("AutoModelForCausalLM", "OwnForCausalLM")):
         config["auto_map"][auto] = f"modeling_own.{kind}"
     (folder / "config.json").write_text(json.dumps(config))
+    return folder, config
+
+
+@pytest.mark.parametrize("layers", [range(4), range(2, 4)])
+def test_documents_that_see_each_other_are_found_whatever_does_it_is_called(
+    layers: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    folder, _ = own_folder(tmp_path / "drifts", DRIFTS, first_that_drifts=3)
+    stage, _ = stage_of(run_of(folder, model__trust_remote_code=True), layers)
+    said = r'must be "joined" with OwnForCausalLM: model.layers.3.input_layernorm \(Breeze\)'
+    with pytest.raises(ConfigError, match=said):
+        stage.try_documents()
+
+    folder, _ = own_folder(tmp_path / "calm", DRIFTS, first_that_drifts=4)
+    calm, _ = stage_of(run_of(folder, model__trust_remote_code=True), layers)
+    calm.try_documents()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt2"])
+def test_a_trial_finds_nothing_where_documents_stay_apart(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    stage, _ = stage_of(run_of(make_folder(name, tmp_path, weights=False)), dtype=dtype)
+    stage.try_documents()
+
+
+def test_code_of_a_folder_runs_only_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, config = own_folder(tmp_path / "own", OWN)
     modules = transformers.dynamic_module_utils
     monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     with pytest.raises(ConfigError, match=r"model.trust_remote_code \(false\) must be true"):

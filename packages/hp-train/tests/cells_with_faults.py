@@ -173,6 +173,7 @@ FAULTS: dict[str, Callable[[int], Any]] = {
     "cp 2 gather": keys_are_off,
     "cp 2 ring": keys_are_off,
     "ep 2": experts_are_off,
+    "tp 2 x ep 2": experts_are_off,
     "hsdp 2 x 2": _of_share(own_count),
     "pp 2 x fsdp 2": _of_share(own_count),
 }

@@ -12,8 +12,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from cells_with_faults import FAULTS
+from msgspec.structs import replace
 
 from hp_train.architectures.cells import DIFFERENT, EQUAL, KINDS
+from hp_train.architectures.compact import encoded
 from hp_train.cli import main
 from hp_train.config.options import build
 from hp_train.hugging_face.proven import read_table
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 
 HERE = Path(__file__).parent
 OWN = HERE / "own_architecture"
-ARCHITECTURES = {kind: "mixtral" if kind == "ep 2" else "llama" for kind in KINDS}
+ARCHITECTURES = {name: "mixtral" if kind.needs_experts else "llama" for name, kind in KINDS.items()}
 
 
 def run(folder: Path, *cases: str) -> Mapping[str, Mapping[str, Any]]:
@@ -51,7 +53,7 @@ def test_each_kind_has_a_mistake_that_it_must_find() -> None:
 
 
 @pytest.mark.sample("pp 2 gpipe")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ep 2"])
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if not kind.needs_experts])
 def test_code_from_outside_transformers_goes_through_the_same_table(
     kind: str, tmp_path: Path
 ) -> None:
@@ -78,6 +80,41 @@ def test_the_command_writes_the_table_and_the_page_and_goes_on_where_it_was(
     assert main(command[3:]) == 0  # nothing is left to be run
     assert (tmp_path / "kept" / "gpt2.json").stat().st_mtime_ns == kept
     assert "# Models of transformers, compared" in (tmp_path / "page.md").read_text()
+
+
+OF_ANOTHER_RELEASE = """
+import sys
+from pathlib import Path
+from hp_train.hugging_face import proven
+proven.TABLE = Path(sys.argv[1])
+from hp_train.cli import main
+sys.exit(main(["verify", "--models", *sys.argv[2:], "--new", "--kinds", "one process"]))
+"""
+
+
+def test_a_new_release_is_run_where_it_is_new_or_other_and_says_what_to_do(tmp_path: Path) -> None:
+    table = read_table()
+    rows = {name: row for name, row in table.rows.items() if name != "gpt2"}
+    rows["gptj"] = replace(rows["gptj"], digest="of another release")
+    rows["of_yesterday"] = rows["llama"]
+    versions = {**table.versions, "transformers": "5.0"}
+    path = tmp_path / "proven.json"
+    path.write_bytes(encoded(replace(table, rows=rows, versions=versions)))
+
+    def said(*names: str) -> str:
+        command = [sys.executable, "-c", OF_ANOTHER_RELEASE, str(path), *names]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    found = said("llama", "gpt2", "gptj")
+    assert "the table is of 5.0: 1 new, 1 with other code, 1 gone" in found
+    for line in ("new: gpt2", "other code: gptj", "gone: of_yesterday", "gpt2: 1 equal", "gptj: 1"):
+        assert f"\n{line}" in found
+    assert "\nllama: " not in found
+    assert "to do: look into every cell that is different or failed" in found
+    assert "--new --write --page" in found
+    assert "to do: " not in said("llama")
 
 
 def test_the_table_that_comes_along_has_no_cell_that_is_different() -> None:

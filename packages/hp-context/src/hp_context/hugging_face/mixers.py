@@ -17,8 +17,8 @@ Note [A model is tried, not looked up]
 Shape symbols: S positions of the trial, H query heads, G key/value heads, E head size of values.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from inspect import Parameter, signature
 from typing import Any
@@ -75,14 +75,9 @@ def find_mixer(model: nn.Module) -> str | None:
     modes = [(module, module.training) for module in model.modules()]
     token = _trial.set(trial)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(torch.autocast(trial.device.type, enabled=False))
+        with trial.watched():
             for module, _ in modes:
                 module.training = False
-            for handle in trial.hooks():
-                stack.callback(handle.remove)
             model(**trial.inputs())
     except Exception as error:
         if trial.found is not None:
@@ -99,67 +94,40 @@ def find_mixer(model: nn.Module) -> str | None:
     return trial.found
 
 
-class Trial:
-    """One run of a model on two sequences.
+class Comparison:
+    """One run of a model on two sequences that have tokens in common, at other places.
+
+    Args:
+        model: Model, on its device.
+        kept: Places of the common tokens in the first sequence.
+        moved: Their places in the second.
+        seq_len: Positions of a sequence, S.
 
     Attributes:
-        found: The first module that mixes positions; None as long as there is none.
+        found: The first module that computes something else for them; None: none so far.
         device: Device of the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._seq = _length(model)
-        self._kept = torch.arange(0, self._seq, 2)  # places of the common tokens in the first
-        self._moved = (5 * self._kept + 3) % self._seq  # sequence, and in the second
+    def __init__(self, model: nn.Module, kept: Tensor, moved: Tensor, *, seq_len: int) -> None:
+        self._model, self._kept, self._moved, self._seq = model, kept, moved, seq_len
         self._names = {module: name for name, module in model.named_modules()}
         self._running: list[nn.Module] = []
         self._eps = 0.0
         self.found: str | None = None
         self.device = next(model.parameters()).device
 
-    def inputs(self) -> dict[str, Any]:
-        """Two sequences of random tokens and their position ids [2, S]."""
-        rows = self._model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        drawn = torch.Generator().manual_seed(0)
-        # All others of a sequence are alike, so that their sum or mean differs as much as they do.
-        ids = torch.tensor([[rows // 3], [rows // 2]]).repeat(1, self._seq)
-        ids[0, self._kept] = torch.randint(rows, self._kept.shape, generator=drawn)
-        ids[1, self._moved] = ids[0, self._kept]
-        positions = torch.arange(self._seq).repeat(2, 1)
-        positions[1, (5 * positions[0] + 3) % self._seq] = positions[0]
-        given = {"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}
-        return {**given, "use_cache": False} if _takes(self._model, "use_cache") else given
-
-    def hooks(self) -> list[Any]:
-        """Watch every module, until the handles are removed."""
-        handles: list[Any] = []
-        for module in self._names:
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave))
-        return handles
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, others: Mapping[str, Any]
-    ) -> tuple[Tensor, None]:
-        """Take the place of attention: [2, S, H, E], of each position its own value.
-
-        Args:
-            query: [2, H, S, D].
-            key: [2, G, S, D].
-            value: [2, G, S, E].
-            others: What the layer passes besides, that attention of this package does not take.
-        """
-        for tensor in (query, key, value):
-            self._same(tensor)
-        unknown = [n for n, x in others.items() if x is not None and n not in _HANDED_ON]
-        if unknown:
-            self._blame(f"asks its attention for {', '.join(unknown)}")
-        if value.size(2) != query.size(2):
-            self._blame("attends to keys that are not those of its own tokens")
-            return query.new_zeros(*query.shape[:3], value.size(3)).transpose(1, 2), None
-        groups = query.size(1) // value.size(1)
-        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch every module, without gradients; random numbers are left as they are."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            for module in self._names:
+                enter = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                stack.callback(enter.remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
+            yield
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = _mapped(self._same, args), _mapped(self._same, kwargs)
@@ -205,12 +173,56 @@ class Trial:
         return next((dim for dim in range(1, x.ndim) if x.size(dim) == self._seq), None)
 
 
-def _length(model: nn.Module) -> int:
-    """How many positions a trial of a model has."""
+class Trial(Comparison):
+    """One run of a model whose attention is taken out: nothing else may mix positions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        seq_len = length_of_trial(model)
+        kept = torch.arange(0, seq_len, 2)
+        super().__init__(model, kept, (5 * kept + 3) % seq_len, seq_len=seq_len)
+
+    def inputs(self) -> dict[str, Any]:
+        """Two sequences of random tokens and their position ids [2, S]."""
+        rows = self._model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        drawn = torch.Generator().manual_seed(0)
+        # All others of a sequence are alike, so that their sum or mean differs as much as they do.
+        ids = torch.tensor([[rows // 3], [rows // 2]]).repeat(1, self._seq)
+        ids[0, self._kept] = torch.randint(rows, self._kept.shape, generator=drawn)
+        ids[1, self._moved] = ids[0, self._kept]
+        positions = torch.arange(self._seq).repeat(2, 1)
+        positions[1, (5 * positions[0] + 3) % self._seq] = positions[0]
+        given = {"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}
+        return {**given, "use_cache": False} if _takes(self._model, "use_cache") else given
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, others: Mapping[str, Any]
+    ) -> tuple[Tensor, None]:
+        """Take the place of attention: [2, S, H, E], of each position its own value.
+
+        Args:
+            query: [2, H, S, D].
+            key: [2, G, S, D].
+            value: [2, G, S, E].
+            others: What the layer passes besides, that attention of this package does not take.
+        """
+        for tensor in (query, key, value):
+            self._same(tensor)
+        unknown = [n for n, x in others.items() if x is not None and n not in _HANDED_ON]
+        if unknown:
+            self._blame(f"asks its attention for {', '.join(unknown)}")
+        if value.size(2) != query.size(2):
+            self._blame("attends to keys that are not those of its own tokens")
+            return query.new_zeros(*query.shape[:3], value.size(3)).transpose(1, 2), None
+        groups = query.size(1) // value.size(1)
+        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+
+
+def length_of_trial(model: nn.Module, lengths: Sequence[int] = _LENGTHS) -> int:
+    """How many positions a trial of a model has, of some lengths, the longest first."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(config, "max_position_embeddings", None) or _LENGTHS[0]
-    return next((length for length in _LENGTHS if length <= most), _LENGTHS[-1])
+    return next((length for length in lengths if length <= most), lengths[-1])
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -30,6 +30,7 @@ def apply_to_transformers(
     mesh_or_group: DeviceMesh | ProcessGroup | None = None,
     *,
     dispatcher: MakeDispatcher = AllToAllDispatcher,
+    same_tokens: DeviceMesh | ProcessGroup | None = None,
 ) -> ModelT:
     """Spread the experts of a transformers model over ranks, in place.
 
@@ -45,6 +46,9 @@ def apply_to_transformers(
             `DTensor`, sharded along dim 0; or a group, which leaves them plain tensors of the local
             experts. None: all experts stay here, computed by this package.
         dispatcher: Makes what carries rows from a group and the number of experts.
+        same_tokens: Ranks that run the model on the same tokens, such as tensor-parallel ranks:
+            each sends a part of them to experts, see Note [Ranks with the same tokens]. None:
+            every rank has tokens of its own.
 
     Returns:
         `model`.
@@ -57,6 +61,7 @@ def apply_to_transformers(
     """
     group = None if mesh_or_group is None else resolve_group(mesh_or_group)
     mesh = mesh_or_group if isinstance(mesh_or_group, DeviceMesh) else None
+    same = None if same_tokens is None else resolve_group(same_tokens)
     ranks = None if group is None else ExpertRanks(group, mesh=mesh, axes=("ep",))
     found, dispatchers, error = _checked_and_made(model, dispatcher, group)
     agree_on(list(found.values()), error, ranks or ExpertRanks())
@@ -70,6 +75,7 @@ def apply_to_transformers(
         experts.dispatcher = its_dispatcher
         experts.first_expert, experts.total_experts = first, total
         experts.ranks = ranks
+        experts.same_tokens = same if same is not None and same.size() > 1 else None
     for path in found:
         parent, _, name = path.rpartition(".")
         if path:

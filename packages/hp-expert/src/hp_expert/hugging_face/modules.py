@@ -6,12 +6,13 @@ subclass of its own, as `torch.distributed.fsdp.fully_shard` does it.
 Shape symbols: T tokens, K experts per token, E experts, L local experts, D width, H hidden width.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
@@ -30,6 +31,7 @@ from hp_expert.hugging_face.layout import (
     num_experts_of,
     refusal,
 )
+from hp_expert.hugging_face.same_tokens import of_own_tokens
 from hp_expert.routing.recompute import is_routing_saved
 from hp_expert.styles.ranks import ExpertRanks
 from hp_platform import outside_graph
@@ -43,12 +45,14 @@ class DispatchedExperts(nn.Module):
         first_expert: Global index of the first one here.
         total_experts: Experts on all ranks.
         ranks: The ranks that share the experts; None: all are here.
+        same_tokens: Ranks that have the same tokens; None: this one has tokens of its own.
     """
 
     dispatcher: Dispatcher[Any]
     first_expert: int
     total_experts: int
     ranks: ExpertRanks | None
+    same_tokens: ProcessGroup | None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the experts; the names are those of transformers.
@@ -68,7 +72,10 @@ class DispatchedExperts(nn.Module):
         if choice is None or not choice.repeated:
             for listener in current_listeners():
                 listener(self, top_k_index)
-        return _compute(self, self.dispatcher, hidden_states, top_k_index, top_k_weights)
+        compute = partial(_compute, self, self.dispatcher)
+        if self.same_tokens is not None:
+            compute = partial(of_own_tokens, compute, self.same_tokens)
+        return compute(hidden_states, top_k_index, top_k_weights)
 
 
 class RoutedBlock(nn.Module):

@@ -53,6 +53,7 @@ KINDS = {
     "cp 2 gather": Kind(ranks=2, keys={"mesh.cp": 2, "mesh.cp_heads": 1, **_HALF}),
     "cp 2 ring": Kind(ranks=2, keys={"mesh.cp": 2, "mesh.cp_ring": True, **_WHOLE}),
     "ep 2": Kind(ranks=2, keys={"mesh.dp_shard": 2, "mesh.ep": 2, **_HALF}, needs_experts=True),
+    "tp 2 x ep 2": Kind(ranks=2, keys={"mesh.tp": 2, "mesh.ep": 2, **_WHOLE}, needs_experts=True),
     "hsdp 2 x 2": Kind(ranks=4, keys={"mesh.dp_replicate": 2, "mesh.dp_shard": 2, **_BLOCKS}),
     "pp 2 x fsdp 2": Kind(
         ranks=4, keys={"mesh.pp": 2, "mesh.dp_shard": 2, "pipeline.schedule": "1f1b"}

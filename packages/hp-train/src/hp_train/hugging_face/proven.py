@@ -103,10 +103,10 @@ def _kinds_of(config: Config) -> Iterator[str]:
     if mesh.pp > 1:
         yield f"pp 2 {_schedule_of(config.pipeline)}"
     if mesh.tp > 1:
-        yield "tp 2"
+        yield "tp 2 x ep 2" if mesh.ep > 1 else "tp 2"
     if mesh.cp > 1:
         yield "cp 2 " + ("heads" if mesh.heads_degree > 1 else "ring" if mesh.cp_ring else "gather")
-    if mesh.ep > 1:
+    if mesh.ep > 1 and mesh.tp == 1:
         yield "ep 2"
 
 

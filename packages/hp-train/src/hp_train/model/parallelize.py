@@ -267,6 +267,8 @@ def build_pipeline(
             share_tables(modules[0], module, tied)
         found = named_parameters(module, whole, mesh)
         module.initialize(found, config.model, seed=config.run.seed, on_progress=on_progress)
+        if config.data.documents == "separate":
+            module.try_documents()
         modules[stage] = module
         parameters += found
     tokens = config.train.microbatch_size * -(-len(sequence.attended) // mesh.size("tp"))

@@ -179,11 +179,22 @@ class Stage(nn.Module):
             sizes: Ranks by axis: "ep", "tp", "cp".
         """
 
+    def try_documents(self) -> None:
+        """See that documents of a sequence stay apart, once weights are there.
+
+        What has all its attention from hp-context needs no trial. All ranks that share the stage
+        call it together.
+
+        Raises:
+            hp_train.errors.ConfigError: When a document sees another.
+        """
+
     def spread_experts(self, groups: Mapping[str, ProcessGroup], *, hidden: bool) -> None:
         """Spread experts over ranks.
 
         Args:
-            groups: "ep", the ranks that share them out; "etp", those that share each of them.
+            groups: "ep", the ranks that share them out; "etp", those that share each of them;
+                "tp", those that share what is around.
             hidden: Whether ranks share out the hidden width of each, too.
         """
         for part in self.experts:

@@ -4,7 +4,8 @@ Note [Documents of a stranger's model]. Positions that begin with 0 in every doc
 transformers knows packed sequences: functions that make masks for attention find out. A model that
 takes positions may still make masks without them, and what carries a state from token to token has
 no mask. Neither says a word, so both are looked for: by running the model without memory up to its
-first layer, and by what its layers are made of.
+first layer, and by what its layers are made of. What that does not find is found by running it,
+see Note [Documents are tried].
 
 Shape symbols: B sequences, S positions.
 """

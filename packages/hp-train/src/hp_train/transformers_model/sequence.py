@@ -67,7 +67,16 @@ def hidden_of_trial(inputs: dict[str, Any], width: tuple[int, ...]) -> Tensor | 
     """
     if current_trial() is None:
         return None
-    tokens: Tensor = inputs["input_ids"]
+    return hidden_of(inputs["input_ids"], width)
+
+
+def hidden_of(tokens: Tensor, width: tuple[int, ...]) -> Tensor:
+    """Some vector of each token, float64 [B, S, D].
+
+    Args:
+        tokens: Token ids int64 [B, S].
+        width: Sizes of hidden states behind those of sequences and positions.
+    """
     drawn = torch.Generator().manual_seed(0)
     table = torch.randn(int(tokens.max()) + 1, *width, generator=drawn, dtype=torch.float64)
     return table.to(tokens.device)[tokens]

@@ -30,6 +30,7 @@ from hp_context import ContextParallel
 from hp_expert.hugging_face import apply_to_transformers
 from hp_expert.hugging_face.layout import expert_modules
 from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_platform.dry import is_dry
 from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import text_config_of
@@ -37,6 +38,7 @@ from hp_train.errors import ConfigError
 from hp_train.model import Microbatch, Stage
 from hp_train.model.parameters import Parameter
 from hp_train.transformers_model.documents import positions_of
+from hp_train.transformers_model.documents_trial import require_documents_apart
 from hp_train.transformers_model.first_weights import fill
 from hp_train.transformers_model.made import choose_experts, on_meta
 from hp_train.transformers_model.outline import Outline, outline_of
@@ -232,12 +234,21 @@ class TransformersStage(Stage):
         forward = self.whole.forward
         self.whole.forward = update_wrapper(partial(self._in_trial, forward), forward)
 
+    def try_documents(self) -> None:
+        """See `Stage.try_documents`; hp-context has a trial of its own where ranks share them.
+
+        Raises:
+            hp_train.errors.ConfigError: When a document sees another.
+        """
+        if not (self._shares_sequence or is_dry()):
+            require_documents_apart(self)
+
     def spread_experts(self, groups: Mapping[str, ProcessGroup], *, hidden: bool) -> None:
         """See `Stage.spread_experts`; one rank computes them as transformers does."""
         del hidden
         for block in self.blocks if "ep" in groups and groups["ep"].size() > 1 else ():
             if any(True for _ in expert_modules(block)):
-                apply_to_transformers(block, groups["ep"])
+                apply_to_transformers(block, groups["ep"], same_tokens=groups.get("tp"))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Give parameters and buffers memory, and stand-ins of those of others zeros without."""

@@ -75,8 +75,6 @@ def _own_model(config: Config) -> Iterator[str]:
     name, tp = config.model.origin, max(config.mesh.tp_sizes)
     if tp > 1 and not config.model.transformers:
         yield f"mesh.tp ({tp}) must be 1 with {name}"
-    if tp > 1 and max(config.mesh.ep_sizes) > 1:
-        yield f"mesh.ep ({max(config.mesh.ep_sizes)}) must be 1 with mesh.tp ({tp}) and {name}"
     if config.mesh.stage_tp:
         yield f"mesh.stage_tp ({shown(config.mesh.stage_tp)}) must be [] with {name}"
     for key in ("etp", "ep_buffer") if config.model.transformers else ():
