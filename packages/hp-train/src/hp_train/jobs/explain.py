@@ -13,6 +13,7 @@ _ALONE = {
 }
 _AFTER = {
     ev.LOSS: "outputs are equal and the loss is not: its mean, its targets, or a sum over ranks",
+    ev.BACKWARD: "the backward of what is computed with this output",
     ev.GRADIENT: "the backward of this parameter, or its reduction",
     ev.NORM: "gradients are equal and their norm is not: a part is counted twice, or left out",
     ev.CLIPPED: "gradients and norm are equal and what is clipped is not",
@@ -44,10 +45,10 @@ def explain(comparison: Comparison) -> list[str]:
         if place.step == first.step and place.phase == first.phase
     ]
     dropout = [comparison.random[first.step]] if first.step in comparison.random else []
-    return [*(dropout if first.phase in _RANDOM else []), *_reasons(first, together)]
+    return [*(dropout if first.phase in _RANDOM else []), *_reasons(comparison, first, together)]
 
 
-def _reasons(first: Place, together: Sequence[Place]) -> Iterator[str]:
+def _reasons(comparison: Comparison, first: Place, together: Sequence[Place]) -> Iterator[str]:
     if first.phase in _ALONE:
         yield _ALONE[first.phase]
         return
@@ -64,6 +65,8 @@ def _reasons(first: Place, together: Sequence[Place]) -> Iterator[str]:
         yield f"what {what} was given is equal and what it gives is not: {_of_module(first.name)}"
     elif first.origin:
         yield _ORIGINS[first.origin]
+    elif first.phase == ev.WEIGHT and ev.GRADIENT not in comparison.largest:
+        yield "the backward, a reduction or the update: gradients were not compared"
     elif first.phase in _AFTER and not (first.phase == ev.GRADIENT and first.who):
         yield _AFTER[first.phase]
 
