@@ -127,7 +127,7 @@ class Floor:
             for name, tensor in names.items():
                 theirs = other.tensors.get(phase, {}).get(name)
                 if theirs is not None and not (tensor.problem or theirs.problem):
-                    error = _error(theirs, tensor)
+                    error = _error(theirs, tensor, phase)
                     if math.isfinite(error):
                         key = index, phase, name
                         self._errors[key] = max(error, self._errors.get(key, 0.0))
@@ -279,16 +279,11 @@ def _phase(  # noqa: PLR0917
     for name in common:
         tensor, reference = ours[name].scaled(losses), expected[name]
         where = f"{phase} {name}"
-        if reason := _why_not(tensor, reference):
+        bound = floor.bound(index, phase, name, _shortest(tensor, reference))
+        if reason := _why_not(tensor, reference) or _why_mixed(reference, bound):
             result.unaligned.setdefault(where, reason)
             continue
-        bound = floor.bound(index, phase, name, _shortest(tensor, reference))
-        if any(row and reference.disagree > bound for row in reference.rows):
-            why = "samples of the reference with the same input have other outputs"
-            result.unaligned.setdefault(where, why)
-            continue
-        are_finite = tensor.is_finite or reference.is_finite or phase not in _OF_BACKWARD
-        error = _error(tensor, reference) if are_finite else 0.0
+        error = _error(tensor, reference, phase)
         if tensor.is_sum and not error <= bound:
             result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
             continue
@@ -303,7 +298,7 @@ def _phase(  # noqa: PLR0917
             )
         elif not error <= bound and not error * reference.norm <= tiny:
             factor, rest = _nearest(tensor, reference)
-            origin = _origin(mine, theirs, phase, name, bound)
+            origin = _origin(mine, theirs, phase, name, bound, is_scaled=rest <= _TIMES * bound)
             result.differences.append(
                 Place(index, phase, name, error, bound, factor, rest, origin=origin)
             )
@@ -313,11 +308,14 @@ def _phase(  # noqa: PLR0917
         result.unaligned.setdefault(f"{phase} {name}", "the reference has not computed it")
 
 
-def _origin(mine: Step, theirs: Step, phase: str, name: str, bound: float) -> str:
+def _origin(
+    mine: Step, theirs: Step, phase: str, name: str, bound: float, *, is_scaled: bool = True
+) -> str:
     """Say whether a gradient was wrong before it was reduced.
 
     Where ranks' own gradients add up to another multiple of the reference's, their loss may have
-    been scaled for a mean, or wrongly: that cannot be told.
+    been scaled for a mean, or wrongly: that cannot be told, unless what they were reduced to is no
+    multiple (`is_scaled`).
     """
     if phase != ev.GRADIENT:
         return ""
@@ -327,7 +325,9 @@ def _origin(mine: Step, theirs: Step, phase: str, name: str, bound: float) -> st
     if _error(own, reference) <= bound:
         return REDUCTION
     _, rest = _nearest(own, reference)
-    return "" if rest <= _TIMES * bound else ev.BACKWARD
+    if rest <= _TIMES * bound:
+        return "" if is_scaled else REDUCTION
+    return ev.BACKWARD
 
 
 def scales(mine: Step, theirs: Step) -> dict[str, float]:
@@ -382,8 +382,16 @@ def _pairs(
             yield tensor.rows[row][0], sums, size_of(sums, norm)
 
 
-def _error(tensor: Digests, reference: Digests) -> float:
+def _why_mixed(reference: Digests, bound: float) -> str:
+    """Whether a reference's samples with one name have other values."""
+    is_mixed = any(reference.rows) and reference.disagree > bound
+    return "samples of the reference with the same input have other values" if is_mixed else ""
+
+
+def _error(tensor: Digests, reference: Digests, phase: str = "") -> float:
     """Norm of the difference, relative to the reference's; of the samples that both have."""
+    if phase in _OF_BACKWARD and not (tensor.is_finite or reference.is_finite):
+        return 0.0
     common = tensor.rows.keys() & reference.rows.keys()
     if any(_is_finite(tensor, row) != _is_finite(reference, row) for row in common):
         return math.inf

@@ -151,8 +151,8 @@ def join(folder: Path) -> Recording:
     if not files:
         raise NothingRecordedError(
             f"no process of {folder} imported torch and called a module with parameters; "
-            "is it Python that reads PYTHONPATH (no -I, -E or -S, none that the job sets anew), with "
-            "hp-train installed, and not one step that is compiled whole, its update with it?"
+            "is it Python that reads PYTHONPATH (no -I, -E or -S, and no job that "
+            "sets it anew), with hp-train installed? Steps that are compiled whole are not seen"
         )
     lines = {path.stem: list(read(path)) for path in files}
     events = [(who, line.event) for who, some in lines.items() for line in some if line.event]

@@ -6,19 +6,15 @@ no other module calls. What runs inside a backward is recomputation, and was rec
 no module is called, in a compiled function say, a step begins with a backward, or with the second
 update by the same optimizer. Steps are counted over all launches of a job, see Note [Launches of a
 job].
-
-Note [What a recorder must not do]. What fails in it does not end the job: it is written down, and
-listed. A process that is forked begins to write anew, one that loads data writes nothing. Tensors
-without values, and those inside of a transform or a trace, are not looked at.
 """
 
 import atexit
 import contextlib
-import functools
 import os
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,16 +26,12 @@ from torch.nn.modules import module as modules
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
-from torch.utils.data import get_worker_info
 from torch.utils.hooks import RemovableHandle
 
 from hp_train.base.lifting import lift
-from hp_train.errors import HpError
 from hp_train.jobs import events as ev
 from hp_train.jobs import randomness, strays
-from hp_train.jobs.adapters import adapters
 from hp_train.jobs.calls import (
-    apart,
     around,
     has_values,
     is_checkpointed,
@@ -50,20 +42,13 @@ from hp_train.jobs.calls import (
 from hp_train.jobs.disturbing import disturb
 from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.events import Number, Randomness
-from hp_train.jobs.launches import Launches
-from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.notes import Noted, Notes
-from hp_train.jobs.owners import Owners
-from hp_train.jobs.parts import Reference
-from hp_train.jobs.ranks import rank_here, ranks_here
+from hp_train.jobs.parameters import ParameterRecorder, why
+from hp_train.jobs.ranks import is_in_group
 from hp_train.jobs.request import Request
-from hp_train.jobs.rules import read_rules
 from hp_train.jobs.samples import Made, Samples, batch_of
-from hp_train.jobs.sketch import digest_of
-from hp_train.jobs.slices import Run, Slice, all_of, dense
 from hp_train.jobs.trees import tensors_in
-from hp_train.jobs.updates import Updates, updated
-from hp_train.jobs.weights import keep_weights, read_weights, take_weights
+from hp_train.jobs.updates import updated
 
 _OF_NO_SAMPLES = "not made of samples, or not told by which dim"
 
@@ -111,7 +96,7 @@ class Call:
     states: dict[str, str] = field(default_factory=dict)
 
 
-class Recorder:
+class Recorder(ParameterRecorder):
     """What one process of a job computes.
 
     Args:
@@ -119,30 +104,18 @@ class Recorder:
     """
 
     def __init__(self, request: Request) -> None:
-        self._request = request
-        self._step, self._has_updated, self._is_clipped = 1, False, False
+        super().__init__(request)
+        self._is_clipped = False
         self._calls = threading.local()
-        self._lock = threading.RLock()
-        self._roots: dict[int, nn.Module] = {}
-        self._modules: dict[int, str] = {}
-        self._owners: Owners | None = None
-        self._libraries: set[str] = set()
-        self._own_names: dict[int, str] = {}
-        self._terms: set[str] = set()
-        self._notes = Notes(Path(request.folder))
         self._known = ev.batches(Path(request.reference)) if request.reference else None
         self._times: Counter[tuple[str, str]] = Counter()
-        self._root_calls, self._is_called = 0, False
+        self._root_calls = 0
         self._made = Made()
         self._seen: dict[int, Counter[str]] | None = None
         self._optimizers: dict[int, int] = {}
-        self._updates = Updates()
-        self._heard: dict[int, Tensor] = {}
-        self._asked: set[int] = set()
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._random, self._drawn = randomness.states(), set[str]()
-        self._launches: Launches | None = None
         self._hooks: list[RemovableHandle] = []
+        self._is_left_out = False
 
     def listen(self) -> None:
         """Register all hooks."""
@@ -163,31 +136,6 @@ class Recorder:
         os.register_at_fork(after_in_child=self._in_child)
         atexit.register(self.close)
 
-    def _tried(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Have what fails in a hook be told, see Note [What a recorder must not do]."""
-
-        @functools.wraps(hook)
-        def tried(*args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            try:
-                with apart():
-                    hook(*args, **kwargs)
-            except HpError:  # a rule that does not fit, say: the job is to end
-                raise
-            except Exception as error:  # noqa: BLE001 - a stranger's objects may raise anything
-                name = f"({hook.__name__.strip('_').replace('_', ' ')})"
-                self._not_recorded(ev.FORWARD, name, _why(error))
-
-        return tried
-
-    def _not_recorded(
-        self, phase: str, name: str, why: str, shape: tuple[int, ...] = (), index: int = 0
-    ) -> None:
-        """Note down what could not be."""
-        with self._lock:
-            self._notes.add(Noted(self._place(phase), phase, name, shape, None, [], index, why))
-
     def leave(self) -> Request:
         """Listen no more: something else records this process. Returns what is asked of it."""
         asked, self._request = self._request, replace(self._request, steps=0)
@@ -199,6 +147,7 @@ class Recorder:
         """Begin anew in a process that was forked: what is noted down is its parent's."""
         self._lock = threading.RLock()
         self._notes = Notes(Path(self._request.folder))
+        self._is_within, self._had_group = self._launches is not None, is_in_group()
 
     # Modules.
 
@@ -218,9 +167,21 @@ class Recorder:
             kwargs = kwargs_of_call() if is_root else {}
             parameters = () if id(module) in self._roots else (*module.parameters(),)
             is_root = is_root and has_values((*parameters, args, kwargs))
-            call.root = module if is_root and get_worker_info() is None else None
+            if is_root and self._is_no_rank():
+                self._leave_out()
+                is_root = False
+            call.root = module if is_root else None
             if call.root is not None:
                 self._begin(call, module, args, kwargs)
+
+    def _leave_out(self) -> None:
+        """Say that a process which one of the job has started computes something."""
+        if not self._is_left_out:
+            self._is_left_out = True
+            name = f"({Path(sys.argv[0]).name or 'a process'}, started by the job)"
+            why = "no rank, and not compared"
+            self._notes.add(Noted(1, ev.EVALUATION, name, (), None, [], note=why))
+            self._notes.flush(1)
 
     def _begin(
         self, call: Call, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -276,11 +237,12 @@ class Recorder:
             self._hear(module)
         if module is call.root:
             self._end(call, output)
-        if not self._request.outputs:
-            return
         name = self._modules.get(id(module))
-        if name is None:
-            return
+        if name is not None and self._request.outputs:
+            self._outputs(call, name, output)
+
+    def _outputs(self, call: Call, name: str, output: Any) -> None:
+        """Note down all tensors that a module gives."""
         for path, tensor in tensors_in(output):
             if tensor.is_floating_point() and tensor.ndim > 0:
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)
@@ -316,7 +278,7 @@ class Recorder:
             laid = None if samples is None else samples.digest(tensor)
             note = _OF_NO_SAMPLES if samples else "no batch was seen"
         except Exception as error:  # noqa: BLE001 - of a kind of tensor that nobody foresaw
-            laid, note = None, _why(error)
+            laid, note = None, why(error)
         if laid is None:
             self._not_recorded(phase, name, note, shape, index)
             return
@@ -325,177 +287,6 @@ class Recorder:
         entry = Noted(place, phase, name, shape, tensor.dtype, digests, index, may_add=adds)
         with self._lock:
             self._notes.add(entry)
-
-    # Parameters.
-
-    def _meet(self, root: nn.Module, named: Mapping[str, Tensor] | None = None) -> None:
-        """Learn what a root module's parameters are, and what its modules are called.
-
-        Names of any but the first have its number in them. What is a part of an earlier one has
-        the names that it has there.
-
-        Args:
-            root: A module.
-            named: Its parameters; None: as it has them.
-        """
-        self._roots[id(root)] = root
-        number = len(self._roots)
-        for library, adapter in adapters().items():
-            if library not in self._libraries:
-                self._libraries.add(library)
-                with contextlib.suppress(AttributeError):  # of another version of the library
-                    adapter.listen(self)
-        if named is None:
-            own = root.named_parameters(remove_duplicate=True)
-            named = {plain(n): p for n, p in own if id(p) not in self._own_names}
-        inside = f"model{number}." if number > 1 else ""
-        self._own_names |= {id(p): f"{inside}{name}" for name, p in named.items()}
-        owners = self._all_owners()
-        learned = owners.learn(root, named, inside)
-        if self._launch().steps:
-            pass  # these are no first weights
-        elif not self._request.reference:
-            keep_weights(Path(self._request.folder), rank_here(), number, learned.values)
-        elif self._request.start:
-            take_weights(owners.slices(), read_weights(Path(self._request.reference)))
-        for parameter in learned.whole:
-            parts = owners.parts(parameter)
-            self._listen_to(parameter, parts)
-            self._terms.update(p.name.rpartition(".")[0] for p in parts if _is_of_columns(p))
-        self._shapes |= {p.name: p.shape for _, parts in owners.slices() for p in parts}
-        self._name_modules(root, learned.renaming, inside)
-        if not self._launch().steps:
-            # Of a model that is first called after an update, an average say, they are made of it.
-            is_late = self._has_updated or self._step > 1
-            phase = ev.EVALUATION if is_late else ev.START
-            self._parameters(phase, ((p, p) for p in learned.tensors))
-        self._updates.weights += [p for p in learned.tensors if p.requires_grad]
-
-    def _meet_strays(self, parameters: Sequence[Tensor]) -> None:
-        """Learn of parameters that no call of a module has shown."""
-        owners = self._all_owners()
-        if not self._is_called:
-            unknown = [p for p in parameters if id(p) not in self._own_names]
-            for model in strays.models_of(unknown) if unknown else ():
-                if id(model) not in self._roots:
-                    self._meet(model)
-        bare = {
-            f"parameter {index}": p
-            for index, p in enumerate(parameters)
-            if p.is_leaf and p.requires_grad and not is_dtensor(p) and not owners.of(p, "")[1]
-        }
-        if bare:
-            self._meet(nn.Module(), bare)
-
-    def _name_modules(self, root: nn.Module, renaming: Renaming, inside: str) -> None:
-        """Note down what the reference calls a model's modules."""
-        innermost = {
-            f"{inside}{plain(name)}".rstrip("."): module for name, module in root.named_modules()
-        }
-        for own, module in innermost.items():  # of wrappers and what they wrap, the latter
-            name = renaming(own)
-            if isinstance(module, nn.Identity) and self._all_owners().has_parameters(name):
-                continue  # it stands in for a module of another rank
-            self._modules.setdefault(id(module), name)
-
-    def _launch(self) -> Launches:
-        """Which launch of its job this process is of; steps go on from those before it."""
-        if self._launches is None:
-            self._launches = Launches(Path(self._request.folder), rank_here())
-            self._step += self._launches.steps
-        return self._launches
-
-    def _all_owners(self) -> Owners:
-        if self._owners is None:
-            folder, rules = self._request.reference, self._request.rules
-            self._owners = Owners(
-                Reference(lambda: read_weights(Path(folder or self._request.folder))),
-                read_rules(Path(rules)) if rules else None,
-                rank_here(),
-                ranks_here(),
-                self._launch(),
-                is_reference=not folder,
-            )
-        return self._owners
-
-    def hold(self, tensor: Tensor, runs: list[Run]) -> None:
-        """A flat tensor, and what its values are."""
-        self._all_owners().hold(tensor, runs)
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """What the model calls a parameter; None: it is of no model that was called."""
-        return self._own_names.get(id(parameter))
-
-    def _parameters(self, phase: str, values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Note down what parameters have: parameter, value of its shape and placement."""
-        for index, (parameter, value) in enumerate(values):
-            if value is None:
-                continue
-            name, slices = self._all_owners().of(parameter, f"of an optimizer, number {index}")
-            try:
-                self._parameter(phase, name, slices, parameter, value)
-            except Exception as error:  # noqa: BLE001 - of a kind of tensor that nobody foresaw
-                self._not_recorded(phase, name, _why(error), tuple(value.shape))
-
-    def _parameter(
-        self, phase: str, name: str, slices: Sequence[Slice], parameter: Tensor, value: Tensor
-    ) -> None:
-        local = value.to_local() if is_dtensor(value) else value
-        if not slices:
-            if local.numel():
-                why = "not found among the reference's"
-                self._not_recorded(phase, name, why, tuple(value.shape))
-            return
-        if is_dtensor(value) and is_dtensor(parameter):
-            # A gradient may be whole, or a term of a sum, where a rank has a part of its own.
-            local = value.redistribute(placements=parameter.placements).to_local()
-        for part in slices:
-            self._part(phase, part, dense(local.detach()))
-
-    def _part(self, phase: str, part: Slice, local: Tensor) -> None:
-        """Note down what a parameter has of the reference's."""
-        digest = digest_of(part.of(local), part.box)
-        place = self._place(phase)
-        self._notes.add(Noted(place, phase, part.name, part.shape, local.dtype, [digest]))
-
-    # Gradients before they are reduced.
-
-    def _hear(self, module: nn.Module) -> None:
-        """Have parameters that are in a module while it runs tell what autograd gives them.
-
-        FSDP2 computes with gathered parameters, which are there now: those get the gradients.
-        """
-        if id(module) in self._asked:
-            return
-        self._asked.add(id(module))
-        for own, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in self._heard:
-                name = ".".join(filter(None, (self._modules.get(id(module)), own)))
-                is_whole = self._shapes.get(name) == tuple(parameter.shape)
-                self._listen_to(parameter, all_of(name, parameter) if is_whole else [])
-
-    def _listen_to(self, parameter: Tensor, slices: list[Slice]) -> None:
-        """Have a parameter tell what autograd gives it; DDP and others reduce that afterwards."""
-        self._heard[id(parameter)] = parameter
-        if slices and parameter.requires_grad and parameter.is_leaf:
-            hook = functools.partial(self._tried(self._own_gradient), parameter, slices)
-            hook.__torch_unserializable__ = True  # type: ignore[attr-defined] # quiet pickles
-            parameter.register_hook(hook)
-
-    def _own_gradient(self, parameter: Tensor, slices: list[Slice], grad: Tensor) -> None:
-        if not self._is_wanted():
-            return
-        local = grad.to_local() if is_dtensor(grad) else grad
-        held = parameter.to_local() if is_dtensor(parameter) else parameter
-        if local.shape != held.shape:  # placed otherwise until it is accumulated
-            return
-        with self._lock:
-            for part in slices:
-                self._own_term(part, dense(local.detach()))
-
-    def _own_term(self, part: Slice, local: Tensor) -> None:
-        terms = self._notes.own((part.name, part.box), (part.shape, local.dtype))
-        terms.append(digest_of(part.of(local), part.box))
 
     # Losses, norms, updates.
 
@@ -614,7 +405,7 @@ class Recorder:
         if self._is_wanted():
             self.flush()
         self._has_updated = True
-        if self._launches is not None:
+        if self._launches is not None and not self._is_no_rank():
             self._launches.count(self._step)
         if self._owners is not None:
             self._owners.forget()
@@ -633,17 +424,6 @@ class Recorder:
 
     # Writing.
 
-    def _place(self, phase: str) -> int:
-        """The step that a phase is of: what is evaluated after an update is before the next one."""
-        return self._step + (self._has_updated and phase == ev.EVALUATION)
-
-    def _is_wanted(self, phase: str = ev.FORWARD) -> bool:
-        return self._step <= self._request.steps and self._place(phase) <= self._request.steps + 1
-
-    def _number(self, phase: str, value: float, dtype: torch.dtype = torch.float32) -> None:
-        with self._lock:
-            self._notes.number(self._step, phase, value, dtype)
-
     def flush(self) -> None:
         """Write the step that has ended."""
         with self._lock:
@@ -658,18 +438,6 @@ class Recorder:
         with self._lock:
             self._tried(self._look_for_update)()
             self.flush()
-
-
-def _why(error: Exception) -> str:
-    """Why something could not be recorded."""
-    told = (str(error).strip().splitlines() or [""])[0]
-    return f"the recorder could not read it: {type(error).__name__}: {told}"[:200]
-
-
-def _is_of_columns(part: Slice) -> bool:
-    """Whether a part of a matrix has some of its columns: a product with it is a term of a sum."""
-    is_cut = len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
-    return is_cut and part.laid is None
 
 
 def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

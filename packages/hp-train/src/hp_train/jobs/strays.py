@@ -1,4 +1,4 @@
-"""Parameters of a job that no call of a module shows: models inside of compiled functions, bare tensors."""
+"""Parameters that no call of a module shows: of models in compiled functions, or bare tensors."""
 
 import gc
 from collections.abc import Collection
