@@ -83,7 +83,7 @@ def reference() -> dict[str, torch.Tensor]:
 
 
 def found(name: str, values: torch.Tensor) -> list[Slice]:
-    slices, _ = Reference(reference()).find({name: values})
+    slices, _ = Reference(reference).find({name: values})
     return slices.get(name, [])
 
 
@@ -148,7 +148,7 @@ def test_constants_follow_what_their_module_is_called() -> None:
     whole = reference()
     mine = {"layer.q.weight": whole["q.weight"][3:].clone(), "layer.q.bias": torch.zeros(3)}
 
-    slices, _ = Reference(whole).find(mine)
+    slices, _ = Reference(lambda: whole).find(mine)
 
     (bias,) = slices["layer.q.bias"]
     assert (bias.name, bias.box) == ("q.bias", ((3, 6),))
@@ -162,7 +162,7 @@ def test_what_neither_values_nor_names_tell_is_paired_by_shape_in_order() -> Non
     whole = {"a.weight": torch.randn(3, 2), "b.weight": torch.randn(3, 2), "c": torch.randn(4)}
     mine = {"x.weight": torch.randn(3, 2), "y.weight": torch.randn(3, 2), "z": torch.randn(5)}
 
-    slices, renaming = Reference(whole).find(mine)
+    slices, renaming = Reference(lambda: whole).find(mine)
 
     assert {name: parts[0].name for name, parts in slices.items()} == {
         "x.weight": "a.weight",
@@ -174,7 +174,7 @@ def test_what_neither_values_nor_names_tell_is_paired_by_shape_in_order() -> Non
 def test_shapes_that_are_not_as_many_here_and_there_are_not_paired() -> None:
     whole = {"a.weight": torch.randn(3, 2), "b.weight": torch.randn(3, 2)}
 
-    slices, _ = Reference(whole).find({"x.weight": torch.randn(3, 2)})
+    slices, _ = Reference(lambda: whole).find({"x.weight": torch.randn(3, 2)})
 
     assert slices == {}
 

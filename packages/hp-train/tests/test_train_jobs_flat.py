@@ -82,7 +82,7 @@ def test_parameters_that_lie_end_to_end_are_found_and_constants_between_them() -
     weights = model()
     flat = torch.cat([weight.reshape(-1) for weight in weights.values()])
 
-    found = laid(Reference(weights).runs(flat), flat, weights)
+    found = laid(Reference(lambda: weights).runs(flat), flat, weights)
 
     assert all(same(found[name], weights[name]) for name in weights)
 
@@ -92,7 +92,7 @@ def test_parameters_are_found_in_the_opposite_order_and_with_padding() -> None:
     flat = torch.cat([weight.reshape(-1) for weight in reversed(weights.values())])
     flat = torch.cat([flat, torch.zeros(3)])
 
-    found = laid(Reference(weights).runs(flat), flat, weights)
+    found = laid(Reference(lambda: weights).runs(flat), flat, weights)
 
     assert all(same(found[name], weights[name]) for name in weights)
 
@@ -102,7 +102,7 @@ def test_half_of_a_buffer_is_found_where_it_is_cut_in_a_row() -> None:
     flat = torch.cat([weight.reshape(-1) for weight in weights.values()])
     half = flat[:57]  # in the fourth row of `up`
 
-    found = laid(Reference(weights).runs(half), half, weights)
+    found = laid(Reference(lambda: weights).runs(half), half, weights)
 
     assert same(found["embed"], weights["embed"])
     assert same(found["norm"], weights["norm"])
@@ -113,17 +113,17 @@ def test_values_rounded_to_another_dtype_are_found() -> None:
     weights = model()
     flat = weights["up"].to(torch.bfloat16).reshape(-1)
 
-    (part,) = Reference(weights).runs(flat)
+    (part,) = Reference(lambda: weights).runs(flat)
 
     assert (part.name, part.box) == ("up", whole((6, 4)))
 
 
 def test_values_of_no_parameter_are_not_found() -> None:
-    assert Reference(model()).runs(torch.randn(40)) == []
+    assert Reference(model).runs(torch.randn(40)) == []
 
 
 def test_constants_without_neighbours_are_not_guessed() -> None:
-    assert Reference(model()).runs(torch.ones(4)) == []
+    assert Reference(model).runs(torch.ones(4)) == []
 
 
 class Model(nn.Module):
@@ -135,7 +135,7 @@ class Model(nn.Module):
 
 def learned(rules: str = "", rank: int = 0, **parameters: Tensor) -> tuple[Owners, Model]:
     path = Path(rules) if rules else None
-    owners = Owners(Reference(model()), read_rules(path) if path else None, rank, 2)
+    owners = Owners(Reference(model), read_rules(path) if path else None, rank, 2)
     there = Model(parameters or model())
     owners.learn(there, dict(there.named_parameters()))
     return owners, there

@@ -1,17 +1,24 @@
 # ruff: noqa: SLF001  # the purpose of this module
 """Every private torch symbol that hp-train itself uses, in one place; others are hp-platform's."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "dump_memory_history",
     "end_memory_history",
+    "has_modes",
     "in_backward",
+    "in_transform",
     "record_memory_history",
+    "without_modes",
 ]
 
 
@@ -37,3 +44,20 @@ def dump_memory_history(path: str) -> None:
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass: what runs here is recomputation, or a hook."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Whether this is inside of a transform of `torch.func`, such as `vmap`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_modes() -> bool:
+    """Whether a mode sees the operators of this thread."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Compute as if there were no modes, in this thread."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield

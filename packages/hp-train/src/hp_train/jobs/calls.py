@@ -1,10 +1,23 @@
 """How the recorder gets at calls that torch has no hook for."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from hp_train.base._internals import (
+    FakeTensor,
+    has_modes,
+    in_backward,
+    in_transform,
+    without_modes,
+)
+from hp_train.jobs.trees import tensors_in
 
 _DEPTH = 8
 _FOR_SHAPES = {"_forward_metadata_inference"}
@@ -57,6 +70,46 @@ def kwargs_of_call() -> dict[str, Any]:
         if frame.f_code.co_name in {"inner", "_call_impl"} and isinstance(found, dict):
             return found
     return {}
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Compute something of our own: what counts or changes operators of a job does not see it."""
+    if not has_modes():
+        yield
+        return
+    with without_modes():
+        yield
+
+
+def is_unseen() -> bool:
+    """Whether what is computed now is no part of a job's forward.
+
+    It is computed again in a backward, traced, or transformed: tensors have no values of their own.
+    """
+    return (
+        torch.compiler.is_compiling() or in_backward() or in_transform() or torch.jit.is_tracing()
+    )
+
+
+def has_values(value: Any) -> bool:
+    """Whether all tensors inside of a value are more than shapes: on no meta device, not fake."""
+    return not any(t.is_meta or isinstance(t, FakeTensor) for _, t in tensors_in(value))
+
+
+def is_checkpointed() -> bool:
+    """Whether a root module is called to be called again in the backward, without gradients now.
+
+    Called from a global hook of that call.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, CPython
+    for _ in range(2 * _DEPTH):
+        if frame is None:
+            break
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_for_shapes() -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from hp_train.jobs import events as ev
-from hp_train.jobs.joined import Digests, Recording, Step, distance, numbers_of
+from hp_train.jobs.joined import Digests, Recording, Step, distance, numbers_of, size_of
 from hp_train.jobs.reproduction import Exact, Reproduction
 
 _TIMES = 10.0
@@ -20,6 +20,9 @@ _ULPS = 32
 """A tensor may be off by this many units of the largest of its phase: one that is zero but for
 rounding has no digits to compare."""
 
+
+_OF_BACKWARD = (ev.BACKWARD, ev.GRADIENT, ev.CLIPPED)
+"""Of gradients that overflow, which scalers of losses leave out, only that they do is compared."""
 
 UPDATE = "update"
 """Phase of a difference: one of both makes no such update."""
@@ -124,12 +127,12 @@ class Floor:
             for name, tensor in names.items():
                 theirs = other.tensors.get(phase, {}).get(name)
                 if theirs is not None and not (tensor.problem or theirs.problem):
-                    error = _error(theirs, tensor)
+                    error = _error(theirs, tensor, phase)
                     if math.isfinite(error):
                         key = index, phase, name
                         self._errors[key] = max(error, self._errors.get(key, 0.0))
-        for phase, apart in ((ev.LOSS, _apart), (ev.NORM, _farthest)):
-            error = apart(numbers_of(other, phase), numbers_of(step, phase))
+        for phase in (ev.LOSS, ev.NORM):
+            error = _error_of_numbers(other, step, phase, "")
             if math.isfinite(error):
                 key = index, phase, ""
                 self._errors[key] = max(error, self._errors.get(key, 0.0))
@@ -276,11 +279,11 @@ def _phase(  # noqa: PLR0917
     for name in common:
         tensor, reference = ours[name].scaled(losses), expected[name]
         where = f"{phase} {name}"
-        if reason := _why_not(tensor, reference):
+        bound = floor.bound(index, phase, name, _shortest(tensor, reference))
+        if reason := _why_not(tensor, reference) or _why_mixed(reference, bound):
             result.unaligned.setdefault(where, reason)
             continue
-        error = _error(tensor, reference)
-        bound = floor.bound(index, phase, name, _shortest(tensor, reference))
+        error = _error(tensor, reference, phase)
         if tensor.is_sum and not error <= bound:
             result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
             continue
@@ -295,7 +298,7 @@ def _phase(  # noqa: PLR0917
             )
         elif not error <= bound and not error * reference.norm <= tiny:
             factor, rest = _nearest(tensor, reference)
-            origin = _origin(mine, theirs, phase, name, bound)
+            origin = _origin(mine, theirs, phase, name, bound, is_scaled=rest <= _TIMES * bound)
             result.differences.append(
                 Place(index, phase, name, error, bound, factor, rest, origin=origin)
             )
@@ -305,11 +308,14 @@ def _phase(  # noqa: PLR0917
         result.unaligned.setdefault(f"{phase} {name}", "the reference has not computed it")
 
 
-def _origin(mine: Step, theirs: Step, phase: str, name: str, bound: float) -> str:
+def _origin(
+    mine: Step, theirs: Step, phase: str, name: str, bound: float, *, is_scaled: bool = True
+) -> str:
     """Say whether a gradient was wrong before it was reduced.
 
     Where ranks' own gradients add up to another multiple of the reference's, their loss may have
-    been scaled for a mean, or wrongly: that cannot be told.
+    been scaled for a mean, or wrongly: that cannot be told, unless what they were reduced to is no
+    multiple (`is_scaled`).
     """
     if phase != ev.GRADIENT:
         return ""
@@ -319,7 +325,9 @@ def _origin(mine: Step, theirs: Step, phase: str, name: str, bound: float) -> st
     if _error(own, reference) <= bound:
         return REDUCTION
     _, rest = _nearest(own, reference)
-    return "" if rest <= _TIMES * bound else ev.BACKWARD
+    if rest <= _TIMES * bound:
+        return "" if is_scaled else REDUCTION
+    return ev.BACKWARD
 
 
 def scales(mine: Step, theirs: Step) -> dict[str, float]:
@@ -336,15 +344,14 @@ def _scales(
     A rank may take the gradient of the mean of its own samples, and ranks the mean of gradients.
     Whether that is right is seen in gradients of parameters.
     """
+    found: dict[str, float] = {}
     for name in names:
         if not _why_not(ours[name], expected[name]):
-            return {
-                row: 1.0 / factor
-                for row, (sums, _) in ours[name].rows.items()
-                if row in expected[name].rows
-                and (factor := _projected(sums, expected[name].rows[row][0]))
-            }
-    return {}
+            for row, (sums, _) in ours[name].rows.items():
+                if row not in found and row in expected[name].rows:
+                    factor = _projected(sums, expected[name].rows[row][0])
+                    found |= {row: 1.0 / factor} if factor else {}
+    return found
 
 
 def _projected(mine: Sequence[float], theirs: Sequence[float]) -> float:
@@ -372,11 +379,22 @@ def _pairs(
 ) -> Iterable[tuple[tuple[float, ...], tuple[float, ...], float]]:
     for row, (sums, norm) in reference.rows.items():
         if row in tensor.rows:
-            yield tensor.rows[row][0], sums, norm
+            yield tensor.rows[row][0], sums, size_of(sums, norm)
 
 
-def _error(tensor: Digests, reference: Digests) -> float:
+def _why_mixed(reference: Digests, bound: float) -> str:
+    """Whether a reference's samples with one name have other values."""
+    is_mixed = any(reference.rows) and reference.disagree > bound
+    return "samples of the reference with the same input have other values" if is_mixed else ""
+
+
+def _error(tensor: Digests, reference: Digests, phase: str = "") -> float:
     """Norm of the difference, relative to the reference's; of the samples that both have."""
+    if phase in _OF_BACKWARD and not (tensor.is_finite or reference.is_finite):
+        return 0.0
+    common = tensor.rows.keys() & reference.rows.keys()
+    if any(_is_finite(tensor, row) != _is_finite(reference, row) for row in common):
+        return math.inf
     difference = math.fsum(distance(a, b) ** 2 for a, b, _ in _pairs(tensor, reference))
     norm = math.fsum(norm**2 for *_, norm in _pairs(tensor, reference))
     if math.isnan(difference) or math.isnan(norm):
@@ -384,6 +402,10 @@ def _error(tensor: Digests, reference: Digests) -> float:
     if norm == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return math.sqrt(difference / norm)
+
+
+def _is_finite(tensor: Digests, row: str) -> bool:
+    return math.isfinite(tensor.rows[row][1])
 
 
 def _nearest(tensor: Digests, reference: Digests) -> tuple[float, float]:
@@ -409,8 +431,10 @@ def _numbers(  # noqa: PLR0917
         if not ours:
             result.unaligned.setdefault(where, "the job has not computed it")
             continue
-        error = (_apart if phase == ev.LOSS else _farthest)(ours, expected)
-        bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else "float32")
+        error = _error_of_numbers(mine, theirs, phase, name)
+        dtypes = mine.dtypes.get(phase, set()) | theirs.dtypes.get(phase, set())
+        shortest = max(dtypes or {"float32"}, key=lambda dtype: _EPSILON.get(dtype, 0.0))
+        bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else shortest)
         result.num_compared += 1
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if not error <= bound:
@@ -419,11 +443,25 @@ def _numbers(  # noqa: PLR0917
             result.differences.append(Place(index, phase, name, error, bound, ratio, 0.0))
 
 
+def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> float:
+    """How far numbers of a phase are from the reference's."""
+    ours, expected = numbers_of(mine, phase, name), numbers_of(theirs, phase, name)
+    if phase == ev.LOSS:
+        return _apart(ours, expected)
+    lists = [[*step.numbers.get(phase, {}).get(name, {}).values()] for step in (mine, theirs)]
+    if len({len(some) for some in lists[0] + lists[1]}) != 1:
+        return _farthest(ours, expected)
+    pairs = zip(zip(*lists[0], strict=True), zip(*lists[1], strict=True), strict=True)
+    return max(_farthest(*pair) for pair in pairs)  # of several in a step each with its own
+
+
 def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:
     """Largest distance of a number, which all ranks should have, from the reference's."""
     if not expected:
         return math.inf
     theirs = statistics.fmean(expected)
+    if not math.isfinite(theirs):
+        return math.inf if any(map(math.isfinite, ours)) else 0.0
     errors = [abs(value - theirs) / (abs(theirs) or 1.0) for value in ours]
     return max((math.inf if math.isnan(e) else e for e in errors), default=math.inf)
 
@@ -435,8 +473,10 @@ def _apart(ours: Sequence[float], expected: Sequence[float]) -> float:
     microbatches, or by a power of two: what is made of them is seen in gradients.
     """
     mine, theirs = math.fsum(ours), math.fsum(expected)
-    if not ours or not expected or not math.isfinite(mine) or not math.isfinite(theirs):
+    if not ours or not expected or math.isfinite(mine) != math.isfinite(theirs):
         return math.inf
+    if not math.isfinite(mine):
+        return 0.0
     if not mine or not theirs:
         return abs(mine - theirs)
     ratio = mine / theirs

@@ -99,6 +99,7 @@ class Number(msgspec.Struct, frozen=True, array_like=True):
         name: Which of several.
         value: The number.
         call: Which of this process's, counted from 0.
+        dtype: Dtype that it was computed in, without ``torch.``.
     """
 
     step: int
@@ -106,6 +107,7 @@ class Number(msgspec.Struct, frozen=True, array_like=True):
     name: str
     value: float
     call: int = 0
+    dtype: str = "float32"
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):

@@ -13,6 +13,7 @@ _ALONE = {
 }
 _AFTER = {
     ev.LOSS: "outputs are equal and the loss is not: its mean, its targets, or a sum over ranks",
+    ev.BACKWARD: "the backward of what is computed with this output",
     ev.GRADIENT: "the backward of this parameter, or its reduction",
     ev.NORM: "gradients are equal and their norm is not: a part is counted twice, or left out",
     ev.CLIPPED: "gradients and norm are equal and what is clipped is not",
@@ -25,6 +26,8 @@ _ORIGINS = {
 }
 _RANDOM = (ev.FORWARD, ev.LOSS, ev.BACKWARD, ev.EVALUATION)
 """Phases that dropout changes."""
+_STEPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Largest relative error of a sum of two rounded numbers, about."""
 _NEAR = 1e-3
 _MOST = 1024
 
@@ -44,10 +47,10 @@ def explain(comparison: Comparison) -> list[str]:
         if place.step == first.step and place.phase == first.phase
     ]
     dropout = [comparison.random[first.step]] if first.step in comparison.random else []
-    return [*(dropout if first.phase in _RANDOM else []), *_reasons(first, together)]
+    return [*(dropout if first.phase in _RANDOM else []), *_reasons(comparison, first, together)]
 
 
-def _reasons(first: Place, together: Sequence[Place]) -> Iterator[str]:
+def _reasons(comparison: Comparison, first: Place, together: Sequence[Place]) -> Iterator[str]:
     if first.phase in _ALONE:
         yield _ALONE[first.phase]
         return
@@ -63,9 +66,26 @@ def _reasons(first: Place, together: Sequence[Place]) -> Iterator[str]:
         what = first.name or "the model"
         yield f"what {what} was given is equal and what it gives is not: {_of_module(first.name)}"
     elif first.origin:
-        yield _ORIGINS[first.origin]
+        yield from _of_origin(first, together)
+    elif first.phase == ev.WEIGHT and ev.GRADIENT not in comparison.largest:
+        yield "the backward, a reduction or the update: gradients were not compared"
     elif first.phase in _AFTER and not (first.phase == ev.GRADIENT and first.who):
         yield _AFTER[first.phase]
+
+
+def _rounded(places: Sequence[Place]) -> Iterator[str]:
+    """Whether all errors of a reduction have the size of rounding to a shorter dtype."""
+    errors = [place.error for place in places if not place.who]
+    for dtype, step in _STEPS.items():
+        if len(errors) == len(places) and all(step / 16 < error < step for error in errors):
+            yield f"errors are as large as those of rounding to {dtype}: ranks may exchange that"
+            return
+
+
+def _of_origin(first: Place, together: Sequence[Place]) -> Iterator[str]:
+    if first.origin == REDUCTION:
+        yield from _rounded(together)
+    yield _ORIGINS[first.origin]
 
 
 def _of_module(name: str) -> str:

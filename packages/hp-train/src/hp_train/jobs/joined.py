@@ -52,8 +52,13 @@ class Digests:
 
     @property
     def norm(self) -> float:
-        """Its 2-norm."""
-        return math.sqrt(sum(norm * norm for _, norm in self.rows.values()))
+        """Its 2-norm; where not all of it is finite, that of what stands in for it."""
+        return math.sqrt(sum(size_of(sums, norm) ** 2 for sums, norm in self.rows.values()))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of its numbers are."""
+        return all(math.isfinite(norm) for _, norm in self.rows.values())
 
     def scaled(self, factors: Mapping[str, float]) -> "Digests":
         """Its samples times a factor of each; 1 where there is none."""
@@ -73,6 +78,7 @@ class Step:
     Attributes:
         tensors: Phase -> name -> tensor, in the order of recording.
         numbers: Phase -> name -> process -> numbers.
+        dtypes: Phase -> dtypes in which its numbers were computed.
         rows: Names of the samples of the step's forward.
         states: Process -> generator of random numbers -> name of its state when the step began.
         drawn: Generators that the model used.
@@ -81,6 +87,7 @@ class Step:
 
     tensors: dict[str, dict[str, Digests]] = field(default_factory=dict)
     numbers: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    dtypes: dict[str, set[str]] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
     states: dict[str, Mapping[str, str]] = field(default_factory=dict)
     drawn: set[str] = field(default_factory=set)
@@ -144,7 +151,8 @@ def join(folder: Path) -> Recording:
     if not files:
         raise NothingRecordedError(
             f"no process of {folder} imported torch and called a module with parameters; "
-            "is it Python that reads PYTHONPATH (no -I, -E or -S), with hp-train installed?"
+            "is it Python that reads PYTHONPATH (no -I, -E or -S, and no job that "
+            "sets it anew), with hp-train installed? Steps that are compiled whole are not seen"
         )
     lines = {path.stem: list(read(path)) for path in files}
     events = [(who, line.event) for who, some in lines.items() for line in some if line.event]
@@ -164,6 +172,7 @@ def join(folder: Path) -> Recording:
     for who, number in numbers:
         by_name = steps[number.step].numbers.setdefault(number.phase, {})
         by_name.setdefault(number.name, {}).setdefault(who, []).append(number.value)
+        steps[number.step].dtypes.setdefault(number.phase, set()).add(number.dtype)
     for who, some in lines.items():
         for random in (line.random for line in some if line.random):
             steps[random.step].states[who] = random.states
@@ -255,7 +264,8 @@ class _Parts:
                 boxes[piece.box] = who, piece
                 continue
             other, held = boxes[piece.box]
-            apart = distance(piece.sums, held.sums) / max(piece.norm, held.norm, 1e-300)
+            sizes = (size_of(p.sums, p.norm) for p in (piece, held))
+            apart = distance(piece.sums, held.sums) / max(*sizes, 1e-300)
             if event.may_add and apart > TERMS:
                 boxes[piece.box] = who, _sum(piece, held)
                 result.is_sum = True
@@ -285,6 +295,11 @@ def _sum(piece: Piece, other: Piece) -> Piece:
     """What two terms of a sum add up to; its norm is what its sums with signs tell."""
     sums = tuple(x + y for x, y in zip(piece.sums, other.sums, strict=True))
     return Piece(piece.box, sums, math.sqrt(math.fsum(x * x for x in sums) / NUM_SIGNS), piece.row)
+
+
+def size_of(sums: Sequence[float], norm: float) -> float:
+    """Norm of a tensor, as its sums with signs tell it where it has numbers that are not finite."""
+    return norm if math.isfinite(norm) else math.sqrt(math.fsum(x * x for x in sums) / NUM_SIGNS)
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hp_train.base._internals import in_backward
 from hp_train.jobs import events as ev
-from hp_train.jobs.calls import kwargs_of_call
-from hp_train.jobs.recorder import Call, Recorder, rank_here
+from hp_train.jobs.calls import is_unseen, kwargs_of_call
+from hp_train.jobs.dtensors import is_dtensor
+from hp_train.jobs.ranks import rank_here
+from hp_train.jobs.recorder import Call, Recorder
 from hp_train.jobs.request import Request
 from hp_train.jobs.samples import Laid, Samples
 from hp_train.jobs.slices import Slice, placed
@@ -67,7 +67,7 @@ class Keeper(Recorder):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         super()._enter(module, args)
-        if torch.compiler.is_compiling() or in_backward():
+        if is_unseen():
             return
         call, name = self._call(), self._modules.get(id(module))
         if name is None or call.root is None or not self._is_here(call.phase):
@@ -101,7 +101,7 @@ class Keeper(Recorder):
         leaves = []
         for text, tensor in expressions((args, dict(kwargs)), "given"):
             laid = None if call.samples is None else call.samples.laid(tensor)
-            raw = None if isinstance(tensor, DTensor) else _copied(tensor)
+            raw = None if is_dtensor(tensor) else _copied(tensor)
             kept = {
                 "place": text,
                 "size": tuple(tensor.shape),
@@ -146,7 +146,7 @@ class Keeper(Recorder):
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         super()._leave(module, args, output)
-        if torch.compiler.is_compiling() or in_backward():
+        if is_unseen():
             return
         call, name = self._call(), self._modules.get(id(module))
         if name not in self._modules_kept or call.root is None or not self._is_here(call.phase):
@@ -297,7 +297,7 @@ def _copied(tensor: Tensor) -> Tensor:
 def _plain(value: Any) -> Any:
     """A number or text, or several; None: it is something else."""
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and not isinstance(value, DTensor) else None
+        return float(value) if value.numel() == 1 and not is_dtensor(value) else None
     if isinstance(value, tuple | list):
         listed = tuple(_plain(item) for item in value)
         return None if None in listed else listed

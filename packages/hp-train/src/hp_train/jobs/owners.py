@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hp_train.errors import ConfigError
 from hp_train.jobs.adapters import Held, adapters
+from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.launches import Launches
 from hp_train.jobs.names import Renaming
 from hp_train.jobs.parts import Reference
@@ -47,22 +47,26 @@ class Owners:
     """What every tensor is of the reference.
 
     Args:
-        reference: Its first weights; None: this is the reference.
+        reference: Its first weights, which are this job's own where it is the reference.
         rules: What is declared of parameters, and is believed.
         rank: Rank of this process.
         ranks: How many there are.
         launches: What earlier launches of the job have found; None: it has one.
+        is_reference: Whether parameters are what they are called.
     """
 
     def __init__(
         self,
-        reference: Reference | None,
+        reference: Reference,
         rules: Rules | None = None,
         rank: int = 0,
         ranks: int = 1,
         launches: Launches | None = None,
+        *,
+        is_reference: bool = False,
     ) -> None:
         self._reference, self._rules = reference, rules or Rules()
+        self._is_reference = is_reference
         self._rank, self._ranks, self._launches = rank, ranks, launches
         self._slices: dict[int, list[Slice]] = {}
         self._names: dict[int, str] = {}
@@ -84,7 +88,8 @@ class Owners:
                     named_runs = [replace(run, name=f"{inside}{run.name}") for run in runs]
                     self.hold(tensor, named_runs)
         named = {f"{inside}{name}": parameter for name, parameter in named.items()}
-        real = {n: p for n, p in named.items() if id(p) not in self._runs and p.numel()}
+        held = {key for key, (_, runs) in self._runs.items() if runs}
+        real = {n: p for n, p in named.items() if id(p) not in held and p.numel()}
         flats: dict[str, tuple[Flat, Run, Tensor]] = {}
         for tensor, runs in self._runs.values():
             for run in runs:
@@ -97,7 +102,7 @@ class Owners:
             parts = self._slices[id(parameter)] = found.get(name, [])
             self._names[id(parameter)] = parts[0].name if len(parts) == 1 else renaming(name)
             self._real[name] = parts, parameter
-            if not isinstance(parameter, DTensor):
+            if not is_dtensor(parameter):
                 own = Run(name, tuple(parameter.shape), 0, parameter.numel(), 0)
                 self._runs[id(parameter)] = parameter, [own]
         for name, (_, run, _) in flats.items():
@@ -113,13 +118,17 @@ class Owners:
         Args:
             module: Its name there.
         """
-        weights = () if self._reference is None else self._reference.weights
+        weights = () if self._is_reference else self._reference.weights
         return any(name.startswith(f"{module}.") for name in weights)
 
     def hold(self, tensor: Tensor, runs: list[Run]) -> None:
         """A flat tensor, and what its values are."""
         if id(tensor) not in self._runs:
             self._runs[id(tensor)] = tensor, runs
+
+    def forget(self) -> None:
+        """Free what was read of the reference, until something is to be found again."""
+        self._reference.forget()
 
     def parts(self, tensor: Tensor) -> list[Slice]:
         """What a tensor that is known is of the reference."""
@@ -134,12 +143,12 @@ class Owners:
         """
         key = id(tensor)
         if key not in self._names:
-            is_plain = tensor.is_floating_point() and not isinstance(tensor, DTensor)
+            is_plain = tensor.is_floating_point() and not is_dtensor(tensor)
             known = self._by_memory(tensor) if is_plain else ()
             runs = self._runs[key][1] if key in self._runs else list(known)
             self._runs[key] = tensor, runs  # kept, so that no other gets its id
             slices = self._of_runs(runs)
-            if is_plain and not slices and self._reference is not None:
+            if is_plain and not slices:
                 slices = self._reference.runs(tensor.detach().reshape(-1))
             self._names[key] = runs[0].name if runs else what
             self._slices[key] = slices
@@ -148,7 +157,7 @@ class Owners:
     def slices(self) -> Iterator[tuple[Tensor, list[Slice]]]:
         """All tensors that are known, with what they are of the reference."""
         tensors = [tensor for tensor, _ in self._runs.values()]
-        tensors += [tensor for _, tensor in self._real.values() if isinstance(tensor, DTensor)]
+        tensors += [tensor for _, tensor in self._real.values() if is_dtensor(tensor)]
         for tensor in tensors:
             yield tensor, self._slices[id(tensor)]
 
@@ -169,7 +178,7 @@ class Owners:
     def _find(
         self, parameters: Mapping[str, Tensor | Flat]
     ) -> tuple[dict[str, list[Slice]], Renaming]:
-        if self._reference is not None:
+        if not self._is_reference:
             declared = {}
             for name, parameter in parameters.items():
                 if isinstance(parameter, Tensor) and (rule := self._rules.of(name)):
@@ -180,7 +189,6 @@ class Owners:
 
     def _declared(self, name: str, parameter: Tensor, other: str, rule: Rule) -> Slice:
         """What a rule says that a parameter is."""
-        assert self._reference is not None
         weight = self._reference.weights.get(other)
         if weight is None:
             raise ConfigError(f"rule {rule.name}: the reference has no parameter {other}")

@@ -6,14 +6,15 @@ has put it. So shards, fused and reordered matrices, experts stacked or apart, a
 no declaration, as long as both jobs start from the same weights.
 """
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.events import Box
 from hp_train.jobs.names import Renaming
 from hp_train.jobs.runs import Runs
@@ -24,13 +25,25 @@ class Reference:
     """The first weights of the reference, to find a rank's in.
 
     Args:
-        weights: Name -> whole tensor.
+        read: Reads them: name -> whole tensor.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self.weights = weights
+    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._read = read
+        self._weights: Mapping[str, Tensor] | None = None
         self._rows: dict[bytes, list[tuple[str, int]]] | None = None
         self._runs: Runs | None = None
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Name -> whole tensor, read when it is asked for."""
+        if self._weights is None:
+            self._weights = self._read()
+        return self._weights
+
+    def forget(self) -> None:
+        """Free what was read and made of it, until something is to be found again."""
+        self._weights = self._rows = self._runs = None
 
     def find(
         self,
@@ -95,15 +108,22 @@ class Reference:
             return []
         if name in self.weights and self._is_there(name, local, parts, shape):
             return [replace(part, name=name) for part in parts]
-        if isinstance(parameter, DTensor | Flat):
-            for other, theirs in self.weights.items():
-                if tuple(theirs.shape) == shape and self._is_there(other, local, parts, shape):
-                    return [replace(part, name=other) for part in parts]
-            if isinstance(parameter, DTensor):
+        if isinstance(parameter, Flat) or is_dtensor(parameter):
+            if found := self._by_shape(local, parts):
+                return found
+            if is_dtensor(parameter):
                 return []
         if local.ndim == 1:
-            return self.runs(local)
+            return self._by_shape(local, parts) or self.runs(local)
         return self._by_rows(local) or self._by_columns(name, local)
+
+    def _by_shape(self, local: Tensor, parts: Sequence[Slice]) -> list[Slice]:
+        """Find a parameter among those of its shape."""
+        shape = parts[0].shape if parts else ()
+        for other in self.weights if parts else ():
+            if self._is_there(other, local, parts, shape):
+                return [replace(part, name=other) for part in parts]
+        return []
 
     def runs(self, values: Tensor) -> list[Slice]:
         """Say what parts of a flat tensor are; what is not found is left out.
@@ -127,7 +147,7 @@ class Reference:
         if local.ndim < 2:
             return []
         rows = self._all_rows()
-        places = [rows.get(text, []) for text in _row_bytes(local)]
+        places = [rows.get(text, []) for text in _row_names(local)]
         if not all(len(place) == 1 for place in places):
             return []
         slices: list[Slice] = []
@@ -141,12 +161,12 @@ class Reference:
         """Find a matrix whose columns are some of a reference's, that of its name first."""
         if local.ndim != 2:
             return []
-        columns = _row_bytes(local.T)
+        columns = _row_names(local.T)
         for other in [name] * (name in self.weights) + [n for n in self.weights if n != name]:
             theirs = self.weights[other]
             if theirs.ndim != 2 or theirs.shape[0] != local.shape[0]:
                 continue
-            index = {text: i for i, text in enumerate(_row_bytes(theirs.T.to(local.dtype)))}
+            index = {text: i for i, text in enumerate(_row_names(theirs.T.to(local.dtype)))}
             if all(text in index for text in columns):
                 shape, rows = tuple(theirs.shape), (0, local.shape[0])
                 places = [(other, index[text]) for text in columns]
@@ -184,7 +204,7 @@ class Reference:
             self._rows = defaultdict(list)
             for name, weight in self.weights.items():
                 if weight.ndim >= 2:
-                    for index, text in enumerate(_row_bytes(weight)):
+                    for index, text in enumerate(_row_names(weight)):
                         self._rows[text].append((name, index))
         return self._rows
 
@@ -236,10 +256,11 @@ def _runs(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, int, tuple[s
             begin = i
 
 
-def _row_bytes(values: Tensor) -> list[bytes]:
+def _row_names(values: Tensor) -> list[bytes]:
+    """A name for each row that is the same where all bits are."""
     rows = values.detach().reshape(-1, values.shape[-1]).contiguous().cpu()
     raw = rows.view(torch.uint8).numpy()
-    return [row.tobytes() for row in raw]
+    return [hashlib.blake2b(row, digest_size=16).digest() for row in raw]
 
 
 def _cut(values: Tensor, box: Box) -> Tensor:

@@ -8,6 +8,8 @@ import msgspec
 VARIABLE = "HP_VERIFY_JOB"
 RUN = "HP_VERIFY_RUN"
 """Another word for each run of a job or its reference, for what must not be there twice."""
+WITHIN = "HP_VERIFY_WITHIN"
+"""Process id of what is recorded, for programs that it starts: they are no ranks of the job."""
 SITE = Path(__file__).parent / "site"
 
 

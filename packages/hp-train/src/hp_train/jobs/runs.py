@@ -46,6 +46,8 @@ class Runs:
         Args:
             values: `[N]`.
         """
+        if not self._names:
+            return []
         here = _bits(values.detach().cpu())
         there, index = self._in(values.dtype)
         found = list(self._longest(here, there, index))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.events import Box, Rows
 from hp_train.jobs.sketch import Digest, digest_rows
 from hp_train.jobs.slices import placed, whole
@@ -26,7 +26,7 @@ _READ = 1 << 14
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What tells the samples of a call of a root module apart: its tokens, or its first tensor."""
     given = [*tensors_in(args), *tensors_in(kwargs)]
-    laid = [(name, tensor) for name, tensor in given if tensor.ndim >= 2]
+    laid = [(name, tensor) for name, tensor in given if tensor.ndim >= 2 and not tensor.is_nested]
     named = [t for name, t in laid if name in _TOKENS and not t.is_floating_point()]
     return next(iter(named or [t for _, t in laid]), None)
 
@@ -53,13 +53,13 @@ class Made:
         """
         self._known = {k: v for k, v in self._known.items() if not v[0].expired()}
         for _, tensor in tensors_in(output):
-            if tensor.ndim >= 2 and len(tensor) == len(names) and not isinstance(tensor, DTensor):
+            if tensor.ndim >= 2 and len(tensor) == len(names) and not is_dtensor(tensor):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 self._known[storage.cdata] = storage, names
 
     def samples_of(self, batch: Tensor) -> tuple[str, ...]:
         """Return the names of the samples of what a root module is given; empty: unknown."""
-        if isinstance(batch, DTensor):
+        if is_dtensor(batch):
             return ()
         key = StorageWeakRef(batch.untyped_storage()).cdata
         storage, names = self._known.get(key, (None, ()))
@@ -120,7 +120,7 @@ class Samples:
         given: tuple[str, ...] = (),
         seen: Counter[str] | None = None,
     ) -> None:
-        local = batch.to_local() if isinstance(batch, DTensor) else batch
+        local = batch.to_local() if is_dtensor(batch) else batch
         self._call, self._local = call, local.detach()
         self.has_tokens = local.ndim == 2 and local.dtype in (torch.int64, torch.int32)
         self._length, self._is_reference = local.shape[1], known is None
@@ -171,7 +171,7 @@ class Samples:
             Shape of one sample, and parts of samples; None as `digest`.
         """
         values, box, shape = tensor.detach(), None, tuple(tensor.shape)
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 return None
             values, parts, shape = placed(tensor)

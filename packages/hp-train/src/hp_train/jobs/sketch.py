@@ -12,6 +12,7 @@ from hp_train.jobs.events import NUM_SIGNS, Box, Piece
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Of splitmix64 (Steele, Lea and Flood 2014)."""
 _WRAP = 1 << 64
+_NOT_FINITE = 7.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def digest_of(part: Tensor, box: Box) -> Digest:
     """Digest a part of a tensor.
 
     Args:
-        part: The part, of any shape and floating dtype.
+        part: The part, of any shape and dtype.
         box: Where it is in the whole; as many indices in each dim as `part` has.
     """
     return digest_rows(part[None], box, ("",))
@@ -50,7 +51,7 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
     """Digest many parts that are the same part of different tensors.
 
     Args:
-        parts: Samples, `[N, ...]`, of any floating dtype.
+        parts: Samples, `[N, ...]`, of any dtype.
         box: Where each is in its whole, without the dim of samples.
         rows: Name of each sample.
     """
@@ -58,10 +59,19 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
     if torch.is_autocast_enabled(values.device.type):  # a job's, not ours
         with torch.autocast(values.device.type, enabled=False):
             return digest_rows(values, box, rows)
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    if values.is_complex():
+        real, imaginary = (digest_rows(x, box, rows) for x in (values.real, values.imag))
+        # Signs of other numbers for the imaginary parts, which are drawn apart from these.
+        sums = real.sums + imaginary.sums.roll(1, -1)
+        return Digest(box, rows, sums, torch.hypot(real.norms, imaginary.norms))
+    values = _widened(values)
+    norms = torch.linalg.vector_norm(values.flatten(1), dim=1) if values.ndim > 1 else values.abs()
+    if values.device.type != "cpu":
+        values = _finite(values)  # whether any are not cannot be asked without waiting
+    elif not bool(norms.isfinite().all()):
+        values = _finite(values.double())
     if values.ndim == 1:
-        return Digest(box, rows, values[:, None].expand(-1, NUM_SIGNS), values.abs())
-    norms = torch.linalg.vector_norm(values.flatten(1), dim=1)
+        return Digest(box, rows, values[:, None].expand(-1, NUM_SIGNS), norms)
     num_dims = values.ndim - 1
     if num_dims == 1:
         return Digest(box, rows, values @ _signs(0, box[0], values), norms)
@@ -73,6 +83,18 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
         signs = _signs(dim, box[dim], values).T  # [NUM_SIGNS, indices]
         sums = (sums * signs.view(NUM_SIGNS, *(1,) * (dim - 1), -1)).sum(-1)
     return Digest(box, rows, sums, norms)
+
+
+def _widened(values: Tensor) -> Tensor:
+    """Real values of any dtype in a floating one of 32 bits or more."""
+    is_narrow = values.is_floating_point() and values.itemsize == 1  # which no dtype is promoted to
+    wide = torch.float32 if is_narrow else torch.promote_types(values.dtype, torch.float32)
+    return values.to(wide)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Numbers that are not finite as another one: the norm tells that there are some."""
+    return torch.where(values.isfinite(), values, _NOT_FINITE)
 
 
 def sum_of_digests(terms: Sequence[Digest]) -> Digest:

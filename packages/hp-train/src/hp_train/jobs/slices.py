@@ -9,13 +9,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hp_train.base.runs import runs_of
+from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.events import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,11 @@ class Flat:
         return self.values.detach()
 
 
+def dense(values: Tensor) -> Tensor:
+    """Values with all zeros, of a tensor that may leave them out."""
+    return values if values.layout == torch.strided else values.to_dense()
+
+
 def whole(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor."""
     return tuple((0, size) for size in shape)
@@ -116,7 +125,7 @@ def placed(tensor: Tensor | Flat) -> tuple[Tensor, list[Slice], tuple[int, ...]]
         shape, size = tensor.shape, tensor.values.numel()
         return tensor.detach(), list(parts_of_run("", shape, tensor.first, size)), shape
     shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor.detach(), [Slice("", shape, whole(shape), whole(shape))], shape
     if any(placement.is_partial() for placement in tensor.placements):
         return placed(tensor.full_tensor().detach())
@@ -128,7 +137,7 @@ def placed(tensor: Tensor | Flat) -> tuple[Tensor, list[Slice], tuple[int, ...]]
     return local, [Slice("", shape, here, there) for here, there in pairs], shape
 
 
-def _indices(tensor: DTensor) -> list[Tensor]:
+def _indices(tensor: "DTensor") -> list[Tensor]:
     """Indices of the whole that are here, for each dim, in their order here.
 
     A placement cuts what those before it have left. One that is strided, as of fused matrices, has

@@ -1,0 +1,124 @@
+"""What one process notes down in a step, until it is written."""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hp_train.jobs import events as ev
+from hp_train.jobs.events import Box, Event, Log, Number, Randomness, Rows
+from hp_train.jobs.ranks import rank_here, ranks_here
+from hp_train.jobs.sketch import Digest, sum_of_digests
+
+
+@dataclass(slots=True)
+class Noted:
+    """A tensor to be written down when the step ends.
+
+    Attributes:
+        step, phase, name, shape, call, note, may_add: As of an `Event`.
+        dtype: Its dtype; None: it is no tensor.
+        digests: What it has.
+    """
+
+    step: int
+    phase: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    digests: list[Digest]
+    call: int = 0
+    note: str = ""
+    may_add: bool = False
+
+
+@dataclass(slots=True)
+class _Own:
+    """A rank's gradient of a part of a parameter, before it is reduced: one term a backward."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    terms: list[Digest] = field(default_factory=list)
+
+
+class Notes:
+    """What is noted down.
+
+    Args:
+        folder: The same for all processes of a job.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log: Log | None = None
+        self._tensors: list[Noted] = []
+        self._own: dict[tuple[str, Box], _Own] = {}
+        self._numbers: Counter[str] = Counter()
+
+    def add(self, tensor: Noted) -> None:
+        """Note a tensor down."""
+        self._tensors.append(tensor)
+
+    def own(self, key: tuple[str, Box], like: tuple[tuple[int, ...], torch.dtype]) -> list[Digest]:
+        """Terms of a gradient before it is reduced, to be added to.
+
+        Args:
+            key: Parameter, and where the part is in it.
+            like: Shape of the parameter, and dtype.
+        """
+        return self._own.setdefault(key, _Own(*like)).terms
+
+    def number(self, step: int, phase: str, value: float, dtype: torch.dtype) -> None:
+        """Note down one of the numbers of a phase."""
+        shown = str(dtype).removeprefix("torch.")
+        self.write(Number(step, phase, "", value, self._numbers[phase], shown))
+        self._numbers[phase] += 1
+
+    def begin_step(self) -> None:
+        """Count numbers from 0 again."""
+        self._numbers.clear()
+
+    def write(self, line: Event | Number | Rows | Randomness) -> None:
+        """Write a line at the next `flush`."""
+        if self._log is None:
+            rank = rank_here()
+            self._log = Log(self._folder, f"{rank:05d}-{os.getpid()}")
+            facts = {"rank": str(rank), "ranks": str(ranks_here()), "program": " ".join(sys.argv)}
+            self._log.add({**facts, "torch": str(torch.__version__)})
+        self._log.add(line)
+
+    def flush(self, step: int) -> None:
+        """Write all.
+
+        Args:
+            step: The step that gradients before their reduction are of.
+        """
+        for noted in [*self._tensors, *self._own_tensors(step)]:
+            dtype = str(noted.dtype or "").removeprefix("torch.")
+            pieces = tuple(piece for digest in noted.digests for piece in digest.pieces())
+            self.write(
+                Event(
+                    noted.step,
+                    noted.phase,
+                    noted.name,
+                    noted.shape,
+                    dtype,
+                    pieces,
+                    noted.call,
+                    noted.note,
+                    noted.may_add,
+                )
+            )
+        self._tensors.clear()
+        self._own.clear()
+        if self._log is not None:
+            self._log.flush()
+
+    def _own_tensors(self, step: int) -> Iterator[Noted]:
+        for (name, _), own in self._own.items():
+            digest = sum_of_digests(own.terms)
+            yield Noted(step, ev.OWN, name, own.shape, own.dtype, [digest], may_add=True)

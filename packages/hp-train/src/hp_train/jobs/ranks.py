@@ -1,0 +1,24 @@
+"""Which rank of how many this process is: those of its process group, or as its launcher says."""
+
+import os
+
+import torch.distributed as dist
+
+
+def is_in_group() -> bool:
+    """Whether this process is one of a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank_here() -> int:
+    """Rank of this process; 0 where there is one."""
+    if is_in_group():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def ranks_here() -> int:
+    """Number of ranks."""
+    if is_in_group():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
