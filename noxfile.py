@@ -333,7 +333,10 @@ def train(session: nox.Session) -> None:
 def verify(session: nox.Session) -> None:
     """Compare 150 generated layouts with one process over 20 steps; `-- --steps 2` is quicker."""
     _install(session, "hp-train", group="")
-    defaults = ("--generate", "150", "--steps", "20", "--data", "packages/hp-train/src")
+    text = Path(session.create_tmp()) / "documents.jsonl"
+    documents = [f"{i}, squared {i * i}. "[: 3 + i % 19] * (1 + i % 29 // 28) for i in range(3000)]
+    text.write_text("".join(f'{{"text": "{each}"}}\n' for each in documents))
+    defaults = ("--generate", "150", "--steps", "20", "--data", str(text))
     model = "integration_tests/verify.toml"
     session.run("hp", "verify", model, *defaults, *session.posargs)
 

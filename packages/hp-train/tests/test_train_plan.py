@@ -245,6 +245,18 @@ def test_the_command_compares_with_the_configured_layout(
     assert found["configured"]["memory"]["parameters"] > 0
 
 
+@pytest.mark.parametrize("retention", ["recompute", "offload"])
+def test_layouts_that_keep_all_are_compared_with_one_that_gives_up(
+    retention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["--pipeline.schedule", "gpipe", "--pipeline.stages_per_rank", "1"]
+    command = ["plan", "--json", "--top", "2", "--search", "0.1", *keys]
+    assert main([*command, "--pipeline.retention", retention]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["configured"]["config"]["pipeline.retention"] == retention
+    assert {each["config"]["pipeline.retention"] for each in found["best"]} == {"keep"}
+
+
 def test_skew_of_experts_makes_the_busiest_rank_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

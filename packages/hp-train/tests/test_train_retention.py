@@ -20,6 +20,7 @@ from hp_train.launch.task import Worker
 from hp_train.layout.schedules import KINDS, compute_schedule, training_schedule
 from hp_train.model import Microbatch, stage
 from hp_train.model.block import Block
+from hp_train.model.recompute import recomputed_but_products
 from hp_train.model.rotary import rotation
 from hp_train.training.train import Trainer
 from hp_train.verify.pairs import one_process
@@ -109,6 +110,31 @@ def test_attention_does_not_run_again_where_recomputation_is_selective(config: C
     assert [counts[way][attention] for way in counts] == [1, 1, 2]
     assert counts["selective"]["mm"] == counts["full"]["mm"] > counts["none"]["mm"]
     assert kept["full"] < kept["selective"] < 0.7 * kept["none"]
+
+
+def test_what_only_the_second_run_does_is_done_and_what_is_kept_is_not() -> None:
+    """FSDP gathers parameters inside of a block, in the second run or in the first one alone."""
+    gathers = {"first": 0, "again": 2}
+    times = iter(gathers)
+    seen = []
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        seen.extend(torch.empty(3).fill_(1.0) for _ in range(gathers[next(times)]))
+        heads = x.view(1, 1, 4, 8)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).exp()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    expected = x.detach().clone().requires_grad_()
+    with _Ops() as ops:
+        recomputed_but_products(part, x).sum().backward()
+    assert sum(count for name, count in ops.counts.items() if name.endswith("_for_cpu")) == 1
+    assert len(seen) == 2
+    assert all(torch.equal(each, torch.ones(3)) for each in seen)
+    heads = expected.view(1, 1, 4, 8)
+    torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).exp().sum().backward()
+    assert x.grad is not None
+    assert expected.grad is not None
+    assert torch.equal(x.grad, expected.grad)
 
 
 def test_selective_recomputation_and_compiled_graphs_are_refused_by_name(config: Config) -> None:

@@ -113,8 +113,13 @@ def test_what_is_no_plan_is_told_by_line() -> None:
         f"{head}team 1\n": "line 3: the end must be team 0",
         f"{head}team 0\nmicrobatch 1: documents 0, padding 0, heads over 1\n": "microbatch 0",
         f"{head}team 0\nmicrobatch 0: documents 0, padding 0, heads over 1\nrank 0: 0-2 3-4\n": (
-            "microbatch 0: runs of a Deal"
+            "before line 5: runs of a Deal"
         ),
+        f"{head}team 0\nmicrobatch 0: documents 0, padding 0, heads over 1\nrank 0: 0-1-2\n": (
+            "before line 5: invalid literal"
+        ),
+        f"{head}team {'9' * 5000}\n": "before line 3: Exceeds the limit",
+        f"{head}team 0\nschedule\n0F0,xF1\nend\n": "before line 6: rank 0, cell 1: step ('xF1')",
         f"{head}team 0\nschedule\n": "the end must be end",
     }
     for body, message in wrong.items():
@@ -177,6 +182,16 @@ def test_the_planner_is_never_behind_others_and_ahead_of_static_packs(name: str)
     assert not found.problems
     assert all(planned <= row.seconds for row in found.rows)
     assert found.by_name["static packs, 1F1B"].seconds > 1.15 * planned
+
+
+@pytest.mark.parametrize(("tokens", "pack"), [(1, 64), (5, 4), (1000, 100)])
+def test_steps_of_few_tokens_are_compared_as_any_other(tokens: int, pack: int) -> None:
+    """Fewer packs than groups of ranks, or packs of fewer tokens than ranks, or no multiple."""
+    planner = Planner(COSTS, Pipeline(2, 16, 100), effort=1, prepared=1)
+    lengths = draw("few-long", tokens=tokens, longest=pack, seed=0)
+    found = compare(lengths, planner, pack=pack, degree=8)
+    assert {"static packs, 1F1B", "Megatron's rule, 1F1B"} <= found.by_name.keys()
+    assert found.problems == ()
 
 
 def test_a_prepared_schedule_is_proven_as_any_other_and_no_worse() -> None:

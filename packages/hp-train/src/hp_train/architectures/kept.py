@@ -8,7 +8,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from hp_train.base.atomic_write import replace_file
+from hp_train.base.folder import read_named, why_not
 from hp_train.base.numbers import whole
+from hp_train.errors import ConfigError
 
 
 class Found(Protocol):
@@ -28,10 +30,22 @@ def write(folder: Path, found: Found) -> None:
 
 
 def read(folder: Path, kind: type[F]) -> dict[str, F]:
-    """Read all that was found, as a kind of struct: name -> architecture."""
-    files = sorted(folder.glob("*.json"))
-    some = [msgspec.json.decode(file.read_bytes(), type=kind) for file in files]
+    """Read all that was found, as a kind of struct: name -> architecture.
+
+    Raises:
+        ConfigError: When a file of the folder is of something else.
+    """
+    some = [_read(file, kind) for file in sorted(folder.glob("*.json"))]
     return {one.name: one for one in some}
+
+
+def _read(file: Path, kind: type[F]) -> F:
+    try:
+        return msgspec.json.decode(read_named(file), type=kind)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--results: {file} must be of an architecture: {why_not(error)}"
+        ) from None
 
 
 def told(error: float | None) -> str:

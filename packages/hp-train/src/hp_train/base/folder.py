@@ -24,6 +24,8 @@ from typing import IO, Self
 from hp_train.base.atomic_write import names_in, new_unfinished, remove_unfinished, replacing
 from hp_train.errors import RunDirectoryError
 
+MOST_BYTES = 1 << 26
+"""Of a file that is read as a whole, unless its reader says otherwise."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK a named pipe would block for ever.
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -245,6 +247,46 @@ def read_whole(directory: int, name: str, *, limit: int) -> bytes:
         if read_into(descriptor, memoryview(data)) != size:
             raise DamageError(f"{name} became shorter while it was read")
     return bytes(data)
+
+
+def open_named(path: Path) -> int:
+    """Descriptor of a regular file that a person names, which may be a link to one.
+
+    A pipe would be waited for, and a device has no end.
+
+    Raises:
+        OSError: When it cannot be opened.
+        ValueError: When it is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file")
+    return descriptor
+
+
+def read_named(path: Path, *, limit: int = MOST_BYTES) -> bytes:
+    """All bytes of a file that a person names; see `open_named`.
+
+    Args:
+        path: Path of the file.
+        limit: Bytes that it may have.
+
+    Raises:
+        OSError: When it cannot be read.
+        ValueError: When it is no regular file, or a longer one.
+    """
+    with os.fdopen(open_named(path), "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it must be at most {limit} bytes long")
+    return content
+
+
+def why_not(error: Exception) -> str:
+    """Why a file cannot be read or parsed, in words that fit into a line."""
+    told = error.strerror if isinstance(error, OSError) else None
+    return " ".join((told or str(error)).split())[:120]
 
 
 def read_span(descriptor: int, begin: int, end: int) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_train.base.command_line import Parser
+from hp_train.base.folder import read_named, why_not
 from hp_train.base.numbers import real
 from hp_train.errors import CheckpointError, ConfigError, DifferenceError
 
@@ -133,9 +134,9 @@ def _names(file: str | None) -> Mapping[str, str]:
     if file is None:
         return {}
     try:
-        names = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--names ({file}) must be a JSON file: {error}") from None
+        names = json.loads(read_named(Path(file)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--names ({file}) must be a JSON file: {why_not(error)}") from None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ConfigError(f"--names ({file}) must be an object of names")
     return names

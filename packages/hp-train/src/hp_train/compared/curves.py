@@ -3,13 +3,18 @@
 import csv
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
+from hp_train.base.folder import open_named, why_not
 from hp_train.errors import DataError
 
 _METRICS = "metrics.jsonl"
+_LONGEST_LINE = 1 << 20
+"""Characters; a longer line is taken for several."""
 _STEPS = ("step", "global_step", "iteration", "iter", "_step")
 _LOSSES = ("loss", "train_loss", "train/loss", "lm loss", "lm_loss", "loss_metrics/global_avg_loss")
 _NUMBER = r"([-+]?(?:\d[\d_,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
@@ -29,7 +34,8 @@ def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
     """
     file = path / _METRICS if path.is_dir() else path
     try:
-        with file.open(encoding="utf-8", errors="replace", newline="") as lines:
+        with os.fdopen(open_named(file), encoding="utf-8", errors="replace", newline="") as opened:
+            lines = iter(partial(opened.readline, _LONGEST_LINE), "")
             if pattern is not None:
                 found = _matched(lines, _compiled(pattern))
             elif file.suffix in (".jsonl", ".json"):
@@ -39,8 +45,8 @@ def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
             else:
                 found = _matched(lines, _LINE)
             curve = dict(found)
-    except OSError as error:
-        raise DataError(f"{file} must be a curve of losses: {error.strerror}") from None
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"{file} must be a curve of losses: {why_not(error)}") from None
     if not curve:
         raise DataError(f"{file} must have steps with losses, and has none that can be told")
     return dict(sorted(curve.items()))
@@ -72,7 +78,7 @@ def _of_objects(lines: Iterable[str], file: Path) -> Iterator[tuple[int, float]]
             continue  # the writer was killed
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise DataError(f"{file}: line {number} must be JSON") from None
         if isinstance(values, dict) and (pair := _named(values)) is not None:
             yield pair

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hp_platform.store.manifest import DTYPES
+from hp_train.base.folder import read_named, why_not
 from hp_train.errors import CheckpointError
 
 _FORMAT = "hp-tensors"
+_MOST_BYTES = 1 << 30
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -60,9 +62,9 @@ def read_listing(path: Path) -> dict[str, Listed]:
         CheckpointError: When it is none.
     """
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Manifest)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path} must be a manifest of tensors: {error}") from None
+        found = msgspec.json.decode(read_named(path, limit=_MOST_BYTES), type=_Manifest)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} must be a manifest of tensors: {why_not(error)}") from None
     unknown = sorted({tensor.dtype for tensor in found.tensors.values()} - DTYPES.keys())
     if found.format != _FORMAT or unknown:
         wrong = f"dtype {unknown[0]}" if unknown else f"format {found.format[:40]}"

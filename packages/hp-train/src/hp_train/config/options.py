@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hp_train.base.environment import external_world
-from hp_train.base.folder import Folder
+from hp_train.base.folder import Folder, read_named, why_not
 from hp_train.config import Config, rules
 from hp_train.config.schema import (
     Field,
@@ -262,27 +261,11 @@ def _decoded(content: bytes, path: Path) -> str:
 
 def _read(path: Path) -> str:
     try:
-        with os.fdopen(_regular_file(path), "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ConfigError(
-                f"config ({shown(str(path))}) must be at most {_MOST_BYTES} bytes long"
-            )
-        return _decoded(data, path)
+        return _decoded(read_named(path, limit=_MOST_BYTES), path)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"config ({shown(str(path))}) must be a readable file: {reason}"
+            f"config ({shown(str(path))}) must be a readable file: {why_not(error)}"
         ) from None
-
-
-def _regular_file(path: Path) -> int:
-    """Descriptor of a file that can be read to its end; a pipe would be waited for."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("it is no regular file")
-    return descriptor
 
 
 def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:

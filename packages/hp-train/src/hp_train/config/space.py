@@ -21,7 +21,8 @@ _SIZES = (1, 2, 3, 4, 6, 8)
 _LOOKED_AT = 40
 """Layouts compared for each that is taken."""
 _POOL_SIZE = 20_000
-"""Layouts that are looked at, about: where there are more, as many of each mesh as of any other."""
+"""Layouts that are looked at, about: where there are more, as many of each number of processes, and
+of those as many of each mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,17 @@ AXES = (
     Axis("mesh.tp", (1, 2, 4)),
     Axis("mesh.ep", _SIZES),
     Axis("mesh.etp", (1, 2, 4)),
+    Axis("mesh.ep_buffer", (0.0, 1.0, 4.0)),
     Axis("mesh.gather"),
     Axis("mesh.reduce_once", (False, True)),
     Axis("pipeline.schedule"),
     Axis("pipeline.stages_per_rank", (1, 2, 3)),
     Axis("pipeline.overlap", (False, True)),
     Axis("pipeline.retention"),
+    Axis("pipeline.keep_microbatches", (1, 2)),
     Axis("train.microbatch_size", (1, 2, 3)),
     Axis("train.recompute"),
+    Axis("data.packing"),
 )
 
 Choice = tuple[object, ...]
@@ -127,7 +131,7 @@ def enumerate_meshes(
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
     if list(axes) != [*mesh, *rest]:
         raise ValueError("axes of the mesh must come before the others")
-    smallest = _chosen(config, mesh, [axis.choices[0] for axis in mesh])
+    smallest = _chosen(config, axes, [axis.choices[0] for axis in axes])
     found: list[tuple[Choice, Config]] = [((), smallest)]
     for axis in mesh:
         wider = (
@@ -229,19 +233,31 @@ def sample_layouts(
 def _pool(
     meshes: Sequence[tuple[Choice, Config]], rest: Sequence[Axis], random: Random
 ) -> list[tuple[Choice, Config]]:
-    """Layouts of every mesh: all of them, or as many for each mesh as keep the pool small."""
+    """Layouts of every mesh: all of them, or so many of each that the pool stays small."""
     everything = list(itertools.product(*(axis.choices for axis in rest)))
+    sizes = Counter(placed.world_size for _, placed in meshes)
+    are_all = len(meshes) * len(everything) <= _POOL_SIZE
     pool = []
-    for sizes, placed in meshes:
-        others = everything
-        if len(meshes) * len(everything) > _POOL_SIZE:
-            # With one axis at a time, so that every value comes up, and at random.
-            few = random.sample(everything, min(len(everything), _POOL_SIZE // len(meshes)))
-            others = list(dict.fromkeys([*_nearly_neutral(rest), *few]))
-        for choice, found in layouts_of_mesh(placed, axes=rest, choices=others):
-            pool.append(((*sizes, *choice, found.world_size), found))
+    for choice, placed in meshes:
+        size = placed.world_size
+        wanted = max(1, _POOL_SIZE // len(sizes) // sizes[size])
+        others = everything if are_all else _few(everything, rest, wanted, random)
+        allowed = layouts_of_mesh(placed, axes=rest, choices=others)
+        for other, found in allowed if are_all else itertools.islice(allowed, wanted):
+            pool.append(((*choice, *other, size), found))
     random.shuffle(pool)
     return pool
+
+
+def _few(
+    everything: Sequence[Choice], rest: Sequence[Axis], wanted: int, random: Random
+) -> Iterator[Choice]:
+    """Some choices at random, of which half differ from the first values in at most one axis."""
+    near = list(_nearly_neutral(rest))
+    random.shuffle(near)
+    some = random.sample(everything, min(len(everything), len(near) + wanted))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(some, near))
+    yield from dict.fromkeys(choice for choice in turns if choice is not None)
 
 
 def _best(

@@ -1,5 +1,6 @@
 """What hardware does: rates, links and memory, given, taken from data sheets, or measured."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -93,6 +94,11 @@ class Machine:
             least = int(field.name not in _MAY_BE_ZERO and field.name != "compiled")
             if not value >= least:
                 raise ValueError(f"{field.name} ({value}) must be >= {least}")
+            if value == math.inf or (field.type is int and value != int(value)):
+                kind = "whole" if field.type is int else "finite"
+                raise ValueError(f"{field.name} ({value}) must be a {kind} number")
+        if self.compiled > 1:
+            raise ValueError(f"compiled ({self.compiled}) must be a share, at most 1")
 
     def link(self, groups: Iterable[Sequence[int]]) -> Link:
         """What the ranks of a group have in common, of the group whose ranks are farthest apart."""

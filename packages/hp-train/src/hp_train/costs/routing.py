@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from random import Random
 
+from hp_train.base.folder import read_named, why_not
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 
@@ -217,15 +218,15 @@ def _capped(numbers: Sequence[float], most: float) -> list[float]:
 
 def _read(path: Path, num_experts: int) -> dict[str, tuple[float, ...]]:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"--skew ({path}) must be at most {_MOST_BYTES} bytes long")
-        found = json.loads(path.read_text())
-    except OSError as error:
+        text = read_named(path, limit=_MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--skew ({path}) must be uniform, gini=0.4 or a readable file: {error.strerror}"
+            f"--skew ({path}) must be uniform, gini=0.4 or a readable file: {why_not(error)}"
         ) from None
+    try:
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--skew ({path}) must be JSON: {str(error)[:120]}") from None
+        raise ConfigError(f"--skew ({path}) must be JSON: {why_not(error)}") from None
     if not isinstance(found, dict):
         found = {ALL_LAYERS: found}
     return {str(name): _numbers(path, name, row, num_experts) for name, row in found.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from hp_train.base.folder import read_named, why_not
 from hp_train.errors import ConfigError
 from hp_train.jobs.events import Box
 
@@ -89,13 +90,16 @@ def read_rules(path: Path) -> Rules:
         ConfigError: When it cannot be read, or is not one.
     """
     try:
-        rules = msgspec.convert(tomllib.loads(path.read_text()), Rules)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"--rules ({path}): {error}") from None
+        rules = msgspec.convert(tomllib.loads(read_named(path).decode()), Rules)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--rules ({path}): {why_not(error)}") from None
     for rule in rules.parameter:
         try:
-            re.compile(rule.name)
-        except re.error as error:
+            # The empty text fits, so that groups of the reference's name are looked at.
+            empty = re.compile(f"(?:{rule.name})?").fullmatch("")
+            assert empty is not None
+            empty.expand(rule.reference)
+        except (re.error, IndexError) as error:
             raise ConfigError(f"--rules ({path}): name {rule.name}: {error}") from None
         for text in rule.placement:
             match = _PLACEMENT.fullmatch(text)

@@ -76,7 +76,7 @@ def layout(case: Case, place: Place, work: Path) -> Found:
 def request(case: Case, place: Place, work: Path) -> Found:
     """Make the run directory of a layout whose ranks are started on several machines."""
     config = config_of(case, place, work)
-    run_dir = _beside(case, config, work)[0].requested()
+    run_dir = _beside(case, config, work)[0].requested(config)
     named = {"run.output_dir": str(run_dir.parent), "run.name": run_dir.name}
     path = run_dir.with_suffix(".toml")
     path.write_text(to_toml(with_keys(config, named)))

@@ -77,6 +77,8 @@ def choose(
 ) -> Choice:
     """Find the fastest layouts that fit into memory, of those whose stages have the same sizes.
 
+    They keep all microbatches under way: another mesh or recomputation has always been faster.
+
     Layouts are laid out in the order of a bound that none of them can undercut, until the next
     bound is above what was found; so none that was left out can be better, unless there are so many
     that the search ends before. Layouts of a mesh are not looked at before its own bound comes up.
@@ -97,6 +99,7 @@ def choose(
         config,
         launch=replace(config.launch, num_processes=0),
         mesh=replace(config.mesh, stage_tp=(), stage_ep=(), gather="stage"),
+        pipeline=replace(config.pipeline, retention="keep"),
     )
     axes = plan_axes(config, num_devices)
     processes = range(num_devices, num_devices + 1)

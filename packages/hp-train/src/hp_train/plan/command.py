@@ -12,8 +12,9 @@ from typing import Any
 
 from hp_schedule import SearchResult, search
 from hp_train.base.environment import require_unstarted
+from hp_train.base.folder import read_named, why_not
 from hp_train.base.numbers import real, whole
-from hp_train.config import Config
+from hp_train.config import Config, PipelineConfig
 from hp_train.config.options import Resolved
 from hp_train.costs.machine import MACHINES, Machine
 from hp_train.costs.routing import busiest_load, parse_skew
@@ -124,7 +125,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     found = None
     if options.search is not None:
         plan = Plan(choice.best[0].config, machine, vocab_size=vocab_size, spread=spread)
-        found = _search(plan, choice.best[0], seconds=options.search)
+        found = _search(plan, choice.best[0], asked=config.pipeline, seconds=options.search)
     if options.json:
         sys.stdout.write(json.dumps(_as_dict(choice, configured, found)) + "\n")
     else:
@@ -210,11 +211,11 @@ def known_machine(name: str) -> Machine:
         known = ", ".join(MACHINES)
         raise ConfigError(f'--machine ("{name}") must be one of {known}, or a TOML file')
     try:
-        values = tomllib.loads(Path(name).read_text())
+        values = tomllib.loads(read_named(Path(name)).decode())
         like = values.pop("like", "h100")
         return MACHINES[like].with_values(**values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        told = f"{type(error).__name__}: {error}"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        told = f"{type(error).__name__}: {why_not(error)}"
         raise ConfigError(f'--machine ("{name}") must be a file of a machine: {told}') from None
 
 
@@ -238,8 +239,10 @@ def _spread(config: Config, num_devices: int, skew: str) -> Spread:
     return Spread(loads=tuple((ep, busiest_load(given, model, ep)) for ep in ranks))
 
 
-def _search(plan: Plan, best: Estimate, *, seconds: float) -> SearchResult | None:
-    """A schedule for the stages of a layout that need not have a name."""
+def _search(
+    plan: Plan, best: Estimate, *, asked: PipelineConfig, seconds: float
+) -> SearchResult | None:
+    """A schedule for the stages of a layout that need not have a name, and may give up as asked."""
     config, machine = best.config, plan.machine
     if config.mesh.pp == 1 or KINDS[config.pipeline.schedule].returns:
         return None  # nothing to order, or a chain that the search does not know
@@ -252,6 +255,6 @@ def _search(plan: Plan, best: Estimate, *, seconds: float) -> SearchResult | Non
         num_microbatches=plan.num_microbatches,
         virtual=(config.pipeline.stages_per_rank,),
         memory_limit=spare,
-        retention=() if config.pipeline.retention == "keep" else (config.pipeline.retention,),
+        retention=() if asked.retention == "keep" else (asked.retention,),
         time_budget=seconds,
     )

@@ -7,10 +7,13 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+from hp_train.base.folder import read_named, why_not
 from hp_train.errors import ConfigError
 
 K = 1024
 _BYTES_PER_TOKEN = 4
+_MOST_BYTES = 1 << 30
+_DIGITS = len(str(2**40))
 _Draw = Callable[[Random], float]
 
 
@@ -78,13 +81,13 @@ def read_lengths(path: Path) -> list[int]:
         ConfigError: Naming the line of what is no length.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"lengths: cannot read {path}: {error}") from None
+        text = read_named(path, limit=_MOST_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"lengths: cannot read {path}: {why_not(error)}") from None
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         for word in line.replace(",", " ").split():
-            if not word.isdecimal() or not 1 <= int(word) <= 2**40:
+            if not word.isdecimal() or len(word) > _DIGITS or not 1 <= int(word) <= 2**40:
                 raise ConfigError(f"{path}, line {number}: {word[:40]!r} must be a length, >= 1")
             found.append(int(word))
     if not found:

@@ -8,6 +8,7 @@ from itertools import chain
 
 from hp_context import Deal
 from hp_schedule import Schedule, from_csv, to_csv
+from hp_train.base.folder import why_not
 from hp_train.errors import ConfigError
 
 _HEAD = re.compile(r"step plan 1, (\d+) documents\Z")
@@ -95,6 +96,13 @@ def from_text(text: str) -> StepPlan:
     if digest.strip() != _digest(body):
         raise ConfigError("step plan: the digest at its end must be that of all lines before it")
     reader = _Reader(body.splitlines())
+    try:
+        return _plan(reader)
+    except ValueError as error:  # of a number, a deal or a schedule
+        raise ConfigError(f"step plan, before line {reader.line}: {why_not(error)}") from None
+
+
+def _plan(reader: "_Reader") -> StepPlan:
     (number,) = reader.take(_HEAD, "the head of a plan")
     teams: list[Team] = []
     while not reader.at_end:
@@ -116,6 +124,11 @@ class _Reader:
 
     def __init__(self, lines: list[str]) -> None:
         self._lines, self._at = lines, 0
+
+    @property
+    def line(self) -> int:
+        """Number of the next line, counted from 1."""
+        return self._at + 1
 
     @property
     def at_end(self) -> bool:
@@ -147,7 +160,7 @@ class _Reader:
     def error(self, what: str) -> ConfigError:
         """That the next line is something else."""
         found = "the end" if self.at_end else repr(self._lines[self._at][:60])
-        return ConfigError(f"step plan, line {self._at + 1}: {found} must be {what}")
+        return ConfigError(f"step plan, line {self.line}: {found} must be {what}")
 
 
 def _team(reader: _Reader) -> Team:
@@ -163,11 +176,8 @@ def _team(reader: _Reader) -> Team:
             if int(rank) != len(parts):
                 raise reader.error(f"rank {len(parts)}")
             parts.append(tuple(map(_run, runs.split())))
-        try:
-            deal = Deal(tuple(parts))
-        except ValueError as error:
-            raise ConfigError(f"step plan, {what}: {error}") from None
         numbers = tuple(map(int, documents.split()))
+        deal = Deal(tuple(parts))
         microbatches.append(PlannedMicrobatch(numbers, int(padding), deal, int(heads)))
     reader.take(re.compile(r"schedule\Z"), "schedule")
     return Team(tuple(microbatches), from_csv(reader.until("end")))

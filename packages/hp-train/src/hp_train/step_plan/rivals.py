@@ -92,7 +92,7 @@ class Rivals:
 
     def megatron(self, lengths: Sequence[int]) -> RivalPrice:
         """Megatron's rule, every microbatch over all ranks."""
-        largest = self._pack // self._degree
+        largest = math.ceil(self._pack / self._degree)  # so that a whole pack has a place
         left = sorted(lengths, reverse=True)
         microbatches = []
         while left:
@@ -154,7 +154,8 @@ class Rivals:
     ) -> RivalPrice:
         seconds, bound, tokens = 0.0, 0.0, 0.0
         stages = self._pipeline.num_stages
-        slowest_first = sorted(groups, key=lambda g: -sum(each.seconds.total for each in g))
+        busy = [group for group in groups if group]  # there may be fewer packs than groups
+        slowest_first = sorted(busy, key=lambda g: -sum(each.seconds.total for each in g))
         for group in slowest_first:
             costs = stage_costs(
                 [each.seconds for each in group],

@@ -28,6 +28,8 @@ That is where they cut the model alike and no layer comes to ranks of another nu
 """
 
 _LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size", "train.compile")
+_BATCHES = ("data.packing",)
+"""Keys of generated layouts that change what is trained: each value has one process of its own."""
 _WITHOUT_EFFECT = (
     "launch.*",
     "run.output_dir",
@@ -124,7 +126,9 @@ def described(config: Config, base: Config) -> str:
     """How a layout differs from one process, as overrides that can be pasted into a command."""
     tables = to_dict(config)
     keys = [
-        key for key in differing_keys(config, one_process(base)) if _is(key, (*_LAYOUT, *EXACT))
+        key
+        for key in differing_keys(config, one_process(base))
+        if _is(key, (*_LAYOUT, *EXACT, *_BATCHES))
     ]
     values = (tables[section][name] for section, _, name in (key.partition(".") for key in keys))
     parts = [f"{key}={value}".replace(" ", "") for key, value in zip(keys, values, strict=True)]
@@ -135,7 +139,7 @@ def families(layouts: Iterable[Config]) -> list[list[Config]]:
     """Layouts that must be bitwise equal with each other, together; in the order of their first.
 
     Args:
-        layouts: Layouts of one model, data and batch.
+        layouts: Layouts of one model, text and batch.
     """
     found: dict[bytes, list[Config]] = defaultdict(list)
     for layout in layouts:

@@ -1,8 +1,8 @@
 """Run layouts, record them, compare the recordings. Ranks are started by `hp_train.launch`.
 
 Note [Whose checkpoint]. In the middle of a run a new trainer goes on from a checkpoint: the run
-that came first from its own, every other from that of the first, which had another layout. What a
-run itself has saved is read back whole and compared as well.
+that came first from its own, every other from that of the first of the same batches, which had
+another layout. What a run itself has saved is read back whole and compared as well.
 """
 
 import time
@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hp_platform.testing import RunComparison, compare_runs
-from hp_train.config import Config
+from hp_train.config import Config, DataConfig
 from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.verify.pairs import (
@@ -95,12 +95,12 @@ class Runs:
         tensor_steps = () if every_tensor else program.tensor_steps
         self._request = Request(job=job, program=program, tensor_steps=tensor_steps)
         self._runs: dict[bytes, Path] = {}
-        self._first: Path | None = None
+        self._first: dict[DataConfig, Path] = {}
 
     def adopt(self, config: Config, run_dir: Path) -> None:
         """Take over what an earlier process has run and recorded; it counts as the first run."""
         self._runs[msgspec.json.encode(config)] = run_dir / RECORDING
-        self._first = self._first or run_dir
+        self._first.setdefault(config.data, run_dir)
 
     def recording(self, config: Config) -> Path:
         """Run a config, unless it was, and return the directory of its recording.
@@ -110,7 +110,7 @@ class Runs:
         """
         key = msgspec.json.encode(config)
         if key not in self._runs:
-            run_dir = self.requested()
+            run_dir = self.requested(config)
             # All read what the first one has made of the text.
             status = run_entry(config, run_dir, entry=ENTRY, data=self._scratch / "data")
             if status:
@@ -119,19 +119,20 @@ class Runs:
             self._runs[key] = run_dir / RECORDING
         return self._runs[key]
 
-    def requested(self) -> Path:
-        """Make the directory of a run, with what is asked of its ranks."""
+    def requested(self, config: Config) -> Path:
+        """Make the directory of a run of a config, with what is asked of its ranks."""
         run_dir = self._scratch / f"run-{len(list(self._scratch.glob('run-*'))):04d}"
         run_dir.mkdir()
-        request_run(run_dir, self._request_of(run_dir))
+        request_run(run_dir, self._request_of(config, run_dir))
         return run_dir
 
-    def _request_of(self, run_dir: Path) -> Request:
+    def _request_of(self, config: Config, run_dir: Path) -> Request:
         """See Note [Whose checkpoint]."""
-        if self._first is None:
-            self._first = run_dir
-            return replace(self._request, num_runs=self._num_runs)
-        return replace(self._request, source=str(self._first))
+        if config.data in self._first:
+            return replace(self._request, source=str(self._first[config.data]))
+        is_very_first = not self._first
+        self._first[config.data] = run_dir
+        return replace(self._request, num_runs=self._num_runs) if is_very_first else self._request
 
     def compare_with_oracle(self, config: Config, *, bound: float | None = None) -> RunComparison:
         """Run a config and compare it with `hp_train.verify.oracle`; see :meth:`compare`."""
@@ -200,7 +201,7 @@ def judge_all(runs: Runs, layouts: Sequence[Config], *, has_oracle: bool) -> Ite
 
     Args:
         runs: Takes the recordings.
-        layouts: Layouts of one model, data and batch; those that must be bitwise equal are compared
+        layouts: Layouts of one model, text and batch; those that must be bitwise equal are compared
             too.
         has_oracle: Whether the job is that of hp-train.
     """
@@ -208,7 +209,7 @@ def judge_all(runs: Runs, layouts: Sequence[Config], *, has_oracle: bool) -> Ite
     if has_oracle:
         yield runs.judge(reference, None)
     for layout in layouts:
-        yield runs.judge(layout, reference)
+        yield runs.judge(layout, replace(reference, data=layout.data))
     for first, *others in families(layouts):
         for other in others:
             yield runs.judge(other, first)

@@ -23,6 +23,7 @@ from hp_train.config.rules.pipeline import (
     gather_rules,
     overlap_rules,
     pipeline_rules,
+    recompute_rules,
     retention_rules,
 )
 from hp_train.config.rules.sizes import size_rules
@@ -63,7 +64,10 @@ def allows_mesh(config: Config) -> bool:
 
 
 def allows_pipeline(config: Config) -> bool:
-    """Whether pipeline and batch go with mesh and model, which go together."""
+    """Whether pipeline and batch go with mesh and model, which go together.
+
+    A rule with a key outside of mesh and model is one of these, as layouts are tried mesh by mesh.
+    """
     return next(_pipeline_problems(config), None) is None
 
 
@@ -96,5 +100,8 @@ def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:
 
 def _pipeline_problems(config: Config) -> Iterator[str]:
     # The last one lays a schedule out, which the others must allow.
-    rules = (pipeline_rules, overlap_rules, gather_rules, batch_rules, retention_rules)
+    rules = (
+        *(pipeline_rules, overlap_rules, gather_rules, recompute_rules, batch_rules),
+        retention_rules,
+    )
     return chain.from_iterable(rule(config) for rule in rules)

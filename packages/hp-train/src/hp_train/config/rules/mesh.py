@@ -81,10 +81,6 @@ def _own_model(config: Config) -> Iterator[str]:
         size, least = getattr(config.mesh, key), 1 if key == "etp" else 0
         if size > least:
             yield f"mesh.{key} ({size:g}) must be {least} with {name}"
-    if config.model.transformers and config.pipeline.overlap:
-        yield f"pipeline.overlap (true) must be false with {name}"
-    if config.train.recompute not in ("none", "full"):
-        yield f"train.recompute ({shown(config.train.recompute)}) must be none or full with {name}"
 
 
 def _expert_ranks(config: Config) -> Iterator[str]:
@@ -122,8 +118,6 @@ def _expert_buffer(config: Config) -> Iterator[str]:
         yield f"{must_be_off} mesh.ep (1): no rows are exchanged"
     if mesh.etp > 1:
         yield f"{must_be_off} mesh.etp ({mesh.etp}): slices of tokens have no buffers"
-    if config.pipeline.overlap:
-        yield f"{must_be_off} pipeline.overlap (true)"
 
 
 def _tensor_ranks(config: Config) -> Iterator[str]:
@@ -176,11 +170,6 @@ def _deal(config: Config) -> Iterator[str]:
         yield (
             f"mesh.cp_deal (true) must be false with mesh.cp ({mesh.cp}) where all of these ranks "
             "share heads: all positions are on each of them then"
-        )
-    if config.train.microbatch_size > 1:
-        yield (
-            f"train.microbatch_size ({config.train.microbatch_size}) must be 1 with mesh.cp_deal "
-            "(true): each sequence is dealt out in its own way"
         )
     if config.data.documents != "separate":
         shown_value = f'data.documents ("{config.data.documents}")'

@@ -23,22 +23,10 @@ def model_rules(config: Config) -> Iterator[str]:
             f"model.num_dense_layers ({model.num_dense_layers}) must be at most "
             f"model.num_layers ({model.num_layers})"
         )
-    if config.data.packing != "stream" and config.data.documents != "separate":
-        yield (
-            f"data.documents ({shown(config.data.documents)}) must be {shown('separate')} with "
-            f"data.packing ({shown(config.data.packing)}): whole documents, and padding, would be "
-            "taken for one"
-        )
     if 0 < model.max_positions < config.data.seq_len:
         yield (
             f"data.seq_len ({config.data.seq_len}) must be at most "
             f"model.max_positions ({model.max_positions})"
-        )
-    if config.train.recompute == "selective" and config.train.compile != "none":
-        yield (
-            f"train.compile ({shown(config.train.compile)}) must be {shown('none')} with "
-            f"train.recompute ({shown('selective')}): operators inside of compiled graphs are not "
-            "seen, and all of them would run again"
         )
     if model.num_mtp_modules >= config.data.seq_len:
         yield (

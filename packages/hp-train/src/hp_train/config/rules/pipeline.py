@@ -43,6 +43,10 @@ def overlap_rules(config: Config) -> Iterator[str]:
         return
     mesh, pipeline, model, train = config.mesh, config.pipeline, config.model, config.train
     must_be_off = "pipeline.overlap (true) must be false with"
+    if model.transformers:
+        yield f"{must_be_off} {model.origin}"
+    if mesh.ep_buffer:
+        yield f"mesh.ep_buffer ({mesh.ep_buffer:g}) must be 0 with pipeline.overlap (true)"
     if not KINDS[pipeline.schedule].pairs:
         having = " or ".join(name for name, kind in KINDS.items() if kind.pairs)
         yield (
@@ -110,9 +114,35 @@ def gather_rules(config: Config) -> Iterator[str]:
         )
 
 
+def recompute_rules(config: Config) -> Iterator[str]:
+    """What runs again must be something whose inside is known and seen."""
+    train, model = config.train, config.model
+    if model.is_own and train.recompute not in ("none", "full"):
+        yield (
+            f"train.recompute ({shown(train.recompute)}) must be none or full with {model.origin}"
+        )
+    if train.recompute == "selective" and train.compile != "none":
+        yield (
+            f"train.compile ({shown(train.compile)}) must be {shown('none')} with "
+            f"train.recompute ({shown('selective')}): operators inside of compiled graphs are not "
+            "seen, and all of them would run again"
+        )
+
+
 def batch_rules(config: Config) -> Iterator[str]:
     """Microbatches of all ranks must make up a batch, and a sample must begin with something."""
-    train, mesh, unit = config.train, config.mesh, config.batch_unit
+    train, mesh, unit, data = config.train, config.mesh, config.batch_unit, config.data
+    if data.packing != "stream" and data.documents != "separate":
+        yield (
+            f"data.documents ({shown(data.documents)}) must be {shown('separate')} with "
+            f"data.packing ({shown(data.packing)}): whole documents, and padding, would be "
+            "taken for one"
+        )
+    if mesh.cp_deal and train.microbatch_size > 1:
+        yield (
+            f"train.microbatch_size ({train.microbatch_size}) must be 1 with mesh.cp_deal "
+            "(true): each sequence is dealt out in its own way"
+        )
     if train.global_batch_size % unit:
         yield (
             f"train.global_batch_size ({train.global_batch_size}) must be a multiple of "
