@@ -33,6 +33,8 @@ from hp_train.step_plan.work import Pipeline, pairs_of
 TEAM = 32
 """Ranks of a stage that share microbatches, at most."""
 
+_OF_STEP, _PLANNING = 0.015, 0.002
+"""Share of a step for which it may be planned; CPU seconds that a microbatch takes, about."""
 _DENSITIES = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
 _FRONT, _BACK = (0.1, 0.25, 0.5, 0.8), (0.8, 0.5)
@@ -192,13 +194,20 @@ class Planner:
         forward = pure.forward + experts
         return Kind(
             num_stages=pipeline.num_stages,
-            most=max(1, len(work.lengths) // self.num_teams // 2),
+            most=self._most(work),
             input_grad=(pure.input_grad + experts) / forward,
             weight_grad=pure.weight_grad / forward,
             each=costs.microbatch / forward,
             latency=costs.message * tokens / forward,
             memory=pipeline.tokens / tokens,
         ).rounded()
+
+    def _most(self, work: _Work) -> int:
+        """Microbatches for which there are documents, and time to plan them; rounded."""
+        documents = max(1, len(work.lengths) // self.num_teams // 2)
+        seconds, stages = fsum(work.seconds) / self.pipeline.ranks, self.pipeline.num_stages
+        in_time = int(seconds * _OF_STEP / _PLANNING / stages) * stages
+        return min(documents, max(2 * stages, in_time))
 
     def _expected(self, work: _Work, shape: _Shape) -> float | None:
         """What a template takes with the parts of a team; None if they do not fit."""
@@ -214,8 +223,12 @@ class Planner:
                 Seconds(pure.forward + always, pure.input_grad + always, pure.weight_grad)
             )
             tokens.append(-int(-of_rank // 1))
-        run = simulate(shape.schedule, self._costs_of(seconds, tokens))
-        return run.makespan if max(run.peak_activations) <= self.pipeline.tokens else None
+        costs, memory = self._costs_of(seconds, tokens), self.pipeline.tokens
+        run = simulate(shape.schedule, costs)
+        if max(run.peak_activations) <= memory:
+            return run.makespan
+        rebuilt = shorten(shape.schedule, costs, memory_limit=memory)
+        return None if rebuilt is None else rebuilt[1].makespan
 
     def _plain_shapes(self, work: _Work) -> Iterator[_Shape]:
         """Yield shapes without a schedule."""

@@ -14,14 +14,28 @@ from typing import NamedTuple
 
 from hp_schedule import Costs, Schedule, search, shorten
 
-_COUNTS = (1.0, 1.25, 1.5, 2.0)
-"""Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
-_GROWTH = (1.7, 2.4)
+_COUNTS = 4
+"""Numbers of microbatches that are tried."""
+_GROWTH = (1.6, 2.2)
 """Of a microbatch by the one before it, of those at the front."""
 _BACK: tuple[tuple[float, ...], ...] = ((), (0.7,), (0.8, 0.5))
 """Shares of the last microbatches, by those in the middle."""
-_LOOKED_AT, _KEPT = 6, 4
-"""Schedules for each of these shares; shares that are looked at closely."""
+_SMALLEST = 0.03
+"""Share of the first microbatch, by those in the middle, below which none is tried."""
+_LOOKED_AT, _KEPT = 4, 3
+"""Schedules for each kind of front and back; those that are tried with other numbers, too."""
+
+
+class _Ends(NamedTuple):
+    """What microbatches at the front and the back have, by those in the middle."""
+
+    front: tuple[float, ...] = ()
+    back: tuple[float, ...] = ()
+
+    def shares(self, count: int) -> tuple[float, ...]:
+        """Shares of so many microbatches."""
+        middle = count - len(self.front) - len(self.back)
+        return _scaled((*self.front, *[1.0] * middle, *self.back))
 
 
 class Kind(NamedTuple):
@@ -52,7 +66,7 @@ class Kind(NamedTuple):
             weight_grad=round(self.weight_grad, 1),
             each=_coarse(self.each),
             latency=_coarse(self.latency),
-            memory=_below(self.memory * 0.97),
+            memory=_below(self.memory * 0.96),
         )
 
 
@@ -72,36 +86,49 @@ class Template(NamedTuple):
 
 @lru_cache(maxsize=64)
 def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
-    """Search templates for a rounded kind of steps; the best first, none if nothing fits.
+    """Search templates for a rounded kind of steps, one for each number of microbatches.
 
     Args:
         kind: What the steps have in common.
-        effort: Schedules, and as many changes of shares, that are looked at for the best few.
+        effort: Schedules, and as many changes of shares, that are looked at for each of them.
+
+    Returns:
+        The best first; none if nothing fits.
     """
-    tried = [_searched(kind, shares, _LOOKED_AT) for shares in _all_shares(kind)]
-    best = sorted(filter(None, tried), key=lambda each: each.seconds)[:_KEPT]
-    closely = [_searched(kind, each.shares, effort) or each for each in best]
-    return tuple(sorted((_varied(kind, each, effort) for each in closely), key=lambda t: t.seconds))
+    counts = _counts(kind)
+    ends = list(_all_ends(counts[-1]))
+    best: dict[int, Template] = {}
+    for count in reversed(counts):
+        found = []
+        for each in ends:
+            if len(each.front) + len(each.back) < count:
+                template = _searched(kind, each.shares(count), _LOOKED_AT)
+                found += [] if template is None else [(template.seconds, each, template)]
+        found.sort(key=lambda one: one[0])
+        if found:
+            best[count] = found[0][2]
+            ends = [each for _, each, _ in found[:_KEPT]] + [_Ends()]
+    closely = [_searched(kind, each.shares, effort) or each for each in best.values()]
+    return tuple(sorted((_varied(kind, each, effort) for each in closely), key=_seconds))
 
 
-def _all_shares(kind: Kind) -> Iterator[tuple[float, ...]]:
-    fewest = max(kind.num_stages, math.ceil(kind.num_stages / kind.memory))
-    found = {_even(min(kind.most, kind.num_stages)): None}
-    for count in sorted({max(1, min(kind.most, round(fewest * by))) for by in _COUNTS}):
-        found[_even(count)] = None
-        for growth in _GROWTH:
-            for back in _BACK:
-                for front in range(2, count - len(back)):
-                    if growth**-front < 0.03:
-                        break
-                    first = [growth**-place for place in range(front, 0, -1)]
-                    middle = [1.0] * (count - front - len(back))
-                    found[_scaled((*first, *middle, *back))] = None
-    yield from found
+def _counts(kind: Kind) -> list[int]:
+    """Numbers of microbatches from twice the stages, or what the memory asks for, up."""
+    fewest = max(2 * kind.num_stages, math.ceil(kind.num_stages / kind.memory))
+    most = min(kind.most, max(7 * kind.num_stages, 3 * fewest))
+    fewest = min(fewest, most)
+    steps = range(_COUNTS)
+    return sorted({round(fewest + (most - fewest) * i / (_COUNTS - 1)) for i in steps})
 
 
-def _even(count: int) -> tuple[float, ...]:
-    return (1 / count,) * count
+def _all_ends(count: int) -> Iterator[_Ends]:
+    yield _Ends()
+    for growth in _GROWTH:
+        for back in _BACK:
+            for length in range(2, count - len(back)):
+                if growth**-length < _SMALLEST:
+                    break
+                yield _Ends(tuple(growth**-place for place in range(length, 0, -1)), back)
 
 
 def _scaled(shares: Sequence[float]) -> tuple[float, ...]:
@@ -152,12 +179,16 @@ def _varied(kind: Kind, template: Template, times: int) -> Template:
     return template
 
 
+def _seconds(template: Template) -> float:
+    return template.seconds
+
+
 def _coarse(value: float) -> float:
     """The next power of the square root of two."""
     return 0.0 if value <= 0 else 2.0 ** (round(2 * math.log2(value)) / 2)
 
 
 def _below(value: float) -> float:
-    """The next lower eighth part of a power of two."""
-    unit = 2.0 ** (math.floor(math.log2(value)) - 3)
+    """The next lower sixteenth part of a power of two."""
+    unit = 2.0 ** (math.floor(math.log2(value)) - 4)
     return math.floor(value / unit) * unit
