@@ -38,7 +38,7 @@ from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage
 from hp_schedule.profiles import costs_from_json, costs_to_json
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
-from hp_schedule.searching import Fit, SearchResult, fit_memory, search
+from hp_schedule.searching import Fit, SearchResult, fit_memory, search, shorten
 from hp_schedule.simulation import ChannelModel, Path, Precedence, Simulation, length, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport
@@ -113,6 +113,7 @@ __all__ = [
     "pair_overlap",
     "run_together",
     "search",
+    "shorten",
     "simulate",
     "step_grid",
     "timeline_svg",

@@ -16,11 +16,12 @@ Note [How documents are dealt]
 Shape symbols: S whole sequence, N ranks, s = S / N.
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
 from typing import ClassVar
 
@@ -94,17 +95,17 @@ def _split(deal: Deal, heads: int) -> Deal:
     parts: list[tuple[range, ...]] = []
     for runs, total in zip(deal.parts, deal.sizes, strict=True):
         size = total // heads
-        left = list(runs)
-        for _ in range(heads):
-            room, part = size, []
-            while room:
-                run = left.pop(0)
-                if len(run) > room:
-                    left.insert(0, run[room:])
-                    run = run[:room]
-                part.append(run)
-                room -= len(run)
-            parts.append(tuple(part))
+        part: list[range] = []
+        room = size
+        for run in runs:
+            start = run.start
+            while run.stop - start >= room:
+                part.append(range(start, start + room))
+                parts.append(tuple(part))
+                start, room, part = start + room, size, []
+            if start < run.stop:
+                part.append(range(start, run.stop))
+                room -= run.stop - start
     return Deal(tuple(parts))
 
 
@@ -162,7 +163,8 @@ class _Dealer:
     def deal(self) -> list[list[Piece]]:
         """Return what each rank gets."""
         few = max(1, self._part // _SHORT)
-        long = sorted((p for p in self._documents if p.size > few), key=lambda p: -p.size)
+        long = [piece for piece in self._documents if piece.size > few]
+        long.sort(key=lambda piece: piece.size, reverse=True)
         rest = [[piece] for piece in long if not self._spread(piece)]
         self._fill(rest + self._neighbours(few))
         self._balance()
@@ -207,34 +209,36 @@ class _Dealer:
         groups: list[list[Piece]] = []
         size = few
         for piece in self._documents:
-            if piece.size > few:
+            more = piece.stop - piece.start
+            if more > few:
                 size = few
                 continue
-            if size + piece.size > few:
+            if size + more > few:
                 groups.append([])
                 size = 0
             groups[-1].append(piece)
-            size += piece.size
+            size += more
         return groups
 
     def _fill(self, groups: list[list[Piece]]) -> None:
         """Give groups to the rank that most work is missing of and that has room; cut the last."""
-        of = self._work.of
-        works = [sum(map(of, group)) for group in groups]
+        each = [[self._work.of(piece) for piece in group] for group in groups]
+        works = list(map(sum, each))
+        room = self._room
         heap = [(-missing, rank) for rank, missing in enumerate(self._missing)]
         heapify(heap)
         left: list[Piece] = []
-        for index in sorted(range(len(groups)), key=lambda i: -works[i]):
+        for index in sorted(range(len(groups)), key=works.__getitem__, reverse=True):
             group = groups[index]
-            size = sum(piece.size for piece in group)
+            size = sum([piece.stop - piece.start for piece in group])
             aside = []
-            while heap and self._room[heap[0][1]] < size:
+            while heap and room[heap[0][1]] < size:
                 aside.append(heappop(heap))
             if heap:
-                rank = heappop(heap)[1]
-                for piece in group:
-                    self._give(rank, piece, of(piece))
-                heappush(heap, (-self._missing[rank], rank))
+                rank = heap[0][1]
+                for piece, work in zip(group, each[index], strict=True):
+                    self._give(rank, piece, work)
+                heapreplace(heap, (-self._missing[rank], rank))
             else:
                 left += group
             for item in aside:
@@ -276,11 +280,14 @@ class _Dealer:
             late = work.before(heavy.stop) - work.before(heavy.stop - size)
             return late - work.before(light.start + size) + work.before(light.start)
 
-        low, high = 0, min(heavy.size, light.size)
-        while low < high:  # the largest size that moves no more than wanted
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if moved(middle) <= wanted else (low, middle - 1)
-        size = low
+        size = min(heavy.size, light.size)
+        if work.is_plain and moved(size) > wanted:
+            size = _smallest_root(heavy.stop - light.start, wanted)
+        else:
+            low = 0
+            while low < size:  # the largest size that moves no more than wanted
+                middle = (low + size + 1) // 2
+                low, size = (middle, size) if moved(middle) <= wanted else (low, middle - 1)
         if size == 0 or moved(size) <= 0:
             return False
         self._exchange(most, least, (heavy, light), size)
@@ -311,6 +318,19 @@ class _Dealer:
         for rank, piece in ((most, early), (most, kept), (least, late), (least, rest)):
             if piece.size:
                 self._give(rank, piece, self._work.of(piece))
+
+
+def _smallest_root(distance: int, wanted: float) -> int:
+    """The largest size below half a distance for which size * (distance - size) <= wanted.
+
+    So many pairs are moved where queries see all keys before them.
+    """
+    size = int(2 * wanted / (distance + math.sqrt(distance * distance - 4 * wanted)))
+    while (size + 1) * (distance - size - 1) <= wanted:
+        size += 1
+    while size * (distance - size) > wanted:
+        size -= 1
+    return size
 
 
 class _NodeDealer(_Dealer):
@@ -368,10 +388,12 @@ class _NodeDealer(_Dealer):
 
 def _runs(pieces: list[Piece]) -> tuple[range, ...]:
     """The positions of pieces as runs, in the order of the sequence."""
+    ends = sorted([(at + start, at + stop) for at, start, stop in pieces])
     runs: list[range] = []
-    for run in sorted((piece.run for piece in pieces), key=lambda run: run.start):
-        if runs and runs[-1].stop == run.start:
-            runs[-1] = range(runs[-1].start, run.stop)
-        else:
-            runs.append(run)
-    return tuple(runs)
+    begin, end = ends[0]
+    for start, stop in ends[1:]:
+        if start != end:
+            runs.append(range(begin, end))
+            begin = start
+        end = stop
+    return (*runs, range(begin, end))

@@ -5,7 +5,7 @@ Shape symbols: S whole sequence, N ranks.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -69,16 +69,20 @@ class Work:
 
     Args:
         windows: What each layer, or each kind of layer, looks at before a query's own position.
+
+    Attributes:
+        kinds: The same, each once.
+        is_plain: Whether all look at all keys before.
     """
 
     def __init__(self, windows: Sequence[int | None]) -> None:
         counts = Counter(windows)
         self.kinds: Kinds = tuple((w, n / len(windows)) for w, n in counts.items())
-        self._is_plain = self.kinds == ((None, 1.0),)
+        self.is_plain = self.kinds == ((None, 1.0),)
 
     def before(self, position: int) -> float:
         """Pairs of all queries of a document before a position."""
-        if self._is_plain:
+        if self.is_plain:
             return position * (position + 1) / 2
         total = 0.0
         for window, share in self.kinds:
@@ -89,25 +93,31 @@ class Work:
 
     def of(self, piece: Piece) -> float:
         """Pairs of a piece."""
-        return self.before(piece.stop) - self.before(piece.start)
+        _, start, stop = piece
+        if self.is_plain:
+            return (stop - start) * (stop + start + 1) / 2
+        return self.before(stop) - self.before(start)
 
     def at(self, position: int) -> float:
         """Keys that the query at a place in a document sees."""
         return sum(n * (position if w is None else min(position, w)) for w, n in self.kinds) + 1
 
-    def fetched(self, pieces: Iterable[Piece], *, near: "Held | None" = None) -> float:
-        """Keys that queries of some pieces of one rank see, but that nobody near has.
+    def fetched(self, pieces: Iterable[Piece]) -> float:
+        """Keys that queries of some pieces of one rank see, but that are in none of them."""
+        mine = cut_documents(pieces)
+        return self.absent(mine, mine)
+
+    def absent(self, mine: "Held", held: "Held") -> float:
+        """Keys that queries of one rank see, but that are not held.
 
         Args:
-            pieces: What the rank has.
-            near: What has keys that do not count: all of its node has. None: the rank alone.
+            mine: What the rank has of documents whose first keys it has not, or not only.
+            held: What it and those near it have of these documents, and maybe others.
         """
-        mine = by_document(pieces)
-        held = mine if near is None else near
+        if self.is_plain:
+            return float(sum([_before_last(mine[each], held[each]) for each in mine]))
         total = 0.0
         for document, queries in mine.items():
-            if len(queries) == 1 and queries[0].start == 0:
-                continue
             keys = held[document]
             total += sum(share * _missing(queries, keys, window) for window, share in self.kinds)
         return total
@@ -117,11 +127,14 @@ Held = dict[int, list[Piece]]
 """Pieces in order, by their document."""
 
 
-def by_document(pieces: Iterable[Piece]) -> Held:
-    """Put pieces in order, document by document."""
+def cut_documents(pieces: Iterable[Piece]) -> Held:
+    """Put pieces in order, document by document, of those whose first keys are not all there is."""
+    every = list(pieces)
+    cut = {document for document, start, _ in every if start}
     found: Held = {}
-    for piece in pieces:
-        found.setdefault(piece.document, []).append(piece)
+    for piece in every if cut else ():
+        if piece.document in cut:
+            found.setdefault(piece.document, []).append(piece)
     for held in found.values():
         held.sort()
     return found
@@ -155,31 +168,40 @@ def deal_cost(
     ends = list(accumulate(lengths))
     work = Work(windows)
     rows = [deal.parts[i : i + heads] for i in range(0, len(deal.parts), heads)]
-    held = [[p for part in row for run in part for p in _pieces(run, ends)] for row in rows]
+    held = [_pieces(chain.from_iterable(row), ends) for row in rows]
     pairs = tuple(sum(map(work.of, pieces)) for pieces in held)
-    far: list[float] = []
+    cut = [cut_documents(pieces) for pieces in held]
+    fetched = tuple(work.absent(mine, mine) for mine in cut)
+    far = [0.0] * len(held)
     node = len(held) if node is None else max(1, node // heads)
-    for first in range(0, len(held), node):
-        of_node = held[first : first + node]
-        if node == len(held):
-            far += [0.0] * node
-            continue
-        near = by_document(chain.from_iterable(of_node))
-        far += [work.fetched(pieces, near=near) for pieces in of_node]
-    found = pairs, tuple(map(work.fetched, held)), tuple(far)
+    for first in range(0, len(held), node) if node < len(held) else ():
+        near = cut_documents(chain.from_iterable(held[first : first + node]))
+        for rank in range(first, first + node):
+            far[rank] = work.absent(cut[rank], near)
+    found = pairs, fetched, tuple(far)
     if heads == 1:
         return DealCost(*found)
     return DealCost(*(tuple(x / heads for x in each for _ in range(heads)) for each in found))
 
 
-def _pieces(run: range, ends: Sequence[int]) -> Iterator[Piece]:
-    """Cut a run of the sequence at the ends of documents."""
-    index, start = bisect_right(ends, run.start), run.start
-    while start < run.stop:
-        document = ends[index - 1] if index else 0
-        stop = min(run.stop, ends[index])
-        yield Piece(document, start - document, stop - document)
-        index, start = index + 1, stop
+def _pieces(runs: Iterable[range], ends: Sequence[int]) -> list[Piece]:
+    """Cut runs of the sequence at the ends of documents."""
+    found = []
+    for run in runs:
+        start, last = run.start, run.stop
+        index = bisect_right(ends, start)
+        while start < last:
+            document = ends[index - 1] if index else 0
+            stop = min(last, ends[index])
+            found.append(Piece(document, start - document, stop - document))
+            index, start = index + 1, stop
+    return found
+
+
+def _before_last(queries: list[Piece], keys: list[Piece]) -> int:
+    """What `_missing` finds where queries see all keys before them, and keys are theirs too."""
+    first = queries[-1].start
+    return first - sum([min(stop, first) - start for _, start, stop in keys if start < first])
 
 
 def _missing(queries: list[Piece], keys: list[Piece], window: int | None) -> int:

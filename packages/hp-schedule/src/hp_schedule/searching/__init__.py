@@ -2,5 +2,6 @@
 
 from hp_schedule.searching.fitting import Fit, fit_memory
 from hp_schedule.searching.search import SearchResult, search
+from hp_schedule.searching.shortening import shorten
 
-__all__ = ["Fit", "SearchResult", "fit_memory", "search"]
+__all__ = ["Fit", "SearchResult", "fit_memory", "search", "shorten"]

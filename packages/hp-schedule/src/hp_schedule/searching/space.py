@@ -8,8 +8,6 @@ from random import Random
 from typing import NamedTuple
 
 from hp_schedule.costs import Costs
-from hp_schedule.packing import BWD, KIND_MASK, leaves
-from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.blocking import while_sending
 from hp_schedule.searching.bounds import lower_bound
@@ -17,6 +15,7 @@ from hp_schedule.searching.construct import Plan, construct, tighten
 from hp_schedule.searching.exact import rank_bound, solve_in_windows
 from hp_schedule.searching.orders import Order, in_order, neighbour, with_order
 from hp_schedule.searching.problem import Problem
+from hp_schedule.searching.shortening import starts_of
 from hp_schedule.searching.template import template
 from hp_schedule.searching.units import Units
 from hp_schedule.searching.walking import Walk
@@ -230,7 +229,8 @@ class Space:
 
     def _candidate(self, form: _Form) -> Candidate:
         problem, permuted = self._of(form.order), with_order(form.schedule, form.order)
-        plan = Plan(self._starts_of(problem, permuted), [], form.makespan)
+        starts, _ = starts_of(problem, permuted, self._priced)
+        plan = Plan(starts, [], form.makespan)
         return Candidate(form.makespan, form.name, problem, plan, 1.0, permuted)
 
     def tighten_next(self) -> None:
@@ -393,19 +393,6 @@ class Space:
         self._pool.append(candidate)
         self._pool.sort(key=lambda kept: kept.makespan)
 
-    def _starts_of(self, problem: Problem, schedule: Schedule) -> list[float]:
-        """Return when the steps of a schedule start; a whole backward is I and then W."""
-        starts = [0.0] * problem.num_steps
-        for codes, ends in zip(*compute_clock(schedule, self._priced), strict=True):
-            for code, end in zip(codes, ends, strict=True):
-                time = end
-                for step in reversed(
-                    [s for leaf in leaves(code) for s in _steps_of(problem, leaf)]
-                ):
-                    time -= problem.duration[step]
-                    starts[step] = time
-        return starts
-
 
 def _windows_of(problem: Problem, plan: Plan) -> tuple[int, ...]:
     """Return how many microbatches each stage holds at most in a plan."""
@@ -423,10 +410,3 @@ def _windows_of(problem: Problem, plan: Plan) -> tuple[int, ...]:
             window = max(window, place + 1 - freed)
         windows.append(window)
     return tuple(windows)
-
-
-def _steps_of(problem: Problem, code: int) -> tuple[int, ...]:
-    step = problem.step_of(code)
-    if code & KIND_MASK == BWD and len(problem.kinds) == 3:
-        return step, step + problem.part
-    return (step,)

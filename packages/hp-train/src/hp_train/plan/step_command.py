@@ -27,10 +27,11 @@ _COUNTS = {
     "pack": (128 * _K, "tokens of a pack, and of the longest document"),
     "degree": (8, "ranks that share a pack in the plans of others"),
     "batches": (4, "batches that are drawn, or read, at most"),
-    "effort": (1, "schedules that are looked at for each partition of a plan"),
-    "tries": (1, "partitions that are looked at for a plan"),
-    "prepared": (100, "schedules that are looked at once for all steps that are alike"),
+    "effort": (0, "schedules that are searched for the costs of each step"),
+    "tries": (4, "shares of microbatches that are looked at in each step"),
+    "prepared": (24, "schedules that are looked at once for all steps that are alike"),
 }
+_MAY_BE_ZERO = ("effort", "prepared")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (default, what) in _COUNTS.items():
         parser.add_argument(
             f"--{name}",
-            type=whole(f"--{name}", least=1, largest=2**40),
+            type=whole(f"--{name}", least=int(name not in _MAY_BE_ZERO), largest=2**40),
             default=default,
             metavar="N",
             help=f"{what} (default: {default})",

@@ -5,11 +5,13 @@ plan and `plan` is it, as data; `proof` says that it runs, `price` how long it t
 shows it. `rivals` are plans by other rules, `generators` draws lengths, and `command` compares.
 """
 
+from hp_train.step_plan.bound import lower_bound
 from hp_train.step_plan.costs import StepCosts
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, from_text, to_text
 from hp_train.step_plan.planner import Planner
-from hp_train.step_plan.price import Pipeline, StepPrice, lower_bound, price
+from hp_train.step_plan.price import StepPrice, price
 from hp_train.step_plan.proof import prove
+from hp_train.step_plan.work import Pipeline
 
 __all__ = [
     "Pipeline",

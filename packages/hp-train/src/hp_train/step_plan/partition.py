@@ -1,7 +1,8 @@
-"""Which documents share a microbatch: parts of given shares of the cost, none too long."""
+"""Which documents go together: parts of given shares of the cost, none too long."""
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 _SWAPS = 4
 """Swaps of documents for each part, at most."""
@@ -26,76 +27,99 @@ def partition(
     Returns:
         The documents of each part, ascending; None if tokens do not fit, or a part has none.
     """
-    total = sum(costs)
-    missing = [share * total for share in targets]
-    room = [longest] * len(targets)
-    parts: list[list[int]] = [[] for _ in targets]
-    heap = [(-left, part) for part, left in enumerate(missing)]
-    heapify(heap)
-    for document in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        aside = []
-        while heap and room[heap[0][1]] < lengths[document]:
-            aside.append(heappop(heap))
-        if not heap:
-            return None
-        part = heappop(heap)[1]
-        parts[part].append(document)
-        missing[part] -= costs[document]
-        room[part] -= lengths[document]
-        heappush(heap, (-missing[part], part))
-        for item in aside:
-            heappush(heap, item)
-    if not all(parts):
+    parts = _Parts(costs, lengths, targets, longest)
+    if not parts.fill():
         return None
-    _swap(parts, missing, costs, lengths, room)
-    return [sorted(part) for part in parts]
+    parts.swap()
+    return [sorted(document for _, document in part) for part in parts.held]
 
 
-def _swap(
-    parts: list[list[int]],
-    missing: list[float],
-    costs: Sequence[float],
-    lengths: Sequence[int],
-    room: list[int],
-) -> None:
-    """Bring parts closer to their targets, by a move or a swap between the two farthest off."""
-    close = _CLOSE * sum(costs) / len(parts)
-    for _ in range(_SWAPS * len(parts)):
-        rich = min(range(len(parts)), key=missing.__getitem__)
-        poor = max(range(len(parts)), key=missing.__getitem__)
-        gap = min(-missing[rich], missing[poor])
-        if max(-missing[rich], missing[poor]) <= close or gap <= 0:
-            return
-        best: tuple[float, int, int | None] | None = None
-        others = sorted(parts[poor], key=costs.__getitem__)
-        for given in parts[rich]:
+class _Parts:
+    """Parts while they are filled.
+
+    Attributes:
+        held: Cost and number of each document of each part.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[float],
+        lengths: Sequence[int],
+        targets: Sequence[float],
+        longest: int,
+    ) -> None:
+        total = sum(costs)
+        self._costs, self._lengths = costs, lengths
+        self._missing = [share * total for share in targets]
+        self._room = [longest] * len(targets)
+        self._close = _CLOSE * total / len(targets)
+        self.held: list[list[tuple[float, int]]] = [[] for _ in targets]
+
+    def fill(self) -> bool:
+        """Put every document into a part; tell whether all fit, and no part has none."""
+        costs, lengths, room, held = self._costs, self._lengths, self._room, self.held
+        heap = [(-left, part) for part, left in enumerate(self._missing)]
+        heapify(heap)
+        # The dearest first, and of equal ones the first.
+        for document in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+            aside = []
+            length, cost = lengths[document], costs[document]
+            while heap and room[heap[0][1]] < length:
+                aside.append(heappop(heap))
+            if not heap:
+                return False
+            less, part = heap[0]
+            held[part].append((cost, document))
+            room[part] -= length
+            heapreplace(heap, (less + cost, part))
+            for item in aside:
+                heappush(heap, item)
+        for less, part in heap:
+            self._missing[part] = -less
+        return all(held)
+
+    def swap(self) -> None:
+        """Bring parts closer to their targets, by a move or a swap between the two farthest off."""
+        missing = self._missing
+        for part in self.held:
+            part.sort()
+        for _ in range(_SWAPS * len(self.held)):
+            least, most = min(missing), max(missing)
+            gap = min(-least, most)
+            if max(-least, most) <= self._close or gap <= 0:
+                return
+            if not self._between(missing.index(least), missing.index(most), gap):
+                return
+
+    def _between(self, rich: int, poor: int, gap: float) -> bool:
+        """Move about so much from a part to another; tell whether any was."""
+        lengths, others = self._lengths, self.held[poor]
+        room, back_room = self._room[poor], self._room[rich]
+        best = gap, -1, -1
+        for place, (cost, given) in enumerate(self.held[rich]):
+            size = lengths[given]
+            if abs(cost - gap) < best[0] and size <= room and len(self.held[rich]) > 1:
+                best = abs(cost - gap), place, -1
             # Of what comes back, that with which nearly the gap is moved.
-            for taken in (None, *_near(others, costs, costs[given] - gap)):
-                back = 0.0 if taken is None else costs[taken]
-                size = lengths[given] - (0 if taken is None else lengths[taken])
-                off = abs(costs[given] - back - gap)
-                if size <= room[poor] and -size <= room[rich] and off < gap:
-                    best = (off, given, taken) if best is None or off < best[0] else best
-        if best is None or (best[2] is None and len(parts[rich]) == 1):
-            return
-        _, given, taken = best
-        for part, other, document in ((rich, poor, given), (poor, rich, taken)):
-            if document is None:
-                continue
-            parts[part].remove(document)
-            parts[other].append(document)
-            for index, sign in ((part, 1), (other, -1)):
-                missing[index] += sign * costs[document]
-                room[index] += sign * lengths[document]
+            at = bisect_left(others, (cost - gap,))
+            for index in range(max(0, at - 1), min(at + 1, len(others))):
+                back, taken = others[index]
+                more = size - lengths[taken]
+                off = abs(cost - back - gap)
+                if off < best[0] and more <= room and -more <= back_room:
+                    best = off, place, index
+        _, place, index = best
+        if place < 0:
+            return False
+        returned = others.pop(index) if index >= 0 else None
+        self._put(self.held[rich].pop(place), rich, poor)
+        if returned is not None:
+            self._put(returned, poor, rich)
+        return True
 
-
-def _near(ordered: Sequence[int], costs: Sequence[float], wanted: float) -> Sequence[int]:
-    """The documents just below and just above a cost."""
-    low, high = 0, len(ordered)
-    while low < high:
-        middle = (low + high) // 2
-        if costs[ordered[middle]] < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return ordered[max(0, low - 1) : low + 1]
+    def _put(self, entry: tuple[float, int], source: int, target: int) -> None:
+        """Add a document to a part that another has given away."""
+        insort(self.held[target], entry)
+        for part, sign in ((source, 1), (target, -1)):
+            self._missing[part] += sign * entry[0]
+            self._room[part] += sign * self._lengths[entry[1]]

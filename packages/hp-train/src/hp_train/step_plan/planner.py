@@ -5,32 +5,67 @@ Note [How a step is planned]
     time. So no rank waits for another but for what a deal leaves over, and a document of any length
     has as many ranks as its work asks for. What is left are the bubbles of the pipeline. They are
     small where microbatches are many and where the first ones are short, since all stages but the
-    first wait for those; but each microbatch takes something however short it is. So some numbers
-    and shares of microbatches are tried: documents are put into parts of these shares by cost
-    (`partition`), of which the most promising are searched for a schedule with the costs of these
-    very microbatches; `hp_schedule.search` includes what every closed form takes. Only numbers go
-    in, and every count of attempts is fixed: all ranks that know the lengths make the same plan.
+    first wait for those; but each microbatch takes something however short it is. How many there
+    are, and their shares of the work, is searched together with a schedule once for all steps that
+    resemble each other (`templates`). In a step, documents are put into teams and then into parts of
+    these shares by cost (`partition`); of some templates the one with the shortest schedule is
+    taken, its parts are dealt out to ranks, and its schedule is made to fit what they take.
+    Without templates, numbers and shares are tried in each step, and schedules searched for the most
+    promising. Only numbers go in, and every count of attempts is fixed: all ranks that know the
+    lengths make the same plan.
 """
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import fsum
+from typing import NamedTuple
 
 from hp_context import deal_documents
-from hp_schedule import Schedule, search, simulate
+from hp_schedule import Costs, Schedule, search, shorten, simulate
 from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import Seconds, StepCosts
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team
-from hp_train.step_plan.price import Pipeline, pairs_of, seconds_of, stage_costs
-from hp_train.step_plan.templates import template_for
+from hp_train.step_plan.price import cost_of_deal, stage_costs
+from hp_train.step_plan.templates import Kind, templates_for
+from hp_train.step_plan.work import Pipeline, pairs_of
 
 TEAM = 32
 """Ranks of a stage that share microbatches, at most."""
 
+_OF_STEP, _PLANNING = 0.015, 0.002
+"""Share of a step for which it may be planned; CPU seconds that a microbatch takes, about."""
 _DENSITIES = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
 _FRONT, _BACK = (0.1, 0.25, 0.5, 0.8), (0.8, 0.5)
 """Shares of the first microbatches and of the last ones, by that of the others."""
+
+
+class _Shape(NamedTuple):
+    """Shares of microbatches of the work, and the schedule that was found for them, if one was."""
+
+    shares: tuple[float, ...]
+    schedule: Schedule | None = None
+
+
+class _Work(NamedTuple):
+    """Documents that some ranks are to have.
+
+    Attributes:
+        documents: Their places in the global batch.
+        lengths: Tokens of each.
+        pairs: Pairs of each.
+        seconds: Forward and backward of each, by one rank.
+    """
+
+    documents: Sequence[int]
+    lengths: Sequence[int]
+    pairs: Sequence[float]
+    seconds: Sequence[float]
+
+    def of(self, places: Sequence[int]) -> "_Work":
+        """Some of them."""
+        return _Work(*([column[i] for i in places] for column in self))
 
 
 class Planner:
@@ -39,10 +74,11 @@ class Planner:
     Args:
         costs: Costs of a stage.
         pipeline: The ranks and their memory.
-        effort: Schedules that a search builds for each partition.
-        tries: Partitions for which schedules are searched, the most promising ones.
-        prepared: Schedules that are looked at once for all steps that resemble each other, which
-            takes seconds the first time; 0: none, see `templates`.
+        effort: Schedules that are searched for the costs of each step; 0: none where there are
+            templates, and otherwise closed forms alone.
+        tries: Templates, or shares, that are looked at in each step, the most promising ones.
+        prepared: Schedules and changes of shares that are looked at once for all steps that
+            resemble each other, which takes seconds the first time; 0: no templates.
     """
 
     def __init__(
@@ -80,15 +116,17 @@ class Planner:
         Raises:
             ConfigError: When the documents do not fit the memory, whatever the plan.
         """
+        work = self._work(lengths)
+        teams = self._teams(work)
         best: tuple[float, StepPlan] | None = None
         looked_at = 0
-        for parts, shares in self._partitions(lengths):
-            plan = self._made(lengths, parts, shares)
+        for shape in self._shapes(work, teams):
+            plan = self._made(teams, shape, num_documents=len(lengths))
             if plan is None:
                 continue
             looked_at += 1
             best = plan if best is None or plan[0] < best[0] else best
-            if looked_at == self.tries:
+            if looked_at == self.tries or shape.schedule is not None:
                 break
         if best is None:
             raise self._too_much(lengths)
@@ -104,9 +142,11 @@ class Planner:
         Raises:
             ConfigError: When its documents do not fit the memory: `plan` may find others then.
         """
-        parts, shares = next(self._partitions(lengths), ([], []))
-        found = self._made(lengths, [parts[number]], shares) if parts else None
-        if found is None:
+        work = self._work(lengths)
+        teams = self._teams(work)
+        shape = next(self._shapes(work, teams), None)
+        found = shape and self._made([teams[number]], shape, num_documents=len(lengths))
+        if not found:
             raise self._too_much(lengths)
         return found[1].teams[0]
 
@@ -116,144 +156,188 @@ class Planner:
             f"{self.pipeline.ranks} ranks with memory for {self.pipeline.tokens} tokens each"
         )
 
-    def _partitions(
-        self, lengths: Sequence[int]
-    ) -> Iterator[tuple[list[list[list[int]]], list[float]]]:
-        """Yield documents of each microbatch of each team, and shares, the most promising first."""
+    def _work(self, lengths: Sequence[int]) -> _Work:
         if not lengths or min(lengths) < 1:
             raise ConfigError(f"documents ({len(lengths)}) must be one or more, and not empty")
         pairs = pairs_of(lengths, self.costs)
-        pure = self.costs.pure
-        work = [pure(t, p).total for t, p in zip(lengths, pairs, strict=True)]
-        for shares in sorted(self._shapes(lengths), key=lambda each: self._about(work, each)):
-            parts = self._parted(lengths, work, shares)
-            if parts is not None:
-                yield parts, shares
+        token, pair = self.costs.pure(1, 0).total + 2 * self.costs.expert, self.costs.pure(0, 1).total
+        seconds = [token * t + pair * p for t, p in zip(lengths, pairs, strict=True)]
+        return _Work(range(len(lengths)), lengths, pairs, seconds)
 
-    def _shapes(self, lengths: Sequence[int]) -> Iterator[list[float]]:
-        """Yield shares of microbatches that are worth a try."""
+    def _teams(self, work: _Work) -> list[_Work]:
+        """What each team is to have, as even as can be; nothing where documents are too few."""
+        if self.num_teams == 1:
+            return [work]
+        targets = [1 / self.num_teams] * self.num_teams
+        parts = partition(work.seconds, work.lengths, targets, longest=sum(work.lengths))
+        return [work.of(part) for part in parts or ()]
+
+    def _shapes(self, work: _Work, teams: Sequence[_Work]) -> Iterator[_Shape]:
+        """Yield shapes that are worth a try, the most promising first."""
+        if teams and self.prepared:
+            found = []
+            templates = templates_for(self._kind(work), self.prepared)
+            for template in templates[: self.tries]:
+                shape = _Shape(template.shares, template.schedule)
+                seconds = self._expected(teams[0], shape)
+                if seconds is not None:
+                    found.append((seconds, shape))
+            yield from (shape for _, shape in sorted(found, key=lambda each: each[0]))
+        if teams:
+            yield from sorted(self._plain_shapes(work), key=lambda each: self._about(work, each))
+
+    def _kind(self, work: _Work) -> Kind:
+        """What steps have in common that resemble one."""
+        costs, pipeline = self.costs, self.pipeline
+        tokens, pairs = (fsum(each) / pipeline.ranks for each in (work.lengths, work.pairs))
+        pure, experts = costs.pure(tokens, pairs), costs.expert * tokens
+        forward = pure.forward + experts
+        return Kind(
+            num_stages=pipeline.num_stages,
+            most=self._most(work),
+            input_grad=(pure.input_grad + experts) / forward,
+            weight_grad=pure.weight_grad / forward,
+            each=costs.microbatch / forward,
+            latency=costs.message * tokens / forward,
+            memory=pipeline.tokens / tokens,
+        ).rounded()
+
+    def _most(self, work: _Work) -> int:
+        """Microbatches for which there are documents, and time to plan them; rounded."""
+        documents = max(1, len(work.lengths) // self.num_teams // 2)
+        seconds, stages = fsum(work.seconds) / self.pipeline.ranks, self.pipeline.num_stages
+        in_time = int(seconds * _OF_STEP / _PLANNING / stages) * stages
+        return min(documents, max(2 * stages, in_time))
+
+    def _expected(self, work: _Work, shape: _Shape) -> float | None:
+        """What a template takes with the parts of a team; None if they do not fit."""
+        parts = self._parts(work, shape)
+        if parts is None or shape.schedule is None:
+            return None
+        seconds, tokens = [], []
+        for part in parts:
+            of_rank = fsum(part.lengths) / self._ranks
+            always = self.costs.microbatch + self.costs.expert * of_rank
+            pure = self.costs.pure(of_rank, fsum(part.pairs) / self._ranks)
+            seconds.append(
+                Seconds(pure.forward + always, pure.input_grad + always, pure.weight_grad)
+            )
+            tokens.append(-int(-of_rank // 1))
+        costs, memory = self._costs_of(seconds, tokens), self.pipeline.tokens
+        run = simulate(shape.schedule, costs)
+        if max(run.peak_activations) <= memory:
+            return run.makespan
+        rebuilt = shorten(shape.schedule, costs, memory_limit=memory)
+        return None if rebuilt is None else rebuilt[1].makespan
+
+    def _plain_shapes(self, work: _Work) -> Iterator[_Shape]:
+        """Yield shapes without a schedule."""
         pipeline = self.pipeline
-        of_rank = sum(lengths) / pipeline.ranks
+        of_rank = sum(work.lengths) / pipeline.ranks
         fewest = max(pipeline.num_stages, of_rank * pipeline.num_stages / pipeline.tokens)
-        most = max(1, len(lengths) // self.num_teams)
+        most = max(1, len(work.lengths) // self.num_teams)
         for count in sorted({max(1, min(most, round(fewest * by))) for by in _DENSITIES}):
-            yield from _shapes(count)
+            yield from map(_Shape, _shares(count))
 
-    def _parted(
-        self, lengths: Sequence[int], work: Sequence[float], shares: Sequence[float]
-    ) -> list[list[list[int]]] | None:
-        teams = self.num_teams
-        longest = self.pipeline.tokens * self._ranks
-        targets = [share / teams for share in shares for _ in range(teams)]
-        parts = partition(work, lengths, targets, longest=longest)
-        return None if parts is None else [parts[team::teams] for team in range(teams)]
-
-    def _about(self, work: Sequence[float], shares: Sequence[float]) -> float:
+    def _about(self, work: _Work, shape: _Shape) -> float:
         """Work, what each microbatch takes, and waiting for the first one and for long ones."""
-        mean, longest = sum(work) / self.pipeline.ranks, max(work) / self._ranks
-        stages = self.pipeline.num_stages
+        mean, longest = fsum(work.seconds) / self.pipeline.ranks, max(work.seconds) / self._ranks
+        stages, shares = self.pipeline.num_stages, shape.shares
         waits = max(mean * shares[0], longest - 1.5 * mean * max(shares)) * (stages - 1) / 3
         return mean + waits + 2 * self.costs.microbatch * len(shares)
 
-    def _made(
-        self,
-        lengths: Sequence[int],
-        teams_of_parts: list[list[list[int]]],
-        shares: Sequence[float],
-    ) -> tuple[float, StepPlan] | None:
-        """How long a plan of these parts takes, and the plan; None if memory does not suffice."""
-        slowest, teams, origin = 0.0, [], ""
-        for parts in teams_of_parts:
-            microbatches, seconds = zip(*(self._dealt(lengths, p) for p in parts), strict=True)
-            found = self._scheduled(microbatches, seconds, shares)
-            if found is None:
-                return None
-            makespan, schedule, origin = found
-            slowest = max(slowest, makespan)
-            teams.append(Team(microbatches, schedule))
-        return slowest, StepPlan(len(lengths), tuple(teams), origin)
+    def _parts(self, work: _Work, shape: _Shape) -> list[_Work] | None:
+        """The documents of each microbatch; None if they do not fit."""
+        longest = self.pipeline.tokens * self._ranks
+        parts = partition(work.seconds, work.lengths, shape.shares, longest=longest)
+        return None if parts is None else [work.of(part) for part in parts]
 
-    def _dealt(
-        self, lengths: Sequence[int], part: Sequence[int]
-    ) -> tuple[PlannedMicrobatch, Seconds]:
+    def _made(
+        self, teams: Sequence[_Work], shape: _Shape, *, num_documents: int
+    ) -> tuple[float, StepPlan] | None:
+        """How long a plan of a shape takes, and the plan; None if memory does not suffice."""
+        slowest, found, origin = 0.0, [], ""
+        for work in teams:
+            parts = self._parts(work, shape)
+            if parts is None:
+                return None
+            microbatches, seconds = zip(*map(self._dealt, parts), strict=True)
+            tokens = [max(each.deal.sizes) for each in microbatches]
+            scheduled = self._scheduled(self._costs_of(seconds, tokens), len(parts), shape)
+            if scheduled is None:
+                return None
+            makespan, schedule, origin = scheduled
+            slowest = max(slowest, makespan)
+            found.append(Team(microbatches, schedule))
+        return slowest, StepPlan(num_documents, tuple(found), origin)
+
+    def _costs_of(self, seconds: Sequence[Seconds], tokens: Sequence[int]) -> Costs:
+        return stage_costs(seconds, tokens, self.costs, num_stages=self.pipeline.num_stages)
+
+    def _dealt(self, part: _Work) -> tuple[PlannedMicrobatch, Seconds]:
         """Deal out documents: keys are fetched or, where that takes less, nodes share heads."""
         node = self.costs.node
         if self._ranks <= node or self._ranks % node:
-            return self._dealt_by(lengths, part)
-        pairs = pairs_of([lengths[i] for i in part], self.costs)
-        of_node = sum(pairs) * node / self._ranks
-        if max(pairs) > of_node:  # of its keys, many would go from node to node
-            return self._dealt_by(lengths, part, heads=node)
-        best = self._dealt_by(lengths, part, node=node)
+            return self._dealt_by(part)
+        pairs = fsum(part.pairs)
+        if max(part.pairs) > pairs * node / self._ranks:  # many keys would go from node to node
+            return self._dealt_by(part, heads=node)
+        best = self._dealt_by(part, node=node)
         tokens = max(best[0].deal.sizes)
-        waits = best[1].total - self.costs.pure(tokens, sum(pairs) / self._ranks).total
+        waits = best[1].total - self.costs.pure(tokens, pairs / self._ranks).total
         if waits > self.costs.sharing(tokens, heads=node) + 2 * self.costs.microbatch:
-            by_heads = self._dealt_by(lengths, part, heads=node)
+            by_heads = self._dealt_by(part, heads=node)
             best = min(best, by_heads, key=lambda each: each[1].total)
         return best
 
     def _dealt_by(
-        self,
-        lengths: Sequence[int],
-        part: Sequence[int],
-        *,
-        node: int | None = None,
-        heads: int = 1,
+        self, part: _Work, *, node: int | None = None, heads: int = 1
     ) -> tuple[PlannedMicrobatch, Seconds]:
-        padding = -sum(lengths[i] for i in part) % self._ranks
-        sizes = [lengths[i] for i in part]
+        padding = -sum(part.lengths) % self._ranks
+        lengths = [*part.lengths, padding] if padding else part.lengths
         deal = deal_documents(
-            [*sizes, padding] if padding else sizes,
+            lengths,
             self._ranks,
             windows=self.costs.windows,
             pairs_per_key=0.0,
             node=node,
             heads=heads,
         )
-        microbatch = PlannedMicrobatch(tuple(part), padding, deal, heads)
-        return microbatch, seconds_of(microbatch, lengths, self.costs)
+        microbatch = PlannedMicrobatch(tuple(part.documents), padding, deal, heads)
+        cost = cost_of_deal(deal, lengths, self.costs, heads=heads)
+        return microbatch, self.costs.of_parts(deal.sizes, cost, heads=heads)
 
     def _scheduled(
-        self,
-        microbatches: Sequence[PlannedMicrobatch],
-        seconds: Sequence[Seconds],
-        shares: Sequence[float],
+        self, costs: Costs, num_microbatches: int, shape: _Shape
     ) -> tuple[float, Schedule, str] | None:
-        stages, memory = self.pipeline.num_stages, self.pipeline.tokens
-        tokens = [max(each.deal.sizes) for each in microbatches]
-        costs = stage_costs(seconds, tokens, self.costs, num_stages=stages)
+        """How long a schedule takes, the schedule and what made it; None if none fits."""
+        memory = float(self.pipeline.tokens)
+        best: tuple[float, Schedule, str] | None = None
+        if shape.schedule is not None:
+            short = shorten(shape.schedule, costs, memory_limit=memory)
+            best = short and (short[1].makespan, short[0], "prepared")
+            if not self.effort:
+                return best
         try:
             found = search(
                 costs,
-                num_ranks=stages,
-                num_microbatches=len(microbatches),
+                num_ranks=self.pipeline.num_stages,
+                num_microbatches=num_microbatches,
                 virtual=(1,),
-                memory_limit=float(memory),
+                memory_limit=memory,
                 num_candidates=self.effort,
             )
-            best = found.makespan, found.schedule, found.origin
         except ValueError:  # nothing fits the memory
-            return None
-        if self.prepared:
-            template = template_for(
-                seconds,
-                shares,
-                num_stages=stages,
-                latency=self.costs.message * max(tokens),
-                room=memory * len(tokens) / sum(tokens),
-                effort=self.prepared,
-            )
-            run = None if template is None else simulate(template, costs)
-            fits = run is not None and max(run.peak_activations) <= memory
-            if template is not None and run is not None and fits and run.makespan < best[0]:
-                best = run.makespan, template, "prepared"
+            return best
+        if best is None or found.makespan < best[0]:
+            best = found.makespan, found.schedule, found.origin
         return best
 
 
-def _shapes(count: int) -> Iterator[list[float]]:
+def _shares(count: int) -> Iterator[tuple[float, ...]]:
     """Shares of so many microbatches: equal ones, and such whose first and last ones are small."""
-    yield [1 / count] * count
+    yield (1 / count,) * count
     if count > len(_FRONT) + len(_BACK):
         middle = count - len(_FRONT) - len(_BACK)
         shares = [*_FRONT, *[1.0] * middle, *_BACK]
-        yield [share / sum(shares) for share in shares]
+        yield tuple(share / sum(shares) for share in shares)

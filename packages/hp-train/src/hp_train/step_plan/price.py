@@ -1,42 +1,14 @@
-"""How long a plan takes, what it exchanges and holds; and how long any plan must take.
+"""How long a plan takes, and what it exchanges and holds."""
 
-Note [Bound of a step]
-    Whatever the microbatches, ranks and order: the ranks of a stage together compute all tokens and
-    pairs, so that one of them has at least the mean; and as many microbatches as the memory asks
-    for cost what every one of them costs. The last stage waits for a forward of each stage before
-    it. And a document goes forward and back through all stages, on all ranks of a stage at best.
-    Exchanges, padding and what is left over by dividing only add to that.
-"""
-
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hp_context import DealCost, deal_cost
-from hp_context.batch.deal_cost import Work
+from hp_context import Deal, DealCost, deal_cost
 from hp_schedule import Costs, Simulation, simulate
+from hp_train.step_plan.bound import lower_bound
 from hp_train.step_plan.costs import Seconds, StepCosts
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """The ranks that a step is planned for.
-
-    Attributes:
-        num_stages: Stages of the pipeline, one on each rank.
-        ranks: Ranks of each stage, over which documents are spread: data and context parallel.
-        tokens: Memory: most tokens whose activations a rank holds at once.
-    """
-
-    num_stages: int
-    ranks: int
-    tokens: int
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be >= 1")
+from hp_train.step_plan.work import Pipeline, pure_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +42,6 @@ class StepPrice:
         return self.seconds / self.pure
 
 
-def pairs_of(lengths: Sequence[int], costs: StepCosts) -> list[float]:
-    """Pairs of a query and a key of each document, in the mean over layers."""
-    before = Work(costs.windows).before
-    known: dict[int, float] = {}
-    for length in lengths:
-        if length not in known:
-            known[length] = before(length)
-    return [known[length] for length in lengths]
-
-
-def pure_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> Seconds:
-    """What a rank would compute if work could be spread evenly."""
-    pairs = sum(pairs_of(lengths, costs))
-    return costs.pure(sum(lengths) / pipeline.ranks, pairs / pipeline.ranks)
-
-
-def lower_bound(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> float:
-    """Seconds that no plan of a step can beat; see Note [Bound of a step]."""
-    work = pure_work(lengths, costs, pipeline).total
-    fewest = max(1, math.ceil(sum(lengths) / pipeline.ranks / pipeline.tokens))
-    expert = 2 * costs.expert * sum(lengths) / pipeline.ranks
-    even = work + expert + (2 * fewest + pipeline.num_stages - 1) * costs.microbatch
-    longest = pure_work([max(lengths)], costs, pipeline)
-    chain = pipeline.num_stages * (longest.forward + longest.input_grad + 2 * costs.microbatch)
-    return max(even, chain + longest.weight_grad)
-
-
 def stage_costs(
     seconds: Sequence[Seconds], tokens: Sequence[int], costs: StepCosts, *, num_stages: int
 ) -> Costs:
@@ -119,21 +64,27 @@ def stage_costs(
 
 
 def seconds_of(microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts) -> Seconds:
-    """What a microbatch takes in a stage."""
+    """What a microbatch takes in a stage.
+
+    Args:
+        microbatch: The microbatch.
+        lengths: Tokens of each document of the global batch.
+        costs: Costs of a stage.
+    """
     cost = dealt(microbatch, lengths, costs)
     return costs.of_parts(microbatch.deal.sizes, cost, heads=microbatch.heads)
 
 
 def dealt(microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts) -> DealCost:
     """What the ranks of a microbatch compute and fetch."""
-    ranks = len(microbatch.deal.parts)
-    return deal_cost(
-        microbatch.deal,
-        lengths_of(microbatch, lengths),
-        windows=costs.windows,
-        node=costs.node if ranks % costs.node == 0 else None,
-        heads=microbatch.heads,
-    )
+    found = lengths_of(microbatch, lengths)
+    return cost_of_deal(microbatch.deal, found, costs, heads=microbatch.heads)
+
+
+def cost_of_deal(deal: Deal, lengths: Sequence[int], costs: StepCosts, *, heads: int) -> DealCost:
+    """What ranks compute and fetch that have documents of some lengths, padding among them."""
+    node = costs.node if len(deal.parts) % costs.node == 0 else None
+    return deal_cost(deal, lengths, windows=costs.windows, node=node, heads=heads)
 
 
 def lengths_of(microbatch: PlannedMicrobatch, lengths: Sequence[int]) -> list[int]:

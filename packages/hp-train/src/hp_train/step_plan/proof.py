@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from hp_schedule import ScheduleError, add_send_recv, simulate, validate
 from hp_train.step_plan.costs import StepCosts
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team, documents_of
-from hp_train.step_plan.price import Pipeline, costs_of, lengths_of
+from hp_train.step_plan.price import costs_of, lengths_of
+from hp_train.step_plan.work import Pipeline
 
 
 def prove(

@@ -18,7 +18,8 @@ from hp_context.batch.deal_cost import Piece, Work
 from hp_schedule import one_f_one_b, search, simulate
 from hp_train.step_plan.costs import Seconds, StepCosts
 from hp_train.step_plan.partition import partition
-from hp_train.step_plan.price import Pipeline, pairs_of, stage_costs
+from hp_train.step_plan.price import stage_costs
+from hp_train.step_plan.work import Pipeline, pairs_of
 
 
 @dataclass(frozen=True, slots=True)

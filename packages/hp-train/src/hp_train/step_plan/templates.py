@@ -1,72 +1,194 @@
-"""Schedules that are searched long once, for steps that resemble each other.
+"""Shares of microbatches and schedules that are searched once, for all steps that resemble each other.
 
-The microbatches of every step have about the same shares of its work, and so a schedule that is
-good for these shares is good for each step. It is searched with rounded numbers, which all ranks
-come to alike, and remembered.
+What is good for the shares of one step is good for any step whose documents are put into parts of
+these shares; there it is only made to fit what these take (`hp_schedule.shorten`). Numbers are
+rounded before anything is searched, so that all ranks come to the same templates, in whatever order
+they see steps; and they are remembered.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from random import Random
+from typing import NamedTuple
 
-from hp_schedule import Costs, Schedule, search
-from hp_train.step_plan.costs import Seconds
+from hp_schedule import Costs, Schedule, search, shorten
+
+_COUNTS = 4
+"""Numbers of microbatches that are tried."""
+_GROWTH = (1.6, 2.2)
+"""Of a microbatch by the one before it, of those at the front."""
+_BACK: tuple[tuple[float, ...], ...] = ((), (0.7,), (0.8, 0.5))
+"""Shares of the last microbatches, by those in the middle."""
+_SMALLEST = 0.03
+"""Share of the first microbatch, by those in the middle, below which none is tried."""
+_LOOKED_AT, _KEPT = 4, 3
+"""Schedules for each kind of front and back; those that are tried with other numbers, too."""
 
 
-def template_for(
-    seconds: Sequence[Seconds],
-    shares: Sequence[float],
-    *,
-    num_stages: int,
-    latency: float,
-    room: float,
-    effort: int,
-) -> Schedule | None:
-    """A schedule for steps like one; None if nothing fits the memory.
+class _Ends(NamedTuple):
+    """What microbatches at the front and the back have, by those in the middle."""
 
-    Args:
-        seconds: Seconds of each microbatch in a stage.
-        shares: Share of the work that each was to have.
-        num_stages: Number of stages.
-        latency: Seconds of a message.
-        room: Memory, by what a microbatch holds on the mean.
-        effort: Number of schedules to try the first time.
+    front: tuple[float, ...] = ()
+    back: tuple[float, ...] = ()
+
+    def shares(self, count: int) -> tuple[float, ...]:
+        """Shares of so many microbatches."""
+        middle = count - len(self.front) - len(self.back)
+        return _scaled((*self.front, *[1.0] * middle, *self.back))
+
+
+class Kind(NamedTuple):
+    """What steps have in common that resemble each other, by a forward of all work of a rank.
+
+    Attributes:
+        num_stages: Stages.
+        most: Microbatches, at most.
+        input_grad: Seconds of backward of inputs.
+        weight_grad: Seconds of backward of weights.
+        each: Seconds that a microbatch takes in forward however short it is.
+        latency: Seconds of a message between stages of all tokens of a rank.
+        memory: Tokens that fit, by the tokens of a rank.
     """
-    forward, input_grad, weight_grad = (sum(each) for each in zip(*seconds, strict=True))
-    ratios = round(input_grad / forward, 1), round(weight_grad / forward, 1)
-    late = round(latency * len(shares) / forward, 2)
-    return _searched(
-        tuple(round(share * len(shares), 3) for share in shares),
-        num_stages,
-        (*ratios, late, math.floor(room * 2 - 0.25) / 2),  # a bit less, since lengths vary
-        effort,
-    )
+
+    num_stages: int
+    most: int
+    input_grad: float
+    weight_grad: float
+    each: float
+    latency: float
+    memory: float
+
+    def rounded(self) -> "Kind":
+        """Nearly the same, as others are too; memory is a bit less, since lengths vary."""
+        return self._replace(
+            input_grad=round(self.input_grad, 1),
+            weight_grad=round(self.weight_grad, 1),
+            each=_coarse(self.each),
+            latency=_coarse(self.latency),
+            memory=_below(self.memory * 0.96),
+        )
+
+
+class Template(NamedTuple):
+    """A schedule for microbatches of some shares.
+
+    Attributes:
+        seconds: What a step takes, by a forward of all work of a rank.
+        shares: Shares of microbatches of the work; they sum to 1.
+        schedule: Their schedule.
+    """
+
+    seconds: float
+    shares: tuple[float, ...]
+    schedule: Schedule
 
 
 @lru_cache(maxsize=64)
-def _searched(
-    shares: tuple[float, ...],
-    num_stages: int,
-    rounded: tuple[float, float, float, float],
-    effort: int,
-) -> Schedule | None:
-    input_grad, weight_grad, latency, room = rounded
-    costs = Costs(
-        forward=[shares] * num_stages,
-        input_grad=[[share * input_grad for share in shares]] * num_stages,
-        weight_grad=[[share * weight_grad for share in shares]] * num_stages,
-        activation=[shares] * num_stages,
-        latency=latency,
+def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
+    """Search templates for a rounded kind of steps, one for each number of microbatches.
+
+    Args:
+        kind: What the steps have in common.
+        effort: Schedules, and as many changes of shares, that are looked at for each of them.
+
+    Returns:
+        The best first; none if nothing fits.
+    """
+    counts = _counts(kind)
+    ends = list(_all_ends(counts[-1]))
+    best: dict[int, Template] = {}
+    for count in reversed(counts):
+        found = []
+        for each in ends:
+            if len(each.front) + len(each.back) < count:
+                template = _searched(kind, each.shares(count), _LOOKED_AT)
+                found += [] if template is None else [(template.seconds, each, template)]
+        found.sort(key=lambda one: one[0])
+        if found:
+            best[count] = found[0][2]
+            ends = [each for _, each, _ in found[:_KEPT]] + [_Ends()]
+    closely = [_searched(kind, each.shares, effort) or each for each in best.values()]
+    return tuple(sorted((_varied(kind, each, effort) for each in closely), key=_seconds))
+
+
+def _counts(kind: Kind) -> list[int]:
+    """Numbers of microbatches from twice the stages, or what the memory asks for, up."""
+    fewest = max(2 * kind.num_stages, math.ceil(kind.num_stages / kind.memory))
+    most = min(kind.most, max(7 * kind.num_stages, 3 * fewest))
+    fewest = min(fewest, most)
+    steps = range(_COUNTS)
+    return sorted({round(fewest + (most - fewest) * i / (_COUNTS - 1)) for i in steps})
+
+
+def _all_ends(count: int) -> Iterator[_Ends]:
+    yield _Ends()
+    for growth in _GROWTH:
+        for back in _BACK:
+            for length in range(2, count - len(back)):
+                if growth**-length < _SMALLEST:
+                    break
+                yield _Ends(tuple(growth**-place for place in range(length, 0, -1)), back)
+
+
+def _scaled(shares: Sequence[float]) -> tuple[float, ...]:
+    total = sum(shares)
+    return tuple(share / total for share in shares)
+
+
+def _costs(kind: Kind, shares: Sequence[float]) -> Costs:
+    forward = [share + kind.each for share in shares]
+    input_grad = [share * kind.input_grad + kind.each for share in shares]
+    weight_grad = [share * kind.weight_grad for share in shares]
+    return Costs(
+        forward=[forward] * kind.num_stages,
+        input_grad=[input_grad] * kind.num_stages,
+        weight_grad=[weight_grad] * kind.num_stages,
+        activation=[list(shares)] * kind.num_stages,
+        latency=kind.latency * max(shares),
     )
+
+
+def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | None:
     try:
         found = search(
-            costs,
-            num_ranks=num_stages,
+            _costs(kind, shares),
+            num_ranks=kind.num_stages,
             num_microbatches=len(shares),
             virtual=(1,),
-            memory_limit=room,
+            memory_limit=kind.memory,
             num_candidates=effort,
         )
-    except ValueError:
+    except ValueError:  # nothing fits the memory
         return None
-    return found.schedule
+    return Template(found.makespan, shares, found.schedule)
+
+
+def _varied(kind: Kind, template: Template, times: int) -> Template:
+    """Change shares as long as that helps, and the schedule with them."""
+    random = Random(0)  # noqa: S311 - nothing is secret
+    for _ in range(times):
+        shares = list(template.shares)
+        for place in random.sample(range(len(shares)), min(len(shares), random.choice((1, 2)))):
+            shares[place] *= random.choice((0.7, 0.85, 0.93, 1.07, 1.15, 1.3))
+        changed = _scaled(shares)
+        costs = _costs(kind, changed)
+        found = shorten(template.schedule, costs, memory_limit=kind.memory)
+        if found is not None and found[1].makespan < template.seconds:
+            template = Template(found[1].makespan, changed, found[0])
+    return template
+
+
+def _seconds(template: Template) -> float:
+    return template.seconds
+
+
+def _coarse(value: float) -> float:
+    """The next power of the square root of two."""
+    return 0.0 if value <= 0 else 2.0 ** (round(2 * math.log2(value)) / 2)
+
+
+def _below(value: float) -> float:
+    """The next lower sixteenth part of a power of two."""
+    unit = 2.0 ** (math.floor(math.log2(value)) - 4)
+    return math.floor(value / unit) * unit

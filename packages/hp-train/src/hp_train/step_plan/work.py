@@ -1,0 +1,43 @@
+"""What is to be done in a step: the ranks it is planned for, and the work of documents."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hp_context.batch.deal_cost import Work
+from hp_train.step_plan.costs import Seconds, StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The ranks that a step is planned for.
+
+    Attributes:
+        num_stages: Stages of the pipeline, one on each rank.
+        ranks: Ranks of each stage, over which documents are spread: data and context parallel.
+        tokens: Memory: most tokens whose activations a rank holds at once.
+    """
+
+    num_stages: int
+    ranks: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be >= 1")
+
+
+def pairs_of(lengths: Sequence[int], costs: StepCosts) -> list[float]:
+    """Pairs of a query and a key of each document, in the mean over layers."""
+    before = Work(costs.windows).before
+    known: dict[int, float] = {}
+    for length in lengths:
+        if length not in known:
+            known[length] = before(length)
+    return [known[length] for length in lengths]
+
+
+def pure_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> Seconds:
+    """What a rank would compute if work could be spread evenly."""
+    pairs = sum(pairs_of(lengths, costs))
+    return costs.pure(sum(lengths) / pipeline.ranks, pairs / pipeline.ranks)
