@@ -35,8 +35,8 @@ nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
-# Sessions that are named print as they go. One waits now and then, for ranks and time-outs: so there
-# is one more than the two cores that all of them are meant for.
+# Sessions that are named print as they go. Each waits now and then, for ranks and time-outs, so
+# there is one more than the two cores that they are meant for.
 nox.options.parallel = 3 if len(sys.argv) == 1 else 1
 
 ROOT = Path(__file__).resolve().parent
@@ -268,13 +268,11 @@ def docs(session: nox.Session) -> None:
 @nox.session(allow_parallel=True)
 @_recorded
 def mypy(session: nox.Session) -> None:
-    """Check the types of all sources at once, then of tests, tools and sessions."""
+    """Check the types of packages and all tests at once, then of tools, benchmarks and sessions."""
     _install(session, *map(_with_extras, PACKAGES), group="type")
-    session.run("mypy", *_sources())
-    # Packages may use one name for a test helper, so their tests are checked one by one.
-    for tests in [*sorted(ROOT.glob("packages/*/tests")), ROOT / "integration_tests"]:
-        if any(tests.rglob("*.py")):
-            session.run("mypy", str(tests.relative_to(ROOT)))
+    # Packages and tests know each other by other names than those of scripts, so these come apart.
+    tests = map(str, sorted(ROOT.glob("packages/*/tests")))
+    session.run("mypy", *_sources(), *tests, "integration_tests")
     pages = map(str, sorted(Path("docs").glob("*.py")))  # and nothing of what was built there
     session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", *pages)
 

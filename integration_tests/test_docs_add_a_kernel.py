@@ -137,6 +137,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("forked_programs")  # with hp_expert as it is
 def test_the_tests_of_an_expert_kernel_pass_and_experts_over_ranks_take_it(experts: Path) -> None:
     (experts / "test_ranks.py").write_text("""
 import torch

@@ -76,6 +76,22 @@ def test_every_kind_of_program_has_its_arguments(kind: str, tmp_path: Path) -> N
     assert found["session"] == os.getsid(0)
 
 
+def test_a_program_runs_the_sitecustomize_that_it_finds(tmp_path: Path) -> None:
+    """As `hp verify` reaches jobs; where a program itself is comes later."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.found = sys.path[0]")
+    code = "import sys; print(sys.found, 'torch' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=env,
+    )
+    assert done.stdout.split() == [str(tmp_path), "True"]
+
+
 @pytest.mark.parametrize(
     ("flags", "env"), [(("-s",), {}), ((), {"PYTHONHASHSEED": "7"}), ((), {"OMP_NUM_THREADS": "2"})]
 )

@@ -112,7 +112,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def git(root: Path, *arguments: str) -> None:
-    subprocess.run(["git", *arguments], cwd=root, check=True)
+    subprocess.run(["git", *arguments], cwd=root, check=True, timeout=60)
 
 
 def mutants(root: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -36,6 +36,7 @@ def collected(
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
         cwd=ROOT,
         env=os.environ | {"HP_WHOLE": "1" if whole else ""},
     )

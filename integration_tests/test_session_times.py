@@ -58,7 +58,7 @@ def test_a_table_has_the_sessions_of_this_run_alone(tmp_path: Path) -> None:
     os.utime(folder / "earlier.json", (1, 1))
     began = time.time() - 1
     with recorded("busy", folder):
-        subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+        subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True, timeout=60)
     with recorded("idle", folder):
         pass
     names = [line.split()[0] for line in summarize(folder, since=began).splitlines()]

@@ -35,9 +35,7 @@ SMALL = {
 }
 
 
-def config_of(
-    corpus: str, layout: str, *, fault: str = "", program: Program = PROGRAM
-) -> Config:
+def config_of(corpus: str, layout: str, *, fault: str = "", program: Program = PROGRAM) -> Config:
     overrides = {**SMALL, "data.paths": [corpus], "run.name": fault}
     overrides |= {key: value for key, _, value in (o.partition("=") for o in layout.split())}
     config = resolve(str(ROOT / "verify.toml"), overrides.items(), env={}).config

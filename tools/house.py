@@ -186,6 +186,7 @@ def walk_figures(checkout: Path) -> Figures:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
+        timeout=600,
     )
     walks: Mapping[str, list[int]] = json.loads(result.stdout.splitlines()[-1])
     names = ("files", "functions", "calls")

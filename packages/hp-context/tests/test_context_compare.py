@@ -248,5 +248,7 @@ def test_digests_tell_masks_apart_and_are_the_same_in_every_process() -> None:
         "from hp_context import Causal, Documents; from hp_context.masks.compare import digest; "
         "print(digest(Causal() & Documents((3, 5))))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert int(said.stdout) == found[5]

@@ -106,6 +106,15 @@ def test_nodes_keep_their_documents_and_costs_know_what_is_far(node: int) -> Non
             assert int(seen.sum()) == costs[0].far[rank]
 
 
+def test_ranks_that_share_heads_are_dealt_to_as_rows_of_them() -> None:
+    lengths = _lengths(0, 16 * 4096, 6_000)
+    rows = deal_documents(lengths, 8, pairs_per_key=0.0, node=4)
+    deal = deal_documents(lengths, 16, pairs_per_key=0.0, node=8, heads=2)
+    for row, runs in enumerate(rows.parts):
+        mine = [p for part in deal.parts[2 * row : 2 * row + 2] for run in part for p in run]
+        assert mine == [p for run in runs for p in run]
+
+
 @pytest.mark.parametrize("num_ranks", [8, 16, 32])
 @pytest.mark.parametrize("windows", [(None,), (None, 1023, 1023, 1023), (1023,)], ids=str)
 def test_work_is_even_to_two_percent(num_ranks: int, windows: tuple[int | None, ...]) -> None:

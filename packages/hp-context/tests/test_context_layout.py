@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hp_context import (
     Contiguous,
+    Deal,
     HeadTail,
     SequenceLayout,
     head_to_seq,
@@ -83,6 +84,10 @@ def over_two_axes(shape: tuple[int, int]) -> None:
         (whole.sum() * (dist.get_rank() + 1)).backward()
         assert leaf.grad is not None
         assert leaf.grad.unique().tolist() == [10.0]  # 1 + 2 + 3 + 4
+    parts = (range(3),), (range(3, 4), range(9, 12)), (range(4, 9),), (range(12, 24),)
+    part = shard_sequence(tokens, mesh, layout=Deal(parts), ulysses_degree=shape[1])
+    whole = unshard_sequence(part, mesh, layout=Deal(parts), ulysses_degree=shape[1])
+    assert torch.equal(whole, tokens)
     with pytest.raises(ValueError, match=r"mesh.ndim \(2\) must equal 1"):
         shard_sequence(tokens, mesh)
     with pytest.raises(ValueError, match=r"must equal the size of the inner axis heads"):

@@ -3,6 +3,7 @@
 Many cases share one launch of ranks. They go through the kinds of recomputation in turn.
 """
 
+import os
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import Literal
@@ -146,6 +147,17 @@ def errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
     return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
 
 
+def sampled(cases: list[Case]) -> list[Case]:
+    """Half of them, in which every two settings meet; all under HP_WHOLE.
+
+    Args:
+        cases: A product of settings, of which those of layouts (2) and heads (3) come last.
+    """
+    if os.environ.get("HP_WHOLE") == "1":
+        return cases
+    return [case for i, case in enumerate(cases) if (i + i // 6) % 2 == 0]
+
+
 def assert_equal(cases: list[Case], *, ranks: int, bound: float = 1e-12) -> None:
     expected = [alone(case) for case in cases]
     for results in run_distributed(split, cases, world_size=ranks, timeout=300):
@@ -172,22 +184,20 @@ def test_outputs_and_gradients_equal_one_process(ranks: int) -> None:
         Case(way, degree, mask, layout, heads, next(kinds))
         for (way, degree), mask, layout, heads in grid
     ]
-    assert_equal(cases, ranks=ranks)
+    assert_equal(sampled(cases), ranks=ranks)
 
 
 def test_sinks_soft_caps_and_uneven_heads_equal_one_process() -> None:
     ways: list[tuple[Way, int]] = [("ring", 1), ("ring", 2), ("strides", 1), ("strides", 2)]
     kinds = cycle(RECOMPUTE)
-    assert_equal(
-        [
-            Case(way, degree, mask, layout, heads, next(kinds), terms=terms)
-            for way, degree in ways
-            for mask in (Causal(), SlidingWindow(7), Causal() & PositionMask(lonely))
-            for layout in LAYOUTS
-            for heads, terms in (((4, 2), True), ((5, 5), True), ((6, 2), False))
-        ],
-        ranks=4,
-    )
+    cases = [
+        Case(way, degree, mask, layout, heads, next(kinds), terms=terms)
+        for way, degree in ways
+        for mask in (Causal(), SlidingWindow(7), Causal() & PositionMask(lonely))
+        for layout in LAYOUTS
+        for heads, terms in (((4, 2), True), ((5, 5), True), ((6, 2), False))
+    ]
+    assert_equal(sampled(cases), ranks=4)
 
 
 def test_the_head_size_of_values_may_differ() -> None:

@@ -220,12 +220,12 @@ def small_disk() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp())
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
     try:
-        if subprocess.run(command, check=False, capture_output=True).returncode:
+        if subprocess.run(command, check=False, capture_output=True, timeout=60).returncode:
             pytest.skip("mounting a small file system needs privileges")
         try:
             yield path
         finally:
-            subprocess.run(["umount", str(path)], check=True)
+            subprocess.run(["umount", str(path)], check=True, timeout=60)
     finally:
         path.rmdir()
 

@@ -113,7 +113,9 @@ def test_a_second_plan_does_not_import_torch(tmp_path: Path) -> None:
     command += ["--gpus", "2", "--json", "--vocab-size", "256"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     first, second = (
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=240
+        )
         for _ in range(2)
     )
     assert json.loads(first.stdout) == json.loads(second.stdout)

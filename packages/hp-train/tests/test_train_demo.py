@@ -27,6 +27,8 @@ from hp_train.demo.page import page
 from hp_train.demo.table import table
 from hp_train.demo.zoo.bugs import BUGS
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def test_the_zoo_is_run_and_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -26,6 +26,8 @@ from hp_train.jobs.reproduction import MOST_LINES, Exact
 from hp_train.jobs.second import focus_of
 from hp_train.jobs.trees import expressions, replaced
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROWS, COLUMNS = 16, 6
 
 

@@ -19,6 +19,8 @@ from hp_train.kit.page import page
 from hp_train.launch.session import last_lines, status_of
 from hp_train.layout.schedules import KINDS
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 H100S = Place(
     device="cuda",
     name="NVIDIA H100 80GB HBM3",

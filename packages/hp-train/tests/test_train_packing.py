@@ -50,6 +50,9 @@ def test_every_token_is_in_one_sequence_and_no_short_document_is_cut(
     for begin, length in zip(starts, lengths, strict=False):
         if length <= seq_len:
             assert (begin, length) in spans
+    ends = {*starts[1:]}
+    for begin, length, goes_on in zip(packs.begins, packs.lengths, packs.has_next, strict=True):
+        assert goes_on == (begin + length not in ends)
     for index in range(packs.num_sequences):
         pieces = packs.pieces(index)
         assert 0 < packs.lengths[pieces].sum() <= seq_len
@@ -64,6 +67,14 @@ def test_a_document_moves_no_further_than_the_look_ahead() -> None:
     for index in range(packs.num_sequences):
         begins = packs.begins[packs.pieces(index)] // (look_ahead * seq_len)
         assert len(set(begins.tolist())) == 1
+
+
+def test_a_document_goes_where_it_leaves_the_least_room() -> None:
+    """The longest first: 6 fills up the 10, and 3 the 13, though the 12 has room for it."""
+    lengths = [3, 12, 6, 13, 10]
+    packs = best_fit(_ends(lengths), num_tokens=sum(lengths), seq_len=16)
+    found = [packs.lengths[packs.pieces(index)].tolist() for index in range(packs.num_sequences)]
+    assert found == [[3, 13], [12], [6, 10]]
 
 
 def test_best_fit_is_dense_where_documents_are_short() -> None:

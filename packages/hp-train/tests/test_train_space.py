@@ -136,4 +136,4 @@ def test_a_sample_ends_where_layouts_do(config: Config) -> None:
 
 def test_layouts_are_drawn_without_torch() -> None:
     code = "import sys, hp_train.config.space; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

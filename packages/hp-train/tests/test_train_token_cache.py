@@ -97,7 +97,7 @@ def test_a_process_that_dies_is_told(
 
 def test_processes_that_tokenise_have_nothing_of_torch(tmp_path: Path) -> None:
     code = "import sys; import hp_train.data.encode; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=60)
 
 
 def _files(directory: Path) -> dict[str, bytes]:

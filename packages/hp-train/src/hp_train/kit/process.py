@@ -52,7 +52,8 @@ def run(
     command = [sys.executable, "-m", "hp_train.kit.work", str(request)]
     began = time.monotonic()
     status = status_of(command, folder / LOG, seconds=seconds, env=env)
-    if left := read(found, Found):
+    left, is_late = read(found, Found), status is None
+    if left is not None and not (is_late and left.status == "error"):  # by being ended
         return left
     if status is None:
         late = f"not done after {time.monotonic() - began:.0f} s"
