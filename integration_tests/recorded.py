@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hp_platform.testing import run_distributed
+from hp_train.jobs.compare import Comparison, compare, with_floor
 from hp_train.jobs.joined import Recording, join
 from hp_train.jobs.recorder import recording
 from hp_train.jobs.request import Request
@@ -26,3 +27,26 @@ def record(request: Request, train: Callable[[], object], *, ranks: int) -> Reco
     Path(request.folder).mkdir(exist_ok=True)
     run_distributed(functools.partial(_work, request, train), world_size=ranks)
     return join(Path(request.folder))
+
+
+def beside_one(
+    folder: Path, train: Callable[[str], object], fault: str = "", *, steps: int
+) -> Comparison:
+    """Compare a job on two ranks with the same in one process.
+
+    Args:
+        folder: An empty folder.
+        train: What a rank does, given a fault; it is pickled.
+        fault: Fault of the two ranks.
+        steps: Most updates that are compared.
+    """
+    theirs = str(folder / "reference")
+
+    def referred(name: str, seed: int) -> Recording:
+        known = theirs if seed else ""
+        asked = Request(str(folder / name), reference=known, steps=steps, disturb=seed)
+        return record(asked, functools.partial(train, ""), ranks=1)
+
+    reference, floor = with_floor(referred)
+    request = Request(str(folder / "job"), reference=theirs, steps=steps)
+    return compare(record(request, functools.partial(train, fault), ranks=2), reference, floor)

@@ -5,29 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.jobs.compare import Comparison, compare, with_floor
+from hp_train.jobs.compare import Comparison
 from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Recording
-from hp_train.jobs.request import Request
 from integration_tests.kinds_of_jobs import OTHER, SOUND, STEPS, train
 from integration_tests.more_kinds_of_jobs import MORE, short
-from integration_tests.recorded import record
+from integration_tests.recorded import beside_one
 
 ALL = {**SOUND, **OTHER, **MORE, "short": short}
 
 
 def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
-    theirs = str(tmp_path / "reference")
-
-    def referred(name: str, seed: int) -> Recording:
-        known = theirs if seed else ""
-        asked = Request(str(tmp_path / name), reference=known, steps=2 * STEPS, disturb=seed)
-        return record(asked, functools.partial(train, ALL[kind]), ranks=1)
-
-    reference, floor = with_floor(referred)
-    request = Request(str(tmp_path / "job"), reference=theirs, steps=2 * STEPS)
-    job = record(request, functools.partial(train, ALL[kind], fault), ranks=2)
-    return compare(job, reference, floor)
+    return beside_one(tmp_path, functools.partial(train, ALL[kind]), fault, steps=2 * STEPS)
 
 
 @pytest.mark.sample("images", "two_models", "closure")

@@ -38,6 +38,8 @@ from hp_train.jobs.slices import Run, Slice, all_of, dense
 from hp_train.jobs.updates import Updates
 from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 
+_BARE = "parameter "
+
 
 class ParameterRecorder:
     """Learns what parameters are of the reference, and notes down what they have.
@@ -157,11 +159,14 @@ class ParameterRecorder:
             for model in strays.models_of(unknown) if unknown else ():
                 if id(model) not in self._roots:
                     self._meet(model)
-        bare = {
-            f"parameter {index}": p
-            for index, p in enumerate(parameters)
-            if p.is_leaf and p.requires_grad and not is_dtensor(p) and not owners.of(p, "")[1]
-        }
+        bare = {}
+        for index, p in enumerate(parameters):
+            is_used = p.grad is not None or not self._is_called
+            if id(p) in self._own_names or not is_used or not p.is_leaf or is_dtensor(p):
+                continue
+            _, parts = owners.of(p, "")
+            if not parts or any(_BARE in part.name for part in parts):
+                bare[f"{_BARE}{index}"] = p
         if bare:
             self._meet(nn.Module(), bare)
 

@@ -291,7 +291,7 @@ class Recorder(ParameterRecorder):
     # Losses, norms, updates.
 
     def _losses(self, losses: Any, *_args: Any, **_kwargs: Any) -> None:
-        if is_unseen() or not has_values(losses):
+        if is_unseen() or self._is_no_rank() or not has_values(losses):
             return
         with self._lock:
             self._before_backward()
@@ -359,6 +359,8 @@ class Recorder(ParameterRecorder):
     def _before_update(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if self._is_no_rank():
+            return
         self._seen = {}
         self._updates.are_by_hand = False
         self._updates.num_made += 1
