@@ -18,11 +18,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 HERE = Path(__file__).parent
 SEQUENCES, LENGTH = 8, 128
+SECONDS = 300.0
+"""Most that a job may take."""
 KEYS: dict[str, Any] = {
     "train.dtype": "float32",
     "train.global_batch_size": SEQUENCES,
@@ -80,21 +84,32 @@ def make(name: str, folder: Path, *, steps: int) -> None:
 
 def measured(peer: str, layout: str, folder: Path) -> dict[str, Any] | str:
     """Run a job: what it has found, or the line that says why it failed."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    ranks = "1" if layout == "one process" else "2"
-    job = [str(HERE / "transformers_peers.py"), peer, layout, str(folder)]
+    ranks = 1 if layout == "one process" else 2
     out = folder / f"{peer} {layout}.json"
     out.unlink(missing_ok=True)
-    done = subprocess.run(  # noqa: S603 - our own
-        [*launch, ranks, *job],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    command = [sys.executable, str(HERE / "transformers_peers.py"), peer, layout, str(folder)]
+    meeting = (folder / f"meeting {uuid4().hex}").as_uri()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "HP_INIT_METHOD": meeting}
+    with tempfile.TemporaryFile("w+") as stderr:
+        running = [
+            subprocess.Popen(  # noqa: S603 - our own
+                command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=stderr
+            )
+            for rank in range(ranks)
+        ]
+        until = time.monotonic() + SECONDS
+        while any(rank.poll() is None for rank in running) and time.monotonic() < until:
+            if any(rank.poll() for rank in running):
+                break  # the others would wait for it
+            time.sleep(0.02)
+        for rank in running:
+            rank.kill()
+            rank.wait()
+        stderr.seek(0)
+        lines = stderr.read().splitlines()
     if not out.exists():  # what ends badly afterwards has been measured
-        errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+        errors = [line for line in lines if "Error: " in line]
         return errors[0].strip() if errors else "it failed"
     found: dict[str, Any] = json.loads(out.read_text())
     return found
@@ -134,7 +149,8 @@ def rounds_of(name: str, options: argparse.Namespace) -> None:
 
 def rate(found: list[dict[str, Any]]) -> float:
     """Median of tokens per CPU second."""
-    return statistics.median(one["tokens_per_cpu_second"] for one in found)
+    middle: float = statistics.median(one["tokens_per_cpu_second"] for one in found)
+    return middle
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """One rank of a job of bench_transformers_peers.py: a model of transformers, and who trains it.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/transformers_peers.py PEER LAYOUT FOLDER
+    python benchmarks/transformers_peers.py PEER LAYOUT FOLDER
 
 FOLDER has a model in fp32, batches (`batches.pt`: tokens and targets, int64 [B, S]) and, of the
 first of them, gradients in one process (`gradients.pt`). Rank 0 writes `PEER LAYOUT.json`: the
@@ -114,9 +114,6 @@ class HpTrain:
         config = task.build(keys)
         run = folder / f"run {layout}"
         run.mkdir(exist_ok=True)
-        meeting = folder / f"meet {layout} {os.environ['TORCHELASTIC_RUN_ID']}"
-        variable = importlib.import_module("hp_platform.launch").INIT_METHOD_VARIABLE
-        os.environ[variable] = meeting.as_uri()
         worker = launch.Worker(info, run, beats.unwatched(), stop(), folder / "tokens")
         self.trainer = trainer(config, worker, startup.connect(config, worker), tokenizer)
         self.trainer.resume()
@@ -179,7 +176,12 @@ def main() -> None:
         made = HpTrain(options.layout, options.folder)
     else:
         if options.layout != "one process":
-            dist.init_process_group("gloo")
+            dist.init_process_group(
+                "gloo",
+                init_method=os.environ["HP_INIT_METHOD"],  # which hp-train reads by itself
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+            )
         made = Transformers(options.layout, options.folder)
     batches = torch.load(options.folder / "batches.pt")
     made.compute(0)
@@ -202,6 +204,7 @@ def main() -> None:
         path = options.folder / f"{options.peer} {options.layout}.json"
         path.write_text(json.dumps(told))
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -62,9 +62,7 @@ def trained(folder: Path, base: Path, **settings: object) -> tuple[list[float], 
     """Run `hp train` and `hp export-hf`; losses, and the folder that was exported."""
     keys = {**RUN, "model.transformers": folder, "run.output_dir": base / "runs", **settings}
     flags = [f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in keys.items()]
-    config = folder / "run.toml"
-    config.write_text("# without this one, a run would begin with the keys of the quickstart\n")
-    output = hp("train", str(config), *flags)
+    output = hp("train", *flags)
     run = Path(output.splitlines()[-1])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     hp("export-hf", str(run), str(base / "exported"), "--dtype", "float64")

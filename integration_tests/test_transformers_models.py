@@ -111,9 +111,16 @@ def test_ranks_share_matrices(name: str, layout: str, base: Path, tmp_path: Path
     require_equal(train_in(run_of(folder, **MATRICES[layout]), tmp_path), expected)
 
 
-def test_documents_do_not_see_each_other(base: Path, tmp_path: Path) -> None:
-    folder, joined = _plainly("llama", base)
-    config = run_of(folder, data__documents="separate", mesh__pp=2, pipeline__schedule="1f1b")
+@pytest.mark.sample("llama-pp 2", "qwen3_moe-fsdp 2 tp 2 ep 2")
+@pytest.mark.parametrize("layout", ["pp 2", "fsdp 2", "fsdp 2 by block", "fsdp 2 tp 2 ep 2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_documents_do_not_see_each_other(
+    name: str, layout: str, base: Path, tmp_path: Path
+) -> None:
+    if "ep" in layout and name != "qwen3_moe":
+        pytest.skip("of experts")
+    folder, joined = _plainly(name, base)
+    config = run_of(folder, data__documents="separate", **(LAYOUTS | EXPERTS)[layout])
     expected = train_plainly(config, tmp_path / "plain")
     assert abs(expected.losses[0] - joined.losses[0]) > 1e-6  # there are documents
     require_equal(train_in(config, tmp_path / "run"), expected)

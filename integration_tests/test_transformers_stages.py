@@ -205,6 +205,10 @@ def test_keys_follow_from_the_folder_or_are_refused(tmp_path: Path) -> None:
     model = resolved.config.model
     assert (model.dim, model.num_layers, model.num_experts, model.top_k) == (32, 4, 4, 2)
     assert resolved.origins["model.dim"] == f"{folder}/config.json"
+    alone = resolve(
+        None, {**keys, "data.seq_len": 32}.items(), env={}
+    )  # without a word of the quickstart's model and mesh
+    assert (alone.name, alone.config.model, alone.config.mesh.pp) == ("model", model, 1)
     for given, reason in (
         ({"model.dim": 64}, r"model.dim \(64\) must be 32, as .*config.json says, or be left out"),
         ({"model.transformers": str(tmp_path)}, "must be a folder with config.json"),

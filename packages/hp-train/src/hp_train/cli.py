@@ -262,7 +262,8 @@ def _add_command(
         "config",
         metavar="CONFIG",
         nargs="?",
-        help=f"a .toml file, or one that comes along: {names} (default: quickstart)",
+        help=f"a .toml file, or one that comes along: {names} (default: quickstart; "
+        "with --model.transformers none)",
     )
     parser.add_argument(
         "--data",

@@ -37,7 +37,8 @@ def of_own_tokens(
     Returns:
         [T, D], the same on all of these ranks.
     """
-    sizes = [len(part) for part in torch.arange(len(experts_TK)).tensor_split(group.size())]
+    least, more = divmod(len(experts_TK), group.size())
+    sizes = [least + (rank < more) for rank in range(group.size())]
     own = forward(
         _Part.apply(x_TD, sizes, group),
         _part(experts_TK, sizes, group),
@@ -48,7 +49,8 @@ def of_own_tokens(
 
 
 def _part(x: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
-    return x.split(sizes)[group.rank()].contiguous()
+    part: Tensor = x.split(sizes)[group.rank()]
+    return part.contiguous()
 
 
 def _whole(x: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:

@@ -99,7 +99,8 @@ def resolve(
 
     Args:
         source: Path of a TOML file or name of a shipped config. None: the config of the run
-            named by ``run.resume`` in ``overrides``, else ``quickstart``.
+            named by ``run.resume`` in ``overrides``; defaults, if ``model.transformers`` is there,
+            which is another model than that of ``quickstart``; else ``quickstart``.
         overrides: Keys with values; strings are converted to the type of the key.
         env: Tells of processes that torchrun or Slurm started.
         fit: Function that maps a config to which no rule was applied yet, and the origins of the
@@ -113,6 +114,9 @@ def resolve(
     path = _find(source, resume=resume)
     text = _read(path) if resume is None else _read_saved(path.parent)
     values, origins = _from_toml(text, path.name if path.parent == _SHIPPED else str(path))
+    name, folder = path.stem, given.get("model.transformers")
+    if source is None and resume is None and folder:
+        values, origins, name = {}, {}, Path(str(folder)).resolve().name
     if resume is None and "run.resume" in values:
         _require_name(values["run.resume"], where=f"{origins['run.resume']}: ")
     if resume is not None and values.get("model.factory") and "model.factory" not in given:
@@ -135,7 +139,7 @@ def resolve(
         values |= fit(build(values), origins)
     config = build(values)
     rules.check(config, world)
-    return Resolved(config, {key: origins.get(key, "default") for key in fields()}, path.stem)
+    return Resolved(config, {key: origins.get(key, "default") for key in fields()}, name)
 
 
 def _require_trust(given: Mapping[str, object]) -> None:
