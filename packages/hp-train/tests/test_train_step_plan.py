@@ -13,26 +13,32 @@ from hypothesis import strategies as st
 from hp_context import Deal
 from hp_train.cli import main
 from hp_train.config.options import resolve
+from hp_train.config.space import with_keys
 from hp_train.costs.machine import MACHINES
 from hp_train.errors import ConfigError
+from hp_train.price.estimate import Plan
 from hp_train.step_plan import (
     Pipeline,
     Planner,
     StepCosts,
     StepPlan,
     from_text,
+    learned_costs,
     lower_bound,
     price,
     prove,
+    step_layout,
     to_text,
 )
 from hp_train.step_plan.comparison import compare
+from hp_train.step_plan.costs import Seconds
 from hp_train.step_plan.generators import GENERATORS, batches_of, draw, read_lengths
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.templates import Kind, templates_for
+from hp_train.step_plan.work import pairs_of
 
 K = 1024
-COSTS = StepCosts(token=6e-6, pair=2e-10, key=1e-7, far_key=9e-7, heads=5e-7, microbatch=6e-4)
+COSTS = StepCosts.equal(token=6e-6, pair=2e-10, key=1e-7, far_key=9e-7, heads=5e-7, microbatch=6e-4)
 PIPELINE = Pipeline(4, 16, 32 * K)
 PLANNER = Planner(COSTS, PIPELINE, effort=1)
 
@@ -198,9 +204,12 @@ def test_a_prepared_schedule_is_proven_as_any_other_and_about_as_good() -> None:
 
 def test_templates_depend_on_what_is_asked_alone() -> None:
     """So all ranks come to the same, whatever they have planned before, also after a resume."""
-    kind = Kind(2, 12, 1.22, 0.78, 0.0011, 0.009, 0.71).rounded()
+    stages = (Seconds(0.333, 0.341, 0.329), Seconds(0.30, 0.30, 0.28))
+    each = (Seconds(0.0011, 0.0011),) * 2
+    kind = Kind(12, stages, each, (Seconds(),) * 2, latency=0.009, memory=0.71).rounded()
     assert kind.memory <= 0.71 * 0.96
-    assert kind == Kind(2, 12, 1.19, 0.8, 0.001, 0.008, 0.7).rounded()
+    other = (Seconds(0.331, 0.336, 0.333), Seconds(0.302, 0.297, 0.281))
+    assert kind == Kind(12, other, each, (Seconds(),) * 2, latency=0.008, memory=0.7).rounded()
     found = templates_for(kind, 3)
     templates_for.cache_clear()
     templates_for(kind._replace(memory=0.5), 3)
@@ -233,17 +242,51 @@ def test_parts_have_their_shares() -> None:
     assert partition([1.0], [1], [0.5, 0.5], longest=3) is None
 
 
-def test_costs_are_those_of_the_model() -> None:
-    for name in ("llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"):
-        model = resolve(name, [], env={}).config.model
-        costs = StepCosts.of(model, MACHINES["h100"], num_stages=4)
-        assert (costs.expert > 0) == bool(model.num_experts)
-        assert costs.token > 0
-    llama = resolve("llama-3.1-8b", [], env={}).config.model
-    costs = StepCosts.of(llama, MACHINES["h100"], num_stages=4)
-    # 32 layers of 218 million parameters, two operations each, in four stages.
-    flops = costs.token * MACHINES["h100"].flops * 4
-    assert flops == pytest.approx(2 * 32 * 218.1e6, rel=1e-3)
+TINY: dict[str, tuple[tuple[str, object], ...]] = {
+    "dense": (("model.num_experts", 0),),
+    "moe": (("model.num_experts", 8), ("model.num_dense_layers", 1)),
+    "mla": (("model.attention", "mla"), ("model.qk_norm", False), ("model.num_experts", 0)),
+    "window": (("model.sliding_window", 32), ("model.full_attention_every", 2)),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("machine", ["h100", "cpu"])
+def test_costs_are_what_a_layout_is_priced_at(name: str, machine: str) -> None:
+    """Of one length, a step plan's stages take what `hp plan` says of them."""
+    given = (*TINY[name], ("data.seq_len", 128), ("model.num_layers", 4))
+    layout = step_layout(resolve("", given, env={}).config, stages=2, ranks=1)
+    sizes = {"train.microbatch_size": 64, "train.global_batch_size": 256, "mesh.gather": "stage"}
+    dtype = "float32" if machine == "cpu" else "bfloat16"
+    layout = with_keys(layout, {**sizes, "train.dtype": dtype})
+    rates = MACHINES[machine].with_values(launch_seconds=0.0 if machine == "cpu" else 1e-12)
+    costs = learned_costs(layout, rates, vocab_size=256)
+    plan = Plan(layout, rates, vocab_size=256)
+    tokens = plan.tokens
+    pairs = sum(pairs_of([128] * (tokens // 128), costs))
+    for stage, priced in zip(costs.stages, plan.prices, strict=True):
+        mine = stage.alone(tokens, pairs)
+        assert mine.forward == pytest.approx(priced.forward, rel=0.02)
+        assert mine.total == pytest.approx(priced.full, rel=0.15)
+        assert stage.kept * tokens == pytest.approx(priced.kept)
+    first, last = costs.stages
+    if name != "moe":  # where the first has a dense layer, of another width
+        assert last.token.total > first.token.total  # the output matrix and the loss
+    assert min(first.pair.forward, last.pair.forward) > 0
+    assert costs.windows == ((31, None) * 2 if name == "window" else (None,) * 4)
+
+
+def test_experts_add_what_their_rows_take_on_the_way() -> None:
+    config = resolve("", (("model.num_experts", 8),), env={}).config
+    machine = MACHINES["h100"]
+    alone, shared = (
+        learned_costs(step_layout(config, stages=2, ranks=n), machine, vocab_size=256).stages[0]
+        for n in (1, 8)
+    )
+    assert shared.token.forward > alone.token.forward
+    assert shared.microbatch.forward > alone.microbatch.forward  # latencies
+    plain = with_keys(config, {"mesh.ep": 1})
+    assert step_layout(plain, stages=2, ranks=12).mesh.ep == 4
 
 
 def test_lengths_are_read_and_drawn(tmp_path: Path) -> None:
