@@ -21,7 +21,7 @@ from hp_train.costs.routing import busiest_load, parse_skew
 from hp_train.errors import ConfigError
 from hp_train.layout.schedules import KINDS
 from hp_train.plan.choose import Choice, choose
-from hp_train.plan.report import as_dict, details, reasons, table
+from hp_train.plan.report import as_dict, details, name, reasons, table
 from hp_train.price.estimate import Estimate, Plan
 from hp_train.price.gather import estimate
 from hp_train.price.traffic import Spread
@@ -94,6 +94,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="what experts get: uniform, gini=0.4, or a JSON file of shares (default: uniform)",
     )
+    parser.add_argument(
+        "--lengths",
+        metavar="WHAT",
+        help="price steps of documents of many lengths: a file, or a distribution's name",
+    )
+    parser.add_argument(
+        "--batches",
+        type=whole("--batches", least=1),
+        default=50,
+        metavar="N",
+        help="batches that are drawn or read for --lengths, at most (default: 50)",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -111,7 +123,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         ConfigError: When no layout is allowed or fits.
     """
     config = resolved.config
-    vocab_size = options.vocab_size or _vocab_size(config)
+    vocab_size = options.vocab_size or known_vocab_size(config)
     machine = _machine(config, options)
     num_devices = config.world_size if options.gpus is None else options.gpus
     spread = _spread(config, num_devices, options.skew)
@@ -126,11 +138,27 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     if options.search is not None:
         plan = Plan(choice.best[0].config, machine, vocab_size=vocab_size, spread=spread)
         found = _search(plan, choice.best[0], asked=config.pipeline, seconds=options.search)
-    if options.json:
-        sys.stdout.write(json.dumps(_as_dict(choice, configured, found)) + "\n")
-    else:
-        lines = _lines(choice, configured, found, machine)
-        sys.stdout.write("\n".join(lines) + "\n")
+    result = _as_dict(choice, configured, found)
+    lines = _lines(choice, configured, found, machine)
+    if options.lengths:
+        from hp_train.plan.lengths import (  # noqa: PLC0415 - imports torch
+            steps_as_dict,
+            steps_of,
+            table_of,
+        )
+
+        priced = configured or choice.best[0]
+        steps = steps_of(
+            priced.config,
+            machine,
+            vocab_size=vocab_size,
+            source=options.lengths,
+            number=options.batches,
+        )
+        result["lengths"] = steps_as_dict(steps)
+        head = f"{len(steps[0].seconds)} steps of {options.lengths}, {name(priced)}:"
+        lines += ["", head, *table_of(steps)]
+    sys.stdout.write((json.dumps(result) if options.json else "\n".join(lines)) + "\n")
     sys.stdout.flush()
     return 0
 
@@ -219,7 +247,8 @@ def known_machine(name: str) -> Machine:
         raise ConfigError(f'--machine ("{name}") must be a file of a machine: {told}') from None
 
 
-def _vocab_size(config: Config) -> int:
+def known_vocab_size(config: Config) -> int:
+    """Rows of the embedding: those of the config, or of its tokenizer."""
     if config.model.vocab_size:
         return config.model.vocab_size
     if not config.data.tokenizer:
