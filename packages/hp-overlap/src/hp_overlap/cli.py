@@ -12,10 +12,9 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hp_overlap.report import EXCHANGES, OverlapReport, overlap_report
-
 
 _MOST_BYTES = 1 << 32
 """Of a trace, unpacked."""
@@ -32,9 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--match", default=EXCHANGES, help=f"transfers to count: {EXCHANGES}")
     parser.add_argument("--worst", type=int, default=5, help="exposed transfers to list")
     given = parser.parse_args(arguments)
+    if given.worst < 0:
+        sys.stderr.write(f"{parser.prog}: error: --worst ({given.worst}) must be at least 0\n")
+        return 2
     try:
-        if given.worst < 0:
-            raise ValueError(f"--worst ({given.worst}) must be at least 0")
         reports = overlap_report(_read(given.trace), match=given.match)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{parser.prog}: error: {error}\n")
@@ -47,17 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    opened: IO[bytes] = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     try:
-        with opened as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it must be at most {_MOST_BYTES} bytes long")
-        trace = json.loads(data)
+        with path.open("rb") as file:
+            unpacked = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            data = unpacked.read(_MOST_BYTES + 1)
+        trace = json.loads(data) if len(data) <= _MOST_BYTES else None
     except (EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ValueError(f"{path} must be a trace in JSON: {error}") from None
     if not isinstance(trace, dict):
-        raise ValueError(f"{path} must be a trace: a JSON object")
+        what = f"a JSON object of at most {_MOST_BYTES} bytes"
+        raise ValueError(f"{path} must be a trace: {what}")  # noqa: TRY004 - it is read, not given
     return trace
 
 
