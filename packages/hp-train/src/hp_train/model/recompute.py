@@ -133,7 +133,7 @@ class _First(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         """Nothing is written to any more."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._by_storage.clear()
 
 
