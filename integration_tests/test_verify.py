@@ -71,8 +71,14 @@ def test_generated_layouts_equal_one_process(corpus: str) -> None:
             "mesh.tp=2 pipeline.schedule=interleaved_zero_bubble pipeline.stages_per_rank=2",
             "pipeline.schedule=looped_bfs",
         ),
+        # Parameters come and go inside of what runs again; parts of attention are overwritten.
+        (
+            "mesh.dp_shard=2 mesh.ep=2 mesh.gather=block pipeline.schedule=gpipe",
+            "train.recompute=selective",
+        ),
+        ("mesh.cp=2 mesh.cp_ring=true", "train.recompute=selective"),
     ],
-    ids=["sharded", "one rank", "v_half", "tp"],
+    ids=["sharded", "one rank", "v_half", "tp", "by block", "ring"],
 )
 def test_schedule_and_recompute_do_not_change_a_bit(layout: str, other: str, corpus: str) -> None:
     arguments = [*layout.split(), f"--against={other}", "--steps", "2"]

@@ -147,6 +147,43 @@ def test_what_is_no_trace_is_refused() -> None:
         overlap_report(trace(kernel("gemm", 0, 1)), match="(")
 
 
+WRONG: dict[str, tuple[str, bytes]] = {
+    "binary": (".json", bytes(range(256))),
+    "nested": (".json", b"[" * 200_000),
+    "list": (".json", b"[]"),
+    "no list": (".json", b'{"traceEvents": 3}'),
+    "no objects": (".json", b'{"traceEvents": [1]}'),
+    "no time": (".json", b'{"traceEvents": [{"ph": "X", "dur": null, "name": "a", "pid": 1}]}'),
+    "no name": (".json", b'{"traceEvents": [{"ph": "X", "dur": 1, "ts": 2, "pid": 1}]}'),
+    "infinite": (".json", b'{"traceEvents": [{"ph":"X","dur":1e999,"ts":2,"name":"a","pid":1}]}'),
+    "no archive": (".json.gz", b"\x1f\x8bnot"),
+    "half an archive": (".json.gz", gzip.compress(b"{}" * 1000)[:-9]),
+    "empty": (".json", b""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_trace_is_told_in_a_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suffix, content = WRONG[name]
+    path = tmp_path / f"given{suffix}"
+    path.write_bytes(content)
+    for given in (path, tmp_path, tmp_path / "none.json"):
+        assert main([str(given)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert "error: " in err
+
+
+def test_a_wrong_flag_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(TRACES / "overlapped.json")
+    for flags in (["--match", "("], ["--worst", "-1"]):
+        assert main([trace, *flags]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_old_names_warn_and_are_the_new_ones() -> None:
     renamed = {"hidden_communication": "overlap_report", "HiddenReport": "OverlapReport"}
     for old, new in renamed.items():

@@ -219,6 +219,10 @@ def test_a_dash_reads_standard_input(capsys: Capture, monkeypatch: pytest.Monkey
             ["generate", "gpipe", "--ranks", "2", "--microbatches", "1", "--csv", "--json"],
             "--csv must be left out with --json",
         ),
+        (
+            ["generate", "1f1b", "--ranks", "1000000", "--microbatches", "1000000"],
+            "num_ranks (1000000) must be <= 32768",
+        ),
         (["convert", "{good}", "a.json", "--waits"], "--waits must be given with CSV"),
         (["convert", "{good}", "a.txt"], "output (a.txt) must end in .csv or .json"),
         (["simulate", "{good}", "--forward", "-1"], "forward (-1.0) must be >= 0"),

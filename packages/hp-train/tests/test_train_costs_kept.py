@@ -41,6 +41,42 @@ def test_what_was_learned_is_taken_and_what_was_damaged_is_learned_again(folder:
         assert kept([1, "a"], RowCosts, _never) == learned
 
 
+def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -> None:
+    key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16")
+    _model.cache_clear()
+    learned = StoredModel.of(_model(key))
+    assert kept([1], StoredModel, lambda: learned) is learned
+    name = module._name(StoredModel.__name__, [1])
+    entry = folder / name
+    text = json.loads(entry.read_text())
+    deep = '{"again":' * 100_000
+    for content in (
+        json.dumps(text | {"before": len(learned.works)}),
+        json.dumps(text | {"loss": -1}),
+        json.dumps(text | {"blocks": {"layers.0": [0, 0, 99999]}}),
+        f'{{"works": [{deep}',
+        f'{{"x": {"[" * 1_000_000}',
+    ):
+        entry.write_text(content)
+        assert kept([1], StoredModel, lambda: learned) is learned
+    for make in (entry.mkdir, lambda: os.mkfifo(entry), lambda: entry.symlink_to("/dev/zero")):
+        entry.unlink()
+        make()
+        assert kept([1], StoredModel, lambda: learned) is learned
+        if entry.is_dir():
+            entry.rmdir()
+            entry.touch()
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody has it
+    learned = RowCosts({})
+    for _ in range(2):
+        assert kept([1], RowCosts, lambda: learned) is learned
+
+
 def test_a_source_that_was_changed_is_not_answered_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,15 @@ import pytest
 
 from hp_train.architectures import kept
 from hp_train.architectures.cells import Architecture
+from hp_train.base.command_line import write_named
+from hp_train.cli import main
 from hp_train.compared.command import _names
 from hp_train.compared.curves import read_curve
 from hp_train.compared.manifest import read_listing
 from hp_train.config.options import resolve, shipped
 from hp_train.costs.routing import parse_skew
 from hp_train.errors import HpError
+from hp_train.jobs import events
 from hp_train.jobs.rules import read_rules
 from hp_train.plan.command import known_machine
 from hp_train.step_plan.generators import read_lengths
@@ -156,3 +159,59 @@ def test_a_result_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "llama.json").write_bytes(msgspec.json.encode({"name": 3}))
     with pytest.raises(HpError, match=r"llama.json must be of an architecture"):
         kept.read(tmp_path, Architecture)
+
+
+def test_a_recording_ends_where_its_last_whole_line_does(tmp_path: Path) -> None:
+    log = events.Log(tmp_path, "00000-1")
+    log.add({"rank": "0", "ranks": "1"})
+    log.flush()
+    [path] = tmp_path.glob(f"{events.TENSORS}-*")
+    whole = path.read_bytes()
+    # A length that no memory has, and one that ends in the middle of a line.
+    for rest in ((2**62).to_bytes(8, "little") + b"x", whole[:-3], b"\0\0\0"):
+        path.write_bytes(whole + rest)
+        assert [line.facts for line in events.read(path)] == [{"rank": "0", "ranks": "1"}]
+    for content in (b"\xc1", b"\x91" * 100_000, b"\x81\xa5facts\x01", b""):
+        path.write_bytes(len(content).to_bytes(8, "little") + content)
+        with pytest.raises(HpError, match="must be a recording"):
+            list(events.read(path))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("dry-run --html {}/none/x", "--html ({}/none/x) must be a file that can be written"),
+        ("dry-run --svg {}", "--svg ({}) must be a file that can be written: Is a directory"),
+        ("dry-run --traces {}/file/x", "--traces ({}/file/x) must be a writable folder"),
+        ("dry-run --svg {}/file/x -- {}/file", "--svg ({}/file/x) must be a file that can be"),
+        ("dry-run --documents 129", "--documents (129) must be at most data.seq_len (128)"),
+        ("step-plan --plan {}", "--plan ({}) must be a file that can be written: Is a directory"),
+        ("step-plan --svg {}/none/x", "--svg ({}/none/x) must be a file that can be written"),
+        ("verify --demo --output {}/none/x", "--output ({}/none/x) must be a file that can be"),
+        ("verify --demo --table {}", "--table ({}) must be a file that can be written"),
+        ("verify --demo --results {}/file", "--results ({}/file) must be a writable folder"),
+    ],
+)
+def test_what_cannot_be_written_in_the_end_is_refused_at_the_start(
+    command: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(command.replace("{}", str(tmp_path)).split()) == 2
+    out, err = capsys.readouterr()
+    assert message.replace("{}", str(tmp_path)) in err
+    assert err.count("\n") == 1
+    assert out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_named_file_is_written_whole_and_what_is_no_file_is_written_through(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    write_named("--page", str(path), "new")
+    assert path.read_text() == "new"
+    write_named("--page", "/dev/null", "new")
+    assert Path("/dev/null").is_char_device()
+    with pytest.raises(HpError, match=r"--page \(.*\) must be a file that can be written: No such"):
+        write_named("--page", str(tmp_path / "none" / "x"), "new")

@@ -137,6 +137,30 @@ def test_what_only_the_second_run_does_is_done_and_what_is_kept_is_not() -> None
     assert torch.equal(x.grad, expected.grad)
 
 
+def test_what_is_overwritten_in_the_first_run_is_kept_as_it_was(config: Config) -> None:
+    """Sinks weigh attention in its own memory."""
+    model = replace(config.model, attention_sinks=True)
+    found, counts = {}, {}
+    x = torch.randn(2, 64, 16)
+    for recompute in ("none", "selective"):
+        torch.manual_seed(0)
+        block = Block(model, 0, "layers.0")
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        block.recompute = recompute
+        inputs = x.clone().requires_grad_()
+        with _Ops() as ops:
+            y = block(inputs, rotation=rotation(model, torch.arange(64)), microbatch=Microbatch(2))
+            y.square().sum().backward()
+        found[recompute] = [inputs.grad, *(p.grad for p in block.parameters())]
+        counts[recompute] = sum(n for name, n in ops.counts.items() if name.endswith("_for_cpu"))
+    assert counts["none"] == counts["selective"] > 0
+    for grad, value in zip(*found.values(), strict=True):
+        assert grad is not None
+        assert value is not None
+        assert torch.equal(grad, value)
+
+
 def test_selective_recomputation_and_compiled_graphs_are_refused_by_name(config: Config) -> None:
     train = replace(config.train, recompute="selective", compile="aot_eager")
     with pytest.raises(ConfigError, match=r'train.compile \("aot_eager"\) must be "none" with'):

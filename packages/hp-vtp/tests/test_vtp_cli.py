@@ -60,6 +60,8 @@ def test_plan_reads_a_layout_from_a_file(
 def test_plan_lists_every_problem_of_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--tp", "1,0", "--dp", "1,2,3"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3
+    assert run(["plan", "--tp", "1,1000000000"]) == 2
+    assert "ranks (1000000001) must be at most 1048576" in capsys.readouterr().err
 
 
 def test_plan_takes_sharded_boundaries_and_lanes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +97,18 @@ def test_a_bad_argument_is_one_line_and_status_2(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+@pytest.mark.parametrize("content", [b"x = " + b"[" * 200_000, bytes(range(256)), b"x"])
+def test_a_layout_that_is_none_is_told_in_a_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "layout.toml"
+    path.write_bytes(content)
+    assert run(["plan", "--layout", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"--layout ({path}) must be TOML: " in err
 
 
 def test_topology_plan_and_command_do_not_import_torch() -> None:

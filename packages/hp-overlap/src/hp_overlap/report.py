@@ -6,6 +6,7 @@ ran on the host, without that of operators inside it, and without waiting for a 
 Host operators of the backward side are there only if the profiler saw all threads.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,11 +67,9 @@ def overlap_report(trace: Mapping[str, Any], *, match: str = EXCHANGES) -> list[
         A report for each process that has transfers.
 
     Raises:
-        ValueError: The trace has no events, or the expression is none.
+        ValueError: The trace has no events, one is none of torch's, or the expression is none.
     """
-    events = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X" and "dur" in e]
-    if not events:
-        raise ValueError("traceEvents (0) of the trace must be > 0: is it one of torch.profiler?")
+    events = _timed_events(trace)
     try:
         wanted = re.compile(match, re.IGNORECASE)
     except re.error as error:
@@ -89,6 +88,30 @@ def overlap_report(trace: Mapping[str, Any], *, match: str = EXCHANGES) -> list[
         busy = _union(compute or _host_compute(e for e in events if e["pid"] == process))
         reports.append(_report(process, _outermost(found), busy))
     return reports
+
+
+def _timed_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    listed = trace.get("traceEvents", ())
+    if not isinstance(listed, list | tuple) or not all(isinstance(e, Mapping) for e in listed):
+        raise ValueError("traceEvents of the trace must be a list of objects")
+    events = [e for e in listed if e.get("ph") == "X" and "dur" in e]
+    if not events:
+        raise ValueError("traceEvents (0) of the trace must be > 0: is it one of torch.profiler?")
+    for event in events:
+        if not _is_whole(event):
+            text = str(event)[:80]
+            raise ValueError(f"an event of the trace must have name, pid, ts and dur: {text}")
+    return events
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    times = (event.get("ts"), event["dur"])
+    return (
+        all(isinstance(time, int | float) and math.isfinite(time) for time in times)
+        and isinstance(event.get("name"), str)
+        and isinstance(event.get("pid"), int | str)
+        and isinstance(event.get("args", {}), Mapping)
+    )
 
 
 def _report(

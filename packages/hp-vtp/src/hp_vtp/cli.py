@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from hp_vtp.plan.cost import Links
 from hp_vtp.plan.explain import explain
@@ -52,9 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--layout ({path}) must be TOML: {error}") from None
+
+
 def _plan(args: argparse.Namespace) -> str:
     if args.layout is not None:
-        layout = PipelineLayout.from_dict(tomllib.loads(args.layout.read_text()))
+        layout = PipelineLayout.from_dict(_read(args.layout))
     else:
         build = PipelineLayout.u_shaped if args.u_shape else PipelineLayout.straight
         layout = build(args.tp, dp=args.dp[0] if len(args.dp) == 1 else args.dp)

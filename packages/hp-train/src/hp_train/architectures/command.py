@@ -17,7 +17,7 @@ from hp_train.architectures.compact import encoded, with_found
 from hp_train.architectures.kept import can_be_cut, read, told, write
 from hp_train.architectures.page import page
 from hp_train.base.atomic_write import replace_file
-from hp_train.base.command_line import Parser
+from hp_train.base.command_line import Parser, require_files, require_folder, write_named
 from hp_train.errors import ConfigError, DifferenceError
 from hp_train.hugging_face.proven import TABLE, Table, read_table
 
@@ -82,6 +82,8 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     if find_spec("transformers") is None:
         raise ConfigError("--models needs transformers: pip install transformers")
+    require_files(options, "page")
+    require_folder("--results", options.results)
     until = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
     table = read_table()
     with _folder(options.results) as folder:
@@ -90,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
         table = with_found(table, found.values())
         replace_file(TABLE, encoded(table))
     if options.page:
-        replace_file(Path(options.page), page(table).encode())
+        write_named("--page", options.page, page(table))
     _say(summary(list(found.values())))
     red = [f"{one.name} ({c.kind})" for one in found.values() for c in one.cells if c.state in RED]
     if red:
@@ -240,7 +242,6 @@ def _first(cell: Cell) -> str:
 @contextmanager
 def _folder(kept: str | None) -> Iterator[Path]:
     if kept:
-        Path(kept).mkdir(parents=True, exist_ok=True)
         yield Path(kept)
         return
     with TemporaryDirectory(prefix="hp-models-") as folder:

@@ -10,10 +10,17 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def user_cache(name: str) -> Path:
-    """Path of a folder for what any run may take instead of making it again."""
+    """Path of a folder for what any run may take instead of making it again.
+
+    A user without a home has none: what this names then is not there, and cannot be made.
+    """
     home = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()  # noqa: PTH117
-    return folder / name
+    if os.path.isabs(home):  # noqa: PTH117
+        return Path(home) / name
+    try:
+        return Path.home() / ".cache" / name
+    except RuntimeError:
+        return Path(os.devnull) / name
 
 
 def make_own(path: Path) -> None:

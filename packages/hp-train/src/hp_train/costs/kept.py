@@ -42,7 +42,7 @@ def kept(asked: object, kind: type[T], learn: Callable[[], T]) -> T:
     name = _name(kind.__name__, asked)
     with opened_own(user_cache(FOLDER)) as folder:
         if folder is not None:
-            with suppress(OSError, DamageError, msgspec.DecodeError):
+            with suppress(OSError, DamageError, msgspec.DecodeError, RecursionError):
                 found = read_whole(folder, name, limit=_MOST_BYTES)
                 return msgspec.json.decode(found, type=kind)
     learned = learn()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -37,6 +38,12 @@ class StoredModel(Struct, frozen=True):
     loss: int
     tiled_loss: int
     tied: tuple[Weight, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse places where there is nothing: of a file that somebody has written into."""
+        named = (self.before, self.after, self.loss, self.tiled_loss, *chain(*self.blocks.values()))
+        if not all(0 <= place < len(self.works) for place in named):
+            raise ValueError(f"places must be below the number of works ({len(self.works)})")
 
     @classmethod
     def of(cls, model: ModelWork) -> "StoredModel":

@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hp_train.architectures.kept import can_be_cut, read, write
-from hp_train.base.atomic_write import replace_file
-from hp_train.base.command_line import Parser
+from hp_train.base.command_line import Parser, require_files, require_folder, write_named
 from hp_train.demo.cells import DIFFERENT, DOUBTED, FAILED, Architecture, Bred
 from hp_train.demo.page import page
 from hp_train.demo.table import table
@@ -72,14 +71,16 @@ def run(arguments: Sequence[str]) -> int:
         DifferenceError: When a bug of the zoo was not found, or a sound job was called different.
     """
     options = parser().parse_args(arguments)
+    require_files(options, "output", "table")
+    require_folder("--results", options.results)
     began = time.monotonic()
     until = began + 60.0 * options.minutes if options.minutes else float("inf")
     zoo = [] if options.no_zoo else list(_told(_zoo(), until))
     found = _architectures(options, until)
     seconds = time.monotonic() - began
-    replace_file(Path(options.output), page(zoo, list(found.values()), seconds).encode())
+    write_named("--output", options.output, page(zoo, list(found.values()), seconds))
     if options.table:
-        replace_file(Path(options.table), table(list(found.values())).encode())
+        write_named("--table", options.table, table(list(found.values())))
     sys.stdout.write(f"{summary(zoo, list(found.values()))}\nwritten to {options.output}\n")
     wrong = [one for one in zoo if not one.is_right]
     if wrong:
@@ -155,7 +156,6 @@ def _architectures(options: argparse.Namespace, until: float) -> dict[str, Archi
 @contextmanager
 def _folder(kept: str | None) -> Iterator[Path]:
     if kept:
-        Path(kept).mkdir(parents=True, exist_ok=True)
         yield Path(kept)
         return
     with TemporaryDirectory(prefix="hp-demo-") as folder:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from hp_train.base.command_line import require_files, require_folder
 from hp_train.base.environment import require_unstarted
 from hp_train.base.numbers import whole
 from hp_train.config import Config, rules
@@ -91,6 +92,12 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
         RehearsalError: When a run would fail.
     """
     resolved = resolve(options.config, given, fit=fit_to(options.gpus))
+    most = resolved.config.data.seq_len
+    if options.documents is not None and options.documents > most:
+        raise ConfigError(
+            f"--documents ({options.documents}) must be at most data.seq_len ({most})"
+        )
+    _require_places(options)
     require_possible(resolved.config, options.rank)
     skews = [parse_skew(text, resolved.config.model) for text in options.skew or ["uniform"]]
     from hp_train.dry_run.outcome import show  # noqa: PLC0415
@@ -162,6 +169,7 @@ def run_script(
         raise ConfigError(f"-- {script[0]} takes the place of a config: give neither that nor keys")
     if not Path(script[0]).is_file():
         raise ConfigError(f"-- {script[0]} must be a Python script")
+    _require_places(options)
     num_ranks = options.gpus or 1
     from hp_train.dry_run.outcome import show  # noqa: PLC0415
     from hp_train.dry_run.script import rehearse_script  # noqa: PLC0415 - imports torch
@@ -170,6 +178,11 @@ def run_script(
         script, num_ranks=num_ranks, ranks=options.rank, gpus_per_node=options.gpus_per_node
     )
     return show(*found, options)
+
+
+def _require_places(options: argparse.Namespace) -> None:
+    require_files(options, "html", "svg")
+    require_folder("--traces", options.traces)
 
 
 def fit_to(gpus: int | None) -> Callable[[Config, Mapping[str, str]], Mapping[str, object]]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hp_platform.dry.trace import Trace
+from hp_train.base.command_line import write_named
+from hp_train.base.folder import why_not
 from hp_train.dry_run.curve import curve_svg
 from hp_train.dry_run.page import page
 from hp_train.dry_run.report import report
@@ -33,32 +35,21 @@ def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace)
     sys.stdout.flush()
     worst = summary.worst
     if options.html:
-        _write("--html", options.html, page(summary))
+        write_named("--html", options.html, page(summary))
     if options.svg:
         title = f"{summary.name}, rank {worst.rank}"
         curve = curve_svg(worst.memory, title=title, gpu_bytes=summary.gpu_bytes)
-        _write("--svg", options.svg, curve)
+        write_named("--svg", options.svg, curve)
     if options.traces:
         folder = Path(options.traces)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             for trace in traces:
                 trace.write(folder / f"rank-{trace.rank:05d}.jsonl")
         except OSError as error:
-            raise _unwritten("--traces", options.traces, error) from None
+            why = why_not(error)
+            raise ConfigError(f"--traces ({folder}) must be a writable folder: {why}") from None
     if summary.problems:
         number = len(summary.problems)
         several = f"{number} problems, first" if number > 1 else "a problem"
         raise RehearsalError(f"{several}: {summary.problems[0]}")
     return 0
-
-
-def _write(flag: str, name: str, text: str) -> None:
-    try:
-        Path(name).write_text(text)
-    except OSError as error:
-        raise _unwritten(flag, name, error) from None
-
-
-def _unwritten(flag: str, name: str, error: OSError) -> ConfigError:
-    return ConfigError(f"{flag} ({name}) must be a file that can be written: {error.strerror}")

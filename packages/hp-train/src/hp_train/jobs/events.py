@@ -6,11 +6,15 @@ tensor: so sums of the parts that ranks hold add up to those of the whole; no ra
 The difference of two such sums has the mean square of the difference of the tensors.
 """
 
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+
+from hp_train.base.folder import why_not
+from hp_train.errors import DataError
 
 NUM_SIGNS = 4
 
@@ -222,11 +226,17 @@ def read(path: Path) -> Iterator[Line]:
     """Yield the lines of a process.
 
     A line that is not whole ends them: the process was killed while it wrote.
+
+    Raises:
+        DataError: When the file is no recording.
     """
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(head)
-            text = file.read(length)
-            if len(text) < length:
+            if length > size - file.tell():
                 return
-            yield _DECODER.decode(text)
+            try:
+                yield _DECODER.decode(file.read(length))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path} must be a recording: {why_not(error)}") from None

@@ -9,16 +9,13 @@ products of experts in groups, which cost most for what they keep, are kept (Kor
 not). What a kernel of one's own launches is kept if its operator is named like those of torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any, Final, Literal
 
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from hp_expert import save_routing
 from hp_train.base._internals import TorchDispatchMode
@@ -42,24 +39,65 @@ def recomputed_but_products(part: Callable[..., Tensor], *args: Any) -> Tensor:
     return result
 
 
-def _contexts() -> tuple["_KeptAlone", "_KeptAlone"]:
-    first, again = create_selective_checkpoint_contexts(_policy)
-    return _KeptAlone(first), _KeptAlone(again)
+def _contexts() -> tuple["_First", "_Again"]:
+    kept: _Kept = defaultdict(deque)
+    return _First(kept), _Again(kept)
 
 
-class _KeptAlone(TorchDispatchMode):
-    """Shows a mode of torch the operators whose results are kept, and no others.
+_Kept = dict[Any, deque["_Result"]]
+"""What was kept of each operator, in the order of its calls."""
 
-    torch's modes take an operator that only the second run has for a mistake. But parameters that
-    FSDP gathers inside of a block may have been there in the first run, and not in the second.
+
+class _Result:
+    """What an operator gave; see Note [Kept results].
 
     Args:
-        mode: What keeps results, or gives them back.
+        given: A tensor, or several.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, given: Any) -> None:
+        is_one = isinstance(given, Tensor)
+        self._kind = type(given)
+        # Others than those that the caller has: those come to be of a graph.
+        self._values = [_other(value) for value in ([given] if is_one else given)]
+
+    def storages(self) -> Iterator[int]:
+        """Where the memory of its tensors is, if they have any."""
+        for value in self._values:
+            if isinstance(value, Tensor) and (address := value.untyped_storage().data_ptr()):
+                yield address
+
+    def copy(self) -> None:
+        """Have memory of its own."""
+        self._values = [v.clone() if isinstance(v, Tensor) else v for v in self._values]
+
+    def value(self) -> Any:
+        """What the operator gave."""
+        return self._values[0] if issubclass(self._kind, Tensor) else self._kind(self._values)
+
+
+def _other(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+class _First(TorchDispatchMode):
+    """Keeps what some operators give, and runs all.
+
+    Note [Kept results]. What an operator has given may be overwritten: parts of attention are added
+    up in the first of them, and sinks weigh in place. So operators that write are looked at as
+    well, and what is kept is copied before one writes to its memory, and not where none does.
+    torch's own modes of selective checkpointing refuse that, and they take an operator that only
+    the second run has for a mistake: FSDP gathers parameters inside of a block, and may have had
+    them in the first run.
+
+    Args:
+        kept: Filled.
+    """
+
+    def __init__(self, kept: _Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._mode = mode
+        self._kept = kept
+        self._by_storage: dict[int, _Result] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -69,22 +107,74 @@ class _KeptAlone(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator, or take what it gave."""
+        """Run an operator."""
+        kwargs = kwargs or {}
+        if self._by_storage and _writes(func):
+            for value in (*args, *kwargs.values()):
+                self._save(value)
+        given = func(*args, **kwargs)
         if _is_kept(func):
-            return self._mode.__torch_dispatch__(func, types, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            result = _Result(given)
+            self._kept[func].append(result)
+            self._by_storage |= dict.fromkeys(result.storages(), result)
+        return given
+
+    def _save(self, value: Any) -> None:
+        """Copy what is kept in the memory of an argument, before it may be written to."""
+        if isinstance(value, list | tuple):
+            for each in value:
+                self._save(each)
+        elif isinstance(value, Tensor):
+            result = self._by_storage.get(value.untyped_storage().data_ptr())
+            if result is not None:
+                for storage in [s for s, of in self._by_storage.items() if of is result]:
+                    del self._by_storage[storage]
+                result.copy()
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is written to any more."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._by_storage.clear()
 
 
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if _is_kept(operator):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+class _Again(TorchDispatchMode):
+    """Gives what was kept of some operators, each once, and runs all others.
+
+    Args:
+        kept: What was kept; it is emptied.
+    """
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As in `_First`."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, or take what it gave."""
+        if not _is_kept(func):
+            return func(*args, **(kwargs or {}))
+        if not self._kept[func]:
+            raise RuntimeError(
+                f"{func} must run no more often in the second run of a block than in the first"
+            )
+        return self._kept[func].popleft().value()
 
 
 @cache
 def _is_kept(operator: Any) -> bool:
     name = str(operator)
     return "backward" not in name and any(word in name for word in _KEPT)
+
+
+@cache
+def _writes(operator: Any) -> bool:
+    return bool(operator._schema.is_mutable)  # noqa: SLF001 - torch names no other way
 
 
 def recomputed(part: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

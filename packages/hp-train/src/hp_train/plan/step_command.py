@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from hp_train.base.command_line import require_files, write_named
 from hp_train.base.numbers import whole
 from hp_train.config.options import Resolved
 from hp_train.errors import ConfigError
@@ -79,7 +80,9 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
             f"--pack ({options.pack}) must be at most --memory ({options.memory}) times --degree "
             f"({options.degree})"
         )
+    require_files(options, "plan", "svg")
     machine = known_machine(options.machine)
+    batches = _batches(options)
     layout = step_layout(resolved.config, stages=options.stages, ranks=options.ranks)
     costs = learned_costs(layout, machine, vocab_size=known_vocab_size(layout))
     pipeline = Pipeline(options.stages, options.ranks, options.memory)
@@ -90,14 +93,13 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         tries=options.tries,
         prepared=options.prepared,
     )
-    batches = _batches(options)
     found = [compare(batch, planner, pack=options.pack, degree=options.degree) for batch in batches]
     if options.plan:
-        _write(options.plan, to_text(planner.plan(batches[0])))
+        write_named("--plan", options.plan, to_text(planner.plan(batches[0])))
     if options.svg:
         from hp_schedule import timeline_svg  # noqa: PLC0415 - only where it is asked for
 
-        _write(options.svg, timeline_svg({"planned step": found[0].timeline}))
+        write_named("--svg", options.svg, timeline_svg({"planned step": found[0].timeline}))
     rows = _rows(found, bytes_of_key=costs.stages[0].key * machine.bandwidth)
     if options.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
@@ -167,10 +169,3 @@ def _lines(
     share = took / mean(each.rows[-1].seconds for each in found)
     lines.append(f"planning took {took:.3f} CPU s a step, {share:.1%} of it")
     return lines
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

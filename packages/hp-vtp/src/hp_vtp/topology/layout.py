@@ -13,6 +13,7 @@ Needs no torch and no process group.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from hp_vtp.topology.checks import LayoutError, layout_problems
@@ -20,6 +21,8 @@ from hp_vtp.topology.dictionary import dump_layout, parse_long, parse_short
 from hp_vtp.topology.stages import Edge, StageLayout
 
 __all__ = ["Edge", "LayoutError", "PipelineLayout", "StageLayout"]
+
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +240,8 @@ def _number(tp_sizes: Sequence[int], dp: int | Sequence[int]) -> tuple[StageLayo
     for name, values in (("tp_sizes", tp_sizes), ("dp", counts)):
         if any(value < 1 for value in values):
             problems.append(f"{name} ({list(values)}) must all be at least 1")
+    if not problems and (ranks := sum(map(mul, tp_sizes, counts))) > _MOST_RANKS:
+        problems.append(f"ranks ({ranks}) must be at most {_MOST_RANKS}")
     if problems:
         raise LayoutError(problems)
     replicas: list[list[tuple[int, ...]]] = [[] for _ in tp_sizes]
