@@ -10,11 +10,12 @@ shared by 8 ranks, memory of 4 such packs, exchanges priced. Every plan is prove
 import argparse
 import resource
 import time
+from dataclasses import replace
 from statistics import mean
 
 from hp_train.config.options import resolve
 from hp_train.costs.machine import MACHINES
-from hp_train.step_plan import Pipeline, Planner, StepCosts, price
+from hp_train.step_plan import Pipeline, Planner, StepCosts, learned_costs, price, step_layout
 from hp_train.step_plan.comparison import Comparison, compare
 from hp_train.step_plan.generators import GENERATORS, draw
 
@@ -33,10 +34,15 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=4)
     parser.add_argument("--prepared", type=int, default=24)
     parser.add_argument("--only", choices=GENERATORS)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--inner", action="store_true", help="all stages as one in the middle")
     parser.add_argument("--planner", type=int, nargs="*")
     options = parser.parse_args()
-    model = resolve("llama-3.1-8b", [], env={}).config.model
-    costs = StepCosts.of(model, MACHINES["h100"], num_stages=STAGES)
+    layout = step_layout(resolve(options.model, [], env={}).config, stages=STAGES, ranks=RANKS)
+    vocab_size = layout.model.vocab_size
+    costs = learned_costs(layout, MACHINES["h100"], vocab_size=vocab_size)
+    if options.inner:
+        costs = replace(costs, stages=costs.stages[1:2])
     if options.planner is not None:
         _planner(costs, options)
         return

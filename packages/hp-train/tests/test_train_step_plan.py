@@ -13,26 +13,32 @@ from hypothesis import strategies as st
 from hp_context import Deal, DealCost
 from hp_train.cli import main
 from hp_train.config.options import resolve
+from hp_train.config.space import with_keys
 from hp_train.costs.machine import MACHINES
 from hp_train.errors import ConfigError
+from hp_train.price.estimate import Plan
 from hp_train.step_plan import (
     Pipeline,
     Planner,
     StepCosts,
     StepPlan,
     from_text,
+    learned_costs,
     lower_bound,
     price,
     prove,
+    step_layout,
     to_text,
 )
 from hp_train.step_plan.comparison import compare
+from hp_train.step_plan.costs import Seconds
 from hp_train.step_plan.generators import GENERATORS, batches_of, draw, read_lengths
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.templates import Kind, templates_for
+from hp_train.step_plan.work import pairs_of
 
 K = 1024
-COSTS = StepCosts(token=6e-6, pair=2e-10, key=1e-7, far_key=9e-7, heads=5e-7, microbatch=6e-4)
+COSTS = StepCosts.equal(token=6e-6, pair=2e-10, key=1e-7, far_key=9e-7, heads=5e-7, microbatch=6e-4)
 PIPELINE = Pipeline(4, 16, 32 * K)
 PLANNER = Planner(COSTS, PIPELINE, effort=1)
 
@@ -93,29 +99,33 @@ def test_many_ranks_are_teams_that_share_nothing() -> None:
 def test_teams_have_the_same_shares() -> None:
     planner = Planner(COSTS, Pipeline(4, 64, 32 * K), effort=1)
     lengths = draw("lognormal-2k", tokens=2048 * K, longest=64 * K, seed=1)
-    work = [COSTS.pure(n, n * (n + 1) / 2).total for n in lengths]
-    shaped = [found for found in planner._partitions(lengths) if len({*found[1]}) > 1]
+    work = planner._work(lengths)
+    teams = planner._teams(work)
+    shaped = [each for each in planner._plain_shapes(work) if len({*each.shares}) > 1]
     assert shaped
-    for teams, shares in shaped:
+    for shape in shaped:
         for team in teams:
-            for part, share in zip(team, shares, strict=True):
-                wanted = share * sum(work) / len(teams)
-                assert sum(work[i] for i in part) == pytest.approx(wanted, rel=0.1)
+            for part, share in zip(planner._parts(team, shape) or (), shape.shares, strict=True):
+                wanted = share * sum(work.seconds) / len(teams)
+                assert sum(part.seconds) == pytest.approx(wanted, rel=0.1)
 
 
 def test_a_microbatch_of_a_team_fits_its_ranks() -> None:
     """Short documents take hardly any time, so most of their tokens would be in few parts."""
-    costs = StepCosts(token=1e-6, pair=1e-8)
+    costs = StepCosts.equal(token=1e-6, pair=1e-8)
     planner = Planner(costs, Pipeline(1, 64, K), effort=1)
     lengths = [30_000, *[1000] * 35]
     room = K * 64 // planner.num_teams
     assert planner.num_teams == 2
-    for teams, _ in planner._partitions(lengths):
-        assert max(sum(lengths[i] for i in part) for team in teams for part in team) <= room
+    work = planner._work(lengths)
+    for shape in planner._plain_shapes(work):
+        for team in planner._teams(work):
+            for part in planner._parts(team, shape) or ():
+                assert sum(part.lengths) <= room
 
 
 def test_one_document_on_one_rank_of_each_stage_takes_what_the_bound_says() -> None:
-    pipeline, costs = Pipeline(4, 1, 64 * K), StepCosts(token=6e-6, pair=2e-10, microbatch=6e-4)
+    pipeline, costs = Pipeline(4, 1, 64 * K), StepCosts.equal(token=6e-6, pair=2e-10, microbatch=6e-4)
     found = price(Planner(costs, pipeline, effort=1).plan([8 * K]), [8 * K], costs, pipeline)
     assert found.seconds == pytest.approx(found.bound, rel=1e-9)
 
@@ -244,9 +254,12 @@ def test_a_prepared_schedule_is_proven_as_any_other_and_about_as_good() -> None:
 
 def test_templates_depend_on_what_is_asked_alone() -> None:
     """So all ranks come to the same, whatever they have planned before, also after a resume."""
-    kind = Kind(2, 12, 1.22, 0.78, 0.0011, 0.009, 0.71).rounded()
+    stages = (Seconds(0.333, 0.341, 0.329), Seconds(0.30, 0.30, 0.28))
+    each = (Seconds(0.0011, 0.0011),) * 2
+    kind = Kind(12, stages, each, (Seconds(),) * 2, latency=0.009, memory=0.71).rounded()
     assert kind.memory <= 0.71 * 0.96
-    assert kind == Kind(2, 12, 1.19, 0.8, 0.001, 0.008, 0.7).rounded()
+    other = (Seconds(0.331, 0.336, 0.333), Seconds(0.302, 0.297, 0.281))
+    assert kind == Kind(12, other, each, (Seconds(),) * 2, latency=0.008, memory=0.7).rounded()
     found = templates_for(kind, 3)
     templates_for.cache_clear()
     templates_for(kind._replace(memory=0.5), 3)
@@ -270,7 +283,7 @@ def test_a_prepared_schedule_that_does_not_fit_these_documents_is_not_taken() ->
     """What takes long is not what has many tokens: microbatches hold other shares than planned."""
     long = [6682, 6868, 8337, 6109, 4719]
     short = [599, 129, 499, 543, 722, 880, 885, 102, 812, 556, 372, 838, 334, 705, 204, 425]
-    costs, pipeline = StepCosts(token=1e-6, pair=1e-8), Pipeline(3, 1, 11530)
+    costs, pipeline = StepCosts.equal(token=1e-6, pair=1e-8), Pipeline(3, 1, 11530)
     plan = Planner(costs, pipeline, effort=1, prepared=8).plan([*long, *short])
     assert prove(plan, [*long, *short], costs, pipeline) == ()
 
@@ -301,8 +314,9 @@ def test_no_part_is_too_long(seed: int) -> None:
 
 
 def test_keys_are_paid_for_once_near_or_far_and_wait_behind_attention() -> None:
-    costs = StepCosts(token=0.0, pair=1.0, key=1.0, far_key=10.0, hidden=0.5)
-    found = costs.of_parts([1, 1], DealCost((4.0, 4.0), (5.0, 0.0), (2.0, 0.0)))
+    equal = StepCosts.equal(token=0.0, pair=1.0, key=1.0, far_key=10.0)
+    costs = dataclasses.replace(equal, hidden=0.5)
+    (found,) = costs.of_parts([1, 1], DealCost((4.0, 4.0), (5.0, 0.0), (2.0, 0.0)))
     keys = 3 * 1.0 + 2 * 10.0
     assert found.forward == pytest.approx(4 + keys - 0.5 * 4)
     assert found.input_grad == pytest.approx(2.5 * 4 + 3 * keys - 0.5 * 2.5 * 4)
@@ -310,24 +324,59 @@ def test_keys_are_paid_for_once_near_or_far_and_wait_behind_attention() -> None:
 
 
 def test_layers_look_at_what_their_windows_say() -> None:
-    model = resolve("debug-gpt-oss", [], env={}).config.model
-    windows = StepCosts.of(model, MACHINES["h100"], num_stages=1).windows
+    config = resolve("debug-gpt-oss", [], env={}).config
+    layout, model = step_layout(config, stages=1, ranks=1), config.model
+    windows = learned_costs(layout, MACHINES["h100"], vocab_size=256).windows
     assert len({*windows}) == 2
     for layer, window in enumerate(windows):  # of so many positions the last is a query's own
         assert window == (model.sliding_window - 1 if model.has_window(layer) else None)
 
 
-def test_costs_are_those_of_the_model() -> None:
-    for name in ("llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"):
-        model = resolve(name, [], env={}).config.model
-        costs = StepCosts.of(model, MACHINES["h100"], num_stages=4)
-        assert (costs.expert > 0) == bool(model.num_experts)
-        assert costs.token > 0
-    llama = resolve("llama-3.1-8b", [], env={}).config.model
-    costs = StepCosts.of(llama, MACHINES["h100"], num_stages=4)
-    # 32 layers of 218 million parameters, two operations each, in four stages.
-    flops = costs.token * MACHINES["h100"].flops * 4
-    assert flops == pytest.approx(2 * 32 * 218.1e6, rel=1e-3)
+TINY: dict[str, tuple[tuple[str, object], ...]] = {
+    "dense": (("model.num_experts", 0),),
+    "moe": (("model.num_experts", 8), ("model.num_dense_layers", 1)),
+    "mla": (("model.attention", "mla"), ("model.qk_norm", False), ("model.num_experts", 0)),
+    "window": (("model.sliding_window", 32), ("model.full_attention_every", 2)),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("machine", ["h100", "cpu"])
+def test_costs_are_what_a_layout_is_priced_at(name: str, machine: str) -> None:
+    """Of one length, a step plan's stages take what `hp plan` says of them."""
+    given = (*TINY[name], ("data.seq_len", 128), ("model.num_layers", 4))
+    layout = step_layout(resolve("", given, env={}).config, stages=2, ranks=1)
+    sizes = {"train.microbatch_size": 64, "train.global_batch_size": 256, "mesh.gather": "stage"}
+    dtype = "float32" if machine == "cpu" else "bfloat16"
+    layout = with_keys(layout, {**sizes, "train.dtype": dtype})
+    rates = MACHINES[machine].with_values(launch_seconds=0.0 if machine == "cpu" else 1e-12)
+    costs = learned_costs(layout, rates, vocab_size=256)
+    plan = Plan(layout, rates, vocab_size=256)
+    tokens = plan.tokens
+    pairs = sum(pairs_of([128] * (tokens // 128), costs))
+    for stage, priced in zip(costs.stages, plan.prices, strict=True):
+        mine = stage.alone(tokens, pairs)
+        assert mine.forward == pytest.approx(priced.forward, rel=0.02)
+        assert mine.total == pytest.approx(priced.full, rel=0.15)
+        assert stage.kept * tokens == pytest.approx(priced.kept)
+    first, last = costs.stages
+    if name != "moe":  # where the first has a dense layer, of another width
+        assert last.token.total > first.token.total  # the output matrix and the loss
+    assert min(first.pair.forward, last.pair.forward) > 0
+    assert costs.windows == ((31, None) * 2 if name == "window" else (None,) * 4)
+
+
+def test_experts_add_what_their_rows_take_on_the_way() -> None:
+    config = resolve("", (("model.num_experts", 8),), env={}).config
+    machine = MACHINES["h100"]
+    alone, shared = (
+        learned_costs(step_layout(config, stages=2, ranks=n), machine, vocab_size=256).stages[0]
+        for n in (1, 8)
+    )
+    assert shared.token.forward > alone.token.forward
+    assert shared.microbatch.forward > alone.microbatch.forward  # latencies
+    plain = with_keys(config, {"mesh.ep": 1})
+    assert step_layout(plain, stages=2, ranks=12).mesh.ep == 4
 
 
 def test_lengths_are_read_and_drawn(tmp_path: Path) -> None:

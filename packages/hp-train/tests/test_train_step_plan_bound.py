@@ -16,6 +16,7 @@ from hp_train.step_plan import (
     lower_bound,
     price,
 )
+from hp_train.step_plan.costs import Seconds, StageCosts
 from hp_train.step_plan.plan import Team
 from hp_train.step_plan.price import costs_of
 
@@ -52,18 +53,29 @@ def _team(
     return Team(microbatches, found.schedule)
 
 
+@st.composite
+def _stages(draw: st.DrawFn) -> StageCosts:
+    """Costs of a stage, like none of the others."""
+    factor = draw(st.sampled_from([1.0, 1.0, 0.6, 1.5]))
+    token = factor * draw(st.sampled_from([1e-3, 1e-2]))
+    pair = factor * draw(st.sampled_from([0.0, 1e-6, 1e-4]))
+    each = draw(st.sampled_from([0.0, 1e-2, 1.0]))
+    least = draw(st.sampled_from([0.0, 0.3]))
+    return StageCosts(
+        token=Seconds(token, draw(st.sampled_from([1.0, 2.0])) * token, token),
+        pair=Seconds(pair, 2.5 * pair),
+        microbatch=Seconds(each, each),
+        least=Seconds(least, least, least),
+    )
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_no_plan_is_below_the_bound(data: st.DataObject) -> None:
     draw = data.draw
     lengths = draw(st.lists(st.integers(1, 400), min_size=1, max_size=14))
     stages, ranks = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4]))
-    costs = StepCosts(
-        token=draw(st.sampled_from([1e-3, 1e-2])),
-        pair=draw(st.sampled_from([0.0, 1e-6, 1e-4])),
-        expert=draw(st.sampled_from([0.0, 1e-3])),
-        microbatch=draw(st.sampled_from([0.0, 1e-2, 1.0])),
-    )
+    costs = StepCosts(tuple(draw(st.lists(_stages(), min_size=stages, max_size=stages))))
     order = draw(st.permutations(range(len(lengths))))
     if draw(st.booleans()):
         order.sort(key=lengths.__getitem__)
@@ -86,14 +98,14 @@ def test_no_plan_is_below_the_bound(data: st.DataObject) -> None:
 def test_a_plan_whose_microbatches_grow_as_they_may_meets_the_bound(
     stages: int, each: float
 ) -> None:
-    costs = StepCosts(token=each / 1024, pair=0.0, microbatch=each)
+    costs = StepCosts.equal(token=each / 1024, pair=0.0, microbatch=each)
     # Each as long as what is done of those before it in the last stage lets it come in time.
     forwards, back = [each * 1.5], 0.0
     while sum(forwards) < 60 * each:
         back += 2 * forwards[-1] - each
         forwards.append(forwards[0] + back / (stages - 1))
     forwards += forwards[::-1]  # and shorter again: all but the last stage wait for the last ones
-    lengths = [round((forward - each) / costs.token) for forward in forwards]
+    lengths = [round((forward - each) * 1024 / each) for forward in forwards]
     parts = [(document,) for document in range(len(lengths))]
     team = _team(parts, lengths, 1, costs, stages, effort=30)
     pipeline = Pipeline(stages, 1, MEMORY)

@@ -263,8 +263,9 @@ class _Recorder:
         wide = torch.promote_types(q.dtype, torch.float32)
         shape = (B, S, N, v.shape[3])
         y = _keep(shape, q, k, v, q.new_empty(B, S, N, dtype=wide), with_output=True)
-        counts = self._counts[self._now]
-        counts["flops"] += 2.0 * seen * N * (H + v.shape[3]) * B * S
+        counts, scores = self._counts[self._now], 2.0 * seen * N * (H + v.shape[3]) * B * S
+        counts["flops"] += scores
+        counts["scores"] += scores
         counts["attentions"] += B * S
         counts["heads"] += sum(tensor.numel() for tensor in (q, k, v, y))
         return y

@@ -102,6 +102,7 @@ class Work:
     Attributes:
         weights: Its parameters, in the order of `torch.nn.Module.parameters`.
         flops: Operations of the forward per token; a multiplication and its addition are two.
+        scores: Those of them that are attention proper.
         kept: Bytes per token that autograd keeps from forward to backward.
         gathered: Elements per token that tensor-parallel ranks put together in forward, at the
             entry of what they cut.
@@ -119,6 +120,7 @@ class Work:
 
     weights: tuple[Weight, ...] = ()
     flops: float = 0.0
+    scores: float = 0.0
     kept: float = 0.0
     gathered: float = 0.0
     summed: float = 0.0

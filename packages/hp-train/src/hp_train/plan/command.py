@@ -111,7 +111,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         ConfigError: When no layout is allowed or fits.
     """
     config = resolved.config
-    vocab_size = options.vocab_size or _vocab_size(config)
+    vocab_size = options.vocab_size or known_vocab_size(config)
     machine = _machine(config, options)
     num_devices = config.world_size if options.gpus is None else options.gpus
     spread = _spread(config, num_devices, options.skew)
@@ -219,7 +219,8 @@ def known_machine(name: str) -> Machine:
         raise ConfigError(f'--machine ("{name}") must be a file of a machine: {told}') from None
 
 
-def _vocab_size(config: Config) -> int:
+def known_vocab_size(config: Config) -> int:
+    """Rows of the embedding: those of the config, or of its tokenizer."""
     if config.model.vocab_size:
         return config.model.vocab_size
     if not config.data.tokenizer:

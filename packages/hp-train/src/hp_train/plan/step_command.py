@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hp_train.base.numbers import whole
 from hp_train.config.options import Resolved
 from hp_train.errors import ConfigError
-from hp_train.plan.command import known_machine
+from hp_train.plan.command import known_machine, known_vocab_size
 
 if TYPE_CHECKING:
     from hp_train.step_plan.comparison import Comparison
@@ -63,7 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(resolved: Resolved, options: argparse.Namespace) -> int:
     """Compare, and print a table."""
-    from hp_train.step_plan import Pipeline, Planner, StepCosts, to_text  # noqa: PLC0415 - torch
+    from hp_train.step_plan import (  # noqa: PLC0415 - torch
+        Pipeline,
+        Planner,
+        learned_costs,
+        step_layout,
+        to_text,
+    )
     from hp_train.step_plan.comparison import compare  # noqa: PLC0415 - torch
 
     if options.ranks % options.degree:
@@ -74,8 +80,8 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
             f"({options.degree})"
         )
     machine = known_machine(options.machine)
-    model = resolved.config.model
-    costs = StepCosts.of(model, machine, num_stages=options.stages)
+    layout = step_layout(resolved.config, stages=options.stages, ranks=options.ranks)
+    costs = learned_costs(layout, machine, vocab_size=known_vocab_size(layout))
     pipeline = Pipeline(options.stages, options.ranks, options.memory)
     planner = Planner(
         costs,
@@ -92,7 +98,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         from hp_schedule import timeline_svg  # noqa: PLC0415 - only where it is asked for
 
         _write(options.svg, timeline_svg({"planned step": found[0].timeline}))
-    rows = _rows(found, bytes_of_key=costs.key * machine.bandwidth)
+    rows = _rows(found, bytes_of_key=costs.stages[0].key * machine.bandwidth)
     if options.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     else:

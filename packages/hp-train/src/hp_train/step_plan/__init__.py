@@ -1,12 +1,13 @@
 """What a step runs, planned from the lengths of its documents: microbatches, ranks and order.
 
-`costs` tells what documents cost, `partition` which of them share a microbatch, `planner` makes the
+`costs` tells what documents cost, `learned` for a model, `partition` which of them share a microbatch, `planner` makes the
 plan and `plan` is it, as data; `proof` says that it runs, `price` how long it takes and `picture`
 shows it. `rivals` are plans by other rules, `generators` draws lengths, and `command` compares.
 """
 
 from hp_train.step_plan.bound import lower_bound
-from hp_train.step_plan.costs import StepCosts
+from hp_train.step_plan.costs import StageCosts, StepCosts
+from hp_train.step_plan.learned import learned_costs, step_layout
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, from_text, to_text
 from hp_train.step_plan.planner import Planner
 from hp_train.step_plan.price import StepPrice, price
@@ -17,12 +18,15 @@ __all__ = [
     "Pipeline",
     "PlannedMicrobatch",
     "Planner",
+    "StageCosts",
     "StepCosts",
     "StepPlan",
     "StepPrice",
     "from_text",
+    "learned_costs",
     "lower_bound",
     "price",
     "prove",
+    "step_layout",
     "to_text",
 ]

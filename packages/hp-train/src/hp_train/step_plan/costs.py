@@ -1,17 +1,16 @@
-"""What documents cost a stage of a pipeline: linear and quadratic terms, experts, and exchanges."""
+"""What documents cost the stages of a pipeline: linear and quadratic terms, experts, exchanges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hp_context import DealCost
-from hp_train.config import ModelConfig
-from hp_train.costs.machine import Machine
+import numpy as np
+from numpy.typing import NDArray
 
-_BYTES = 2  # of a number in bfloat16
+from hp_context import DealCost
+
 _ATTENTION_BACKWARD = 2.5  # of its forward: scores again, and four products where there were two
 _KEYS_BACKWARD = 3.0  # keys travel again, and their gradients in float32
-_KERNELS = 16  # of a layer in forward
 
 
 class Seconds(NamedTuple):
@@ -23,117 +22,174 @@ class Seconds(NamedTuple):
         weight_grad: Backward of its weights.
     """
 
-    forward: float
-    input_grad: float
-    weight_grad: float
+    forward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
         return sum(self)
 
+    def __add__(self, other: "Seconds") -> "Seconds":  # type: ignore[override]
+        """Both, one after the other."""
+        return Seconds(*(mine + more for mine, more in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """What a stage takes.
+
+    Attributes:
+        token: For a token, but for attention proper; experts' way there and back is part of it.
+        pair: For a query and a key that it sees, in the mean over layers, in all of the stage.
+        microbatch: For a microbatch besides, however short it is.
+        least: For a microbatch at least, with all of that: what the host takes to launch it.
+        key: To fetch a key and its value from another rank of the node, for all layers.
+        far_key: The same from a rank of another node.
+        heads: For a token's q, k, v and output to come to ranks of a node that share heads, for all
+            layers.
+        kept: Bytes that a token keeps from forward to backward.
+    """
+
+    token: Seconds
+    pair: Seconds = Seconds()
+    microbatch: Seconds = Seconds()
+    least: Seconds = Seconds()
+    key: float = 0.0
+    far_key: float = 0.0
+    heads: float = 0.0
+    kept: float = 1.0
+
+    def pure(self, tokens: float, pairs: float) -> Seconds:
+        """Of so many tokens and pairs on one rank, without what every microbatch takes besides."""
+        return Seconds(
+            *(t * tokens + p * pairs for t, p in zip(self.token, self.pair, strict=True))
+        )
+
+    def alone(self, tokens: float, pairs: float) -> Seconds:
+        """Of a microbatch of so many tokens and pairs on each rank, which fetch nothing."""
+        own = self.pure(tokens, pairs) + self.microbatch
+        return Seconds(*map(max, own, self.least))
+
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a stage takes; stages are equal.
+    """What stages take.
 
     Attributes:
-        token: Forward seconds of a token, but for attention proper.
-        pair: Forward seconds of a query and a key that it sees, in all layers of the stage.
-        key: Seconds to fetch a key and its value from another rank of the node, for all layers of
-            the stage.
-        far_key: The same from a rank of another node.
+        stages: Costs of each stage, or one for all.
         node: Ranks of a stage that are in one node.
-        heads: Seconds of a token's q, k, v and output on their way to ranks of a node that share
-            heads, in all layers of the stage.
-        expert: Seconds of a token's way to its experts and back.
-        microbatch: Seconds of a forward, or of a backward of inputs, however short it is.
         message: Seconds of a token's activation on its way to the next stage.
         hidden: Share of attention proper behind which keys can be fetched, and of projections
             behind which q, k, v and the output can travel.
         windows: What layers look at, as `hp_context.deal_documents` takes it.
     """
 
-    token: float
-    pair: float
-    key: float = 0.0
-    far_key: float = 0.0
+    stages: tuple[StageCosts, ...]
     node: int = 8
-    heads: float = 0.0
-    expert: float = 0.0
-    microbatch: float = 0.0
     message: float = 0.0
     hidden: float = 0.8
     windows: tuple[int | None, ...] = (None,)
 
     @classmethod
-    def of(cls, model: ModelConfig, machine: Machine, *, num_stages: int) -> "StepCosts":
-        """Those of a model on a machine whose ranks exchange keys over the links of nodes.
+    def equal(
+        cls,
+        *,
+        token: float,
+        pair: float,
+        microbatch: float = 0.0,
+        key: float = 0.0,
+        far_key: float = 0.0,
+        heads: float = 0.0,
+        node: int = 8,
+        message: float = 0.0,
+    ) -> "StepCosts":
+        """Stages that cost the same, whose backward takes what that of matrices and attention does.
 
         Args:
-            model: Its layers are shared out evenly; embedding and output are left out.
-            machine: Rates.
-            num_stages: Number of stages.
+            token: Forward seconds of a token, as much as each part of its backward.
+            pair: Forward seconds of a pair.
+            microbatch: Seconds of a forward and of a backward of inputs, however short they are.
+            key: See `StageCosts`, like those that follow.
+            far_key: See there.
+            heads: See there.
+            node: See `StepCosts`.
+            message: See there.
         """
-        layers = model.num_layers / num_stages
-        heads, width = model.num_heads, model.head_dim or model.dim // model.num_heads
-        if model.attention == "mla":
-            of_key = model.nope_head_dim + model.rope_head_dim
-            sizes, kv = of_key + model.v_head_dim, heads
-        else:
-            sizes, kv = 2 * width, model.num_kv_heads
-        projected = model.dim * (heads * sizes + kv * sizes)
-        sparse = [not model.is_dense(layer) for layer in range(model.num_layers)]
-        active = (model.top_k + model.num_shared_experts) * model.expert_hidden
-        share = sum(sparse) / len(sparse)
-        hidden = share * active + (1 - share) * model.dense_hidden
-        routed = share * model.top_k * 2 * model.dim * _BYTES if model.num_experts else 0.0
-        flops = machine.attention_flops or machine.flops
-        of_layers = range(model.num_layers)
-        windows = [model.sliding_window - 1 if model.has_window(i) else None for i in of_layers]
-        return cls(
-            token=layers * 2 * (projected + 3 * model.dim * hidden) / machine.flops,
-            pair=layers * 2 * heads * sizes / flops,
-            key=layers * kv * sizes * _BYTES / machine.bandwidth,
-            far_key=layers * kv * sizes * _BYTES / machine.node_bandwidth,
-            node=machine.node_size,
-            heads=layers * (heads + kv) * sizes * _BYTES / machine.bandwidth,
-            expert=layers * routed / machine.node_bandwidth,
-            microbatch=layers * (machine.layer_seconds or _KERNELS * machine.launch_seconds),
-            message=model.dim * _BYTES / machine.node_bandwidth,
-            windows=tuple(windows),
+        stage = StageCosts(
+            token=Seconds(token, token, token),
+            pair=Seconds(pair, _ATTENTION_BACKWARD * pair),
+            microbatch=Seconds(microbatch, microbatch),
+            key=key,
+            far_key=far_key,
+            heads=heads,
         )
+        return cls((stage,), node=node, message=message)
 
-    def pure(self, tokens: float, pairs: float) -> Seconds:
-        """Of so many tokens and pairs on one rank, without exchanges and what every call takes."""
-        attention = self.pair * pairs
-        linear = self.token * tokens
-        return Seconds(linear + attention, linear + _ATTENTION_BACKWARD * attention, linear)
+    def of_stages(self, num_stages: int) -> tuple[StageCosts, ...]:
+        """Costs of each of so many stages.
 
-    def of_parts(self, tokens: Sequence[int], cost: DealCost, *, heads: int = 1) -> Seconds:
-        """Of a microbatch whose ranks have so many tokens each: as long as its slowest takes."""
-        far = cost.far or (0.0,) * len(tokens)
-        found = [
-            self._of_rank(t, pairs, self.key * (keys - away) + self.far_key * away)
-            for t, pairs, keys, away in zip(tokens, cost.pairs, cost.fetched, far, strict=True)
-        ]
-        forward, input_grad, weight_grad = map(max, zip(*found, strict=True))
-        share = self.sharing(max(tokens), heads=heads) / 2
-        return Seconds(forward + share, input_grad + share, weight_grad)
+        Raises:
+            ValueError: They are of another number of stages.
+        """
+        if len(self.stages) not in (1, num_stages):
+            raise ValueError(f"costs must be of {num_stages} stages, not of {len(self.stages)}")
+        return self.stages if len(self.stages) == num_stages else self.stages * num_stages
 
-    def sharing(self, tokens: float, *, heads: int) -> float:
+    def busiest(self, tokens: float, pairs: float) -> StageCosts:
+        """The stage that takes longest for so many tokens and pairs."""
+        return max(self.stages, key=lambda stage: stage.pure(tokens, pairs).total)
+
+    def of_parts(
+        self, tokens: Sequence[int], cost: DealCost, *, heads: int = 1
+    ) -> tuple[Seconds, ...]:
+        """Of a microbatch whose ranks have so many tokens each, as long as its slowest takes.
+
+        Args:
+            tokens: Tokens of each rank.
+            cost: What they compute and fetch.
+            heads: So many ranks share heads.
+
+        Returns:
+            Seconds in each of `stages`.
+        """
+        parts = _Parts(
+            np.array(tokens, dtype=np.float64), np.array(cost.pairs), *_near_and_far(cost)
+        )
+        found: dict[StageCosts, Seconds] = {}
+        for stage in self.stages:  # those in the middle are alike
+            if stage not in found:
+                found[stage] = self._of_stage(stage, parts, heads)
+        return tuple(found[stage] for stage in self.stages)
+
+    def sharing(self, stage: StageCosts, tokens: float, *, heads: int) -> float:
         """Seconds that so many tokens wait for heads, in forward and backward."""
-        return 2 * (1 - self.hidden) * self.heads * tokens * (heads - 1) / heads
+        return 2 * (1 - self.hidden) * stage.heads * tokens * (heads - 1) / heads
 
-    def _of_rank(self, tokens: int, pairs: float, fetching: float) -> Seconds:
-        pure = self.pure(tokens, pairs)
-        attention = self.pair * pairs
-        always = self.microbatch + self.expert * tokens
-        waits = max(0.0, fetching - self.hidden * attention)
-        attention *= _ATTENTION_BACKWARD
-        waits_again = max(0.0, _KEYS_BACKWARD * fetching - self.hidden * attention)
-        return Seconds(
-            pure.forward + always + waits,
-            pure.input_grad + always + waits_again,
-            pure.weight_grad,
-        )
+    def _of_stage(self, stage: StageCosts, parts: "_Parts", heads: int) -> Seconds:
+        fetching = stage.key * parts.near + stage.far_key * parts.far
+        found = []
+        shared = self.sharing(stage, float(parts.tokens.max()), heads=heads) / 2
+        for kind, times in enumerate((1.0, _KEYS_BACKWARD, 0.0)):
+            attention = stage.pair[kind] * parts.pairs
+            waits = np.maximum(0.0, times * fetching - self.hidden * attention) if times else 0.0
+            longest = float((stage.token[kind] * parts.tokens + attention + waits).max())
+            longest += stage.microbatch[kind] + (shared if times else 0.0)
+            found.append(max(longest, stage.least[kind]))
+        return Seconds(*found)
+
+
+class _Parts(NamedTuple):
+    """Tokens, pairs and fetched keys of each rank of a microbatch, float64 [ranks]."""
+
+    tokens: NDArray[np.float64]
+    pairs: NDArray[np.float64]
+    near: NDArray[np.float64]
+    far: NDArray[np.float64]
+
+
+def _near_and_far(cost: DealCost) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    fetched = np.array(cost.fetched)
+    far = np.array(cost.far) if cost.far else np.zeros(len(cost.fetched))
+    return fetched - far, far

@@ -15,7 +15,7 @@ Note [How a step is planned]
     lengths make the same plan.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import fsum
 from typing import NamedTuple
@@ -55,7 +55,7 @@ class _Work(NamedTuple):
         documents: Their places in the global batch.
         lengths: Tokens of each.
         pairs: Pairs of each.
-        seconds: Forward and backward of each, by one rank.
+        seconds: Forward and backward of each, by one rank of the busiest stage.
     """
 
     documents: Sequence[int]
@@ -72,7 +72,7 @@ class Planner:
     """Plans steps, the same on every rank; see Note [How a step is planned].
 
     Args:
-        costs: Costs of a stage.
+        costs: Costs of the stages.
         pipeline: The ranks and their memory.
         effort: Schedules that are searched for the costs of each step; 0: none where there are
             templates, and otherwise closed forms alone.
@@ -94,6 +94,7 @@ class Planner:
         self.effort, self.tries, self.prepared = effort, tries, prepared
         sizes = [n for n in range(1, min(TEAM, pipeline.ranks) + 1) if pipeline.ranks % n == 0]
         self._ranks = max(sizes)
+        self._stages = costs.of_stages(pipeline.num_stages)
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -160,7 +161,8 @@ class Planner:
         if not lengths or min(lengths) < 1:
             raise ConfigError(f"documents ({len(lengths)}) must be one or more, and not empty")
         pairs = pairs_of(lengths, self.costs)
-        token, pair = self.costs.pure(1, 0).total + 2 * self.costs.expert, self.costs.pure(0, 1).total
+        stage = self.costs.busiest(sum(lengths), fsum(pairs))
+        token, pair = stage.token.total, stage.pair.total
         seconds = [token * t + pair * p for t, p in zip(lengths, pairs, strict=True)]
         return _Work(range(len(lengths)), lengths, pairs, seconds)
 
@@ -188,18 +190,20 @@ class Planner:
 
     def _kind(self, work: _Work) -> Kind:
         """What steps have in common that resemble one."""
-        costs, pipeline = self.costs, self.pipeline
-        tokens, pairs = (fsum(each) / pipeline.ranks for each in (work.lengths, work.pairs))
-        pure, experts = costs.pure(tokens, pairs), costs.expert * tokens
-        forward = pure.forward + experts
+        tokens, pairs = (fsum(each) / self.pipeline.ranks for each in (work.lengths, work.pairs))
+        unit = fsum(work.seconds) / self.pipeline.ranks
+        stages = self._stages
+
+        def shares(seconds: Iterable[Seconds]) -> tuple[Seconds, ...]:
+            return tuple(Seconds(*(part / unit for part in each)) for each in seconds)
+
         return Kind(
-            num_stages=pipeline.num_stages,
             most=self._most(work),
-            input_grad=(pure.input_grad + experts) / forward,
-            weight_grad=pure.weight_grad / forward,
-            each=costs.microbatch / forward,
-            latency=costs.message * tokens / forward,
-            memory=pipeline.tokens / tokens,
+            stages=shares(stage.pure(tokens, pairs) for stage in stages),
+            each=shares(stage.microbatch for stage in stages),
+            least=shares(stage.least for stage in stages),
+            latency=self.costs.message * tokens / unit,
+            memory=self.pipeline.tokens / tokens,
         ).rounded()
 
     def _most(self, work: _Work) -> int:
@@ -216,12 +220,8 @@ class Planner:
             return None
         seconds, tokens = [], []
         for part in parts:
-            of_rank = fsum(part.lengths) / self._ranks
-            always = self.costs.microbatch + self.costs.expert * of_rank
-            pure = self.costs.pure(of_rank, fsum(part.pairs) / self._ranks)
-            seconds.append(
-                Seconds(pure.forward + always, pure.input_grad + always, pure.weight_grad)
-            )
+            of_rank, pairs = (fsum(each) / self._ranks for each in (part.lengths, part.pairs))
+            seconds.append([stage.alone(of_rank, pairs) for stage in self.costs.stages])
             tokens.append(-int(-of_rank // 1))
         costs, memory = self._costs_of(seconds, tokens), self.pipeline.tokens
         run = simulate(shape.schedule, costs)
@@ -244,7 +244,7 @@ class Planner:
         mean, longest = fsum(work.seconds) / self.pipeline.ranks, max(work.seconds) / self._ranks
         stages, shares = self.pipeline.num_stages, shape.shares
         waits = max(mean * shares[0], longest - 1.5 * mean * max(shares)) * (stages - 1) / 3
-        return mean + waits + 2 * self.costs.microbatch * len(shares)
+        return mean + waits + max(s.microbatch.total for s in self._stages) * len(shares)
 
     def _parts(self, work: _Work, shape: _Shape) -> list[_Work] | None:
         """The documents of each microbatch; None if they do not fit."""
@@ -271,10 +271,10 @@ class Planner:
             found.append(Team(microbatches, schedule))
         return slowest, StepPlan(num_documents, tuple(found), origin)
 
-    def _costs_of(self, seconds: Sequence[Seconds], tokens: Sequence[int]) -> Costs:
+    def _costs_of(self, seconds: Sequence[Sequence[Seconds]], tokens: Sequence[int]) -> Costs:
         return stage_costs(seconds, tokens, self.costs, num_stages=self.pipeline.num_stages)
 
-    def _dealt(self, part: _Work) -> tuple[PlannedMicrobatch, Seconds]:
+    def _dealt(self, part: _Work) -> tuple[PlannedMicrobatch, tuple[Seconds, ...]]:
         """Deal out documents: keys are fetched or, where that takes less, nodes share heads."""
         node = self.costs.node
         if self._ranks <= node or self._ranks % node:
@@ -283,16 +283,19 @@ class Planner:
         if max(part.pairs) > pairs * node / self._ranks:  # many keys would go from node to node
             return self._dealt_by(part, heads=node)
         best = self._dealt_by(part, node=node)
-        tokens = max(best[0].deal.sizes)
-        waits = best[1].total - self.costs.pure(tokens, pairs / self._ranks).total
-        if waits > self.costs.sharing(tokens, heads=node) + 2 * self.costs.microbatch:
+        tokens, of_rank = max(best[0].deal.sizes), pairs / self._ranks
+        waits = sharing = 0.0
+        for stage, seconds in zip(self.costs.stages, best[1], strict=True):
+            waits += seconds.total - stage.alone(tokens, of_rank).total
+            sharing += self.costs.sharing(stage, tokens, heads=node)
+        if waits > sharing:
             by_heads = self._dealt_by(part, heads=node)
-            best = min(best, by_heads, key=lambda each: each[1].total)
+            best = min(best, by_heads, key=_longest)
         return best
 
     def _dealt_by(
         self, part: _Work, *, node: int | None = None, heads: int = 1
-    ) -> tuple[PlannedMicrobatch, Seconds]:
+    ) -> tuple[PlannedMicrobatch, tuple[Seconds, ...]]:
         padding = -sum(part.lengths) % self._ranks
         lengths = [*part.lengths, padding] if padding else part.lengths
         deal = deal_documents(
@@ -332,6 +335,11 @@ class Planner:
         if best is None or found.makespan < best[0]:
             best = found.makespan, found.schedule, found.origin
         return best
+
+
+def _longest(dealt: tuple[PlannedMicrobatch, tuple[Seconds, ...]]) -> float:
+    """Seconds of a microbatch in the stage that takes longest."""
+    return max(each.total for each in dealt[1])
 
 
 def _shares(count: int) -> Iterator[tuple[float, ...]]:

@@ -17,7 +17,8 @@ class StepPrice:
 
     Attributes:
         seconds: Seconds from its first forward to its last backward.
-        pure: What each rank would compute if work could be spread evenly, in seconds.
+        pure: What each rank of the busiest stage would compute if work could be spread evenly, in
+            seconds.
         bound: Proven: no plan takes less; see Note [Bound of a step].
         tokens: Most tokens whose activations a rank holds at once.
         fetched: Keys that ranks fetch from others, all ranks of a stage together, in forward.
@@ -43,33 +44,42 @@ class StepPrice:
 
 
 def stage_costs(
-    seconds: Sequence[Seconds], tokens: Sequence[int], costs: StepCosts, *, num_stages: int
+    seconds: Sequence[Sequence[Seconds]],
+    tokens: Sequence[int],
+    costs: StepCosts,
+    *,
+    num_stages: int,
 ) -> Costs:
     """What a schedule costs whose microbatches take so long in every stage.
 
     Args:
-        seconds: Seconds of each microbatch.
+        seconds: Seconds of each microbatch in each stage, or in all alike.
         tokens: Positions of each on a rank.
-        costs: Costs of a stage.
+        costs: Costs of the stages.
         num_stages: Number of stages.
     """
-    forward, input_grad, weight_grad = map(list, zip(*seconds, strict=True))
+    of_stages = list(zip(*seconds, strict=True))
+    of_stages = of_stages if len(of_stages) == num_stages else of_stages * num_stages
+    columns = [[list(column) for column in zip(*stage, strict=True)] for stage in of_stages]
+    forward, input_grad, weight_grad = zip(*columns, strict=True)
     return Costs(
-        forward=[forward] * num_stages,
-        input_grad=[input_grad] * num_stages,
-        weight_grad=[weight_grad] * num_stages,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
         activation=[list(map(float, tokens))] * num_stages,
         latency=costs.message * max(tokens),
     )
 
 
-def seconds_of(microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts) -> Seconds:
-    """What a microbatch takes in a stage.
+def seconds_of(
+    microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts
+) -> tuple[Seconds, ...]:
+    """What a microbatch takes in each of `StepCosts.stages`.
 
     Args:
         microbatch: The microbatch.
         lengths: Tokens of each document of the global batch.
-        costs: Costs of a stage.
+        costs: Costs of the stages.
     """
     cost = dealt(microbatch, lengths, costs)
     return costs.of_parts(microbatch.deal.sizes, cost, heads=microbatch.heads)
@@ -113,7 +123,7 @@ def price(
     Args:
         plan: The plan.
         lengths: Tokens of each document of the global batch.
-        costs: Costs of a stage.
+        costs: Costs of the stages.
         pipeline: The ranks.
     """
     found = simulated(plan, lengths, costs)

@@ -43,7 +43,7 @@ class RivalPrice:
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    seconds: Seconds
+    seconds: tuple[Seconds, ...]
     tokens: int
     fetched: float
 
@@ -52,7 +52,7 @@ class Rivals:
     """Prices plans by the rules of others.
 
     Args:
-        costs: Costs of a stage.
+        costs: Costs of the stages.
         pipeline: The ranks and their memory.
         pack: Tokens of a pack.
         degree: Context-parallel ranks of a pack.
@@ -74,10 +74,9 @@ class Rivals:
 
     def greedy(self, lengths: Sequence[int]) -> RivalPrice | None:
         """Whole documents into packs of equal cost, the dearest first; 1F1B. None: no such."""
-        work = [
-            self._costs.pure(tokens, pairs).total
-            for tokens, pairs in zip(lengths, pairs_of(lengths, self._costs), strict=True)
-        ]
+        every = pairs_of(lengths, self._costs)
+        stage = self._costs.busiest(sum(lengths), sum(every))
+        work = [stage.pure(*each).total for each in zip(lengths, every, strict=True)]
         fewest = math.ceil(sum(lengths) / self._pack / self._groups)
         for number in range(fewest, 2 * fewest + 1):
             count = number * self._groups
@@ -156,7 +155,7 @@ class Rivals:
         seconds, bound, tokens = 0.0, 0.0, 0.0
         stages = self._pipeline.num_stages
         busy = [group for group in groups if group]  # there may be fewer packs than groups
-        slowest_first = sorted(busy, key=lambda g: -sum(each.seconds.total for each in g))
+        slowest_first = sorted(busy, key=lambda g: -sum(_total(each) for each in g))
         for group in slowest_first:
             costs = stage_costs(
                 [each.seconds for each in group],
@@ -182,6 +181,11 @@ class Rivals:
             tokens = max(tokens, *run.peak_activations)
         fetched = sum(each.fetched for group in groups for each in group)
         return RivalPrice(name, seconds, bound, tokens, fetched)
+
+
+def _total(microbatch: _Microbatch) -> float:
+    """Seconds in the stage that takes longest."""
+    return max(each.total for each in microbatch.seconds)
 
 
 def _filled(

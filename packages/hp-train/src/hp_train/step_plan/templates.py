@@ -13,6 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 from hp_schedule import Costs, Schedule, search, shorten
+from hp_train.step_plan.costs import Seconds
 
 _COUNTS = 4
 """Numbers of microbatches that are tried."""
@@ -22,6 +23,8 @@ _BACK: tuple[tuple[float, ...], ...] = ((), (0.7,), (0.8, 0.5))
 """Shares of the last microbatches, by those in the middle."""
 _SMALLEST = 0.03
 """Share of the first microbatch, by those in the middle, below which none is tried."""
+_DIGITS = 2
+"""Decimals of what parts of the work are taken to be."""
 _LOOKED_AT, _KEPT = 4, 3
 """Schedules for each kind of front and back; those that are tried with other numbers, too."""
 
@@ -39,32 +42,35 @@ class _Ends(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What steps have in common that resemble each other, by a forward of all work of a rank.
+    """What steps have in common that resemble each other, by all that the busiest rank computes.
 
     Attributes:
-        num_stages: Stages.
         most: Microbatches, at most.
-        input_grad: Seconds of backward of inputs.
-        weight_grad: Seconds of backward of weights.
-        each: Seconds that a microbatch takes in forward however short it is.
+        stages: Seconds of all work of a rank of each stage.
+        each: Seconds that each microbatch takes there besides.
+        least: Seconds that each microbatch takes there at least.
         latency: Seconds of a message between stages of all tokens of a rank.
         memory: Tokens that fit, by the tokens of a rank.
     """
 
-    num_stages: int
     most: int
-    input_grad: float
-    weight_grad: float
-    each: float
+    stages: tuple[Seconds, ...]
+    each: tuple[Seconds, ...]
+    least: tuple[Seconds, ...]
     latency: float
     memory: float
+
+    @property
+    def num_stages(self) -> int:
+        """Stages."""
+        return len(self.stages)
 
     def rounded(self) -> "Kind":
         """Nearly the same, as others are too; memory is a bit less, since lengths vary."""
         return self._replace(
-            input_grad=round(self.input_grad, 1),
-            weight_grad=round(self.weight_grad, 1),
-            each=_coarse(self.each),
+            stages=tuple(Seconds(*(round(x, _DIGITS) for x in each)) for each in self.stages),
+            each=tuple(Seconds(*map(_coarse, each)) for each in self.each),
+            least=tuple(Seconds(*map(_coarse, each)) for each in self.least),
             latency=_coarse(self.latency),
             memory=_below(self.memory * 0.96),
         )
@@ -74,7 +80,7 @@ class Template(NamedTuple):
     """A schedule for microbatches of some shares.
 
     Attributes:
-        seconds: What a step takes, by a forward of all work of a rank.
+        seconds: What a step takes, by all that the busiest rank computes.
         shares: Shares of microbatches of the work; they sum to 1.
         schedule: Their schedule.
     """
@@ -137,13 +143,18 @@ def _scaled(shares: Sequence[float]) -> tuple[float, ...]:
 
 
 def _costs(kind: Kind, shares: Sequence[float]) -> Costs:
-    forward = [share + kind.each for share in shares]
-    input_grad = [share * kind.input_grad + kind.each for share in shares]
-    weight_grad = [share * kind.weight_grad for share in shares]
+    columns: list[list[list[float]]] = [
+        [
+            [max(share * work + each, least) for share in shares]
+            for work, each, least in zip(*of_stage, strict=True)
+        ]
+        for of_stage in zip(kind.stages, kind.each, kind.least, strict=True)
+    ]
+    forward, input_grad, weight_grad = zip(*columns, strict=True)
     return Costs(
-        forward=[forward] * kind.num_stages,
-        input_grad=[input_grad] * kind.num_stages,
-        weight_grad=[weight_grad] * kind.num_stages,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
         activation=[list(shares)] * kind.num_stages,
         latency=kind.latency * max(shares),
     )

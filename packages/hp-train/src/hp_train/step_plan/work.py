@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from hp_context.batch.deal_cost import Work
 from hp_train.step_plan.costs import Seconds, StepCosts
@@ -38,6 +39,14 @@ def pairs_of(lengths: Sequence[int], costs: StepCosts) -> list[float]:
 
 
 def pure_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> Seconds:
-    """What a rank would compute if work could be spread evenly."""
-    pairs = sum(pairs_of(lengths, costs))
-    return costs.pure(sum(lengths) / pipeline.ranks, pairs / pipeline.ranks)
+    """What a rank of the busiest stage would compute if work could be spread evenly."""
+    tokens, pairs = mean_work(lengths, costs, pipeline)
+    return costs.busiest(tokens, pairs).pure(tokens, pairs)
+
+
+def mean_work(
+    lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline
+) -> tuple[float, float]:
+    """Tokens and pairs of a rank if documents could be spread evenly."""
+    pairs = fsum(pairs_of(lengths, costs))
+    return sum(lengths) / pipeline.ranks, pairs / pipeline.ranks
