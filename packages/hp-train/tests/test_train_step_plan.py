@@ -344,16 +344,16 @@ TINY: dict[str, tuple[tuple[str, object], ...]] = {
 @pytest.mark.parametrize("machine", ["h100", "cpu"])
 def test_costs_are_what_a_layout_is_priced_at(name: str, machine: str) -> None:
     """Of one length, a step plan's stages take what `hp plan` says of them."""
-    given = (*TINY[name], ("data.seq_len", 128), ("model.num_layers", 4))
+    given = (*TINY[name], ("data.seq_len", 2048), ("model.num_layers", 4))
     layout = step_layout(resolve("", given, env={}).config, stages=2, ranks=1)
-    sizes = {"train.microbatch_size": 64, "train.global_batch_size": 256, "mesh.gather": "stage"}
+    sizes = {"train.microbatch_size": 4, "train.global_batch_size": 256, "mesh.gather": "stage"}
     dtype = "float32" if machine == "cpu" else "bfloat16"
     layout = with_keys(layout, {**sizes, "train.dtype": dtype})
     rates = MACHINES[machine].with_values(launch_seconds=0.0 if machine == "cpu" else 1e-12)
     costs = learned_costs(layout, rates, vocab_size=256)
     plan = Plan(layout, rates, vocab_size=256)
     tokens = plan.tokens
-    pairs = sum(pairs_of([128] * (tokens // 128), costs))
+    pairs = sum(pairs_of([2048] * (tokens // 2048), costs))
     for stage, priced in zip(costs.stages, plan.prices, strict=True):
         mine = stage.alone(tokens, pairs)
         assert mine.forward == pytest.approx(priced.forward, rel=0.02)
