@@ -66,7 +66,7 @@ def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: 
     )
     config = dry_config(resolved.config)
     skew = parse_skew("gini=0.3" if name == "skewed" else "uniform", config.model)
-    write_tokens(tmp_path, load_tokenizer(""), seq_len=config.data.seq_len, num_documents=1)
+    write_tokens(tmp_path, load_tokenizer(""), [config.data.seq_len])
     job = Job(config=config, skew=skew, data=tmp_path, steps=1)
     everyone = {rank: (rank,) for rank in range(config.world_size)}
     run = run_classes(run_rank, job, classes=everyone, gpus_per_node=8)
@@ -91,7 +91,7 @@ def test_a_rank_decides_how_it_gathers_inside_a_dry_device(
     config = dry_config(resolve("debug-qwen3-moe", [*keys.items()], env={}, fit=fit_to(2)).config)
     data = tmp_path / "data"
     data.mkdir()
-    write_tokens(data, load_tokenizer(""), seq_len=config.data.seq_len, num_documents=1)
+    write_tokens(data, load_tokenizer(""), [config.data.seq_len])
     skew = parse_skew("uniform", config.model)
     left_open = with_keys(config, {"mesh.gather": "auto"})
     job = Job(config=left_open, skew=skew, data=data, steps=1)
@@ -287,7 +287,7 @@ def test_the_plan_counts_what_ranks_hold_of_nccl(name: str, tmp_path: Path) -> N
     gpus = 3 if name in ("tied", "unequal") else 4
     resolved = resolve("debug-qwen3-moe", [*keys.items()], env={}, fit=fit_to(gpus))
     config = dry_config(resolved.config)
-    write_tokens(tmp_path, load_tokenizer(""), seq_len=config.data.seq_len, num_documents=1)
+    write_tokens(tmp_path, load_tokenizer(""), [config.data.seq_len])
     job = Job(config=config, skew=parse_skew("uniform", config.model), data=tmp_path, steps=1)
     ranks = range(config.world_size)
     run = run_classes(run_rank, job, classes={rank: (rank,) for rank in ranks}, gpus_per_node=2)

@@ -1,4 +1,4 @@
-"""A schedule rebuilt for other costs: proven, within memory, never longer, as the simulator says."""
+"""A schedule rebuilt for other costs: it runs, fits the memory and is never longer."""
 
 from random import Random
 

@@ -60,7 +60,7 @@ def test_a_rank_that_is_asked_for_stands_for_itself() -> None:
 
 
 def test_every_sequence_has_the_same_documents(tmp_path: Path) -> None:
-    write_tokens(tmp_path, load_tokenizer(""), seq_len=64, num_documents=3)
+    write_tokens(tmp_path, load_tokenizer(""), document_lengths(64, 3))
     data = Dataset.open(tmp_path, "train", seq_len=64, seed=1)
     lengths = tuple(document_lengths(64, 3))
     assert sum(lengths) == 64

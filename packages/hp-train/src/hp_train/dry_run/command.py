@@ -13,7 +13,7 @@ from hp_train.config import Config, rules
 from hp_train.config.options import COMMAND_LINE, resolve
 from hp_train.config.space import with_keys
 from hp_train.costs.machine import machine_found
-from hp_train.costs.routing import parse_skew
+from hp_train.costs.routing import Skew, parse_skew
 from hp_train.errors import ConfigError
 from hp_train.price.gather import decided
 
@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="documents in each sequence (default: one for 1024 tokens)",
     )
     parser.add_argument(
+        "--lengths",
+        metavar="WHAT",
+        help="a file of lengths, or a distribution's name: of many sequences, one with as much "
+        "attention as half of them (p50), and one that few exceed (p99), are rehearsed",
+    )
+    parser.add_argument(
         "--steps",
         type=whole("--steps", least=1),
         default=_STEPS,
@@ -91,6 +97,8 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
     from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 
     config = dry_config(resolved.config, gpus_per_node=options.gpus_per_node)
+    if options.lengths:
+        return _run_lengths(config, skews, resolved.name, options)
     with tempfile.TemporaryDirectory(prefix="hp-dry-run-") as folder:
         found = rehearse(
             config,
@@ -102,6 +110,35 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
             gpus_per_node=options.gpus_per_node,
         )
     return show(*found, options)
+
+
+def _run_lengths(
+    config: Config, skews: Sequence[Skew], name: str, options: argparse.Namespace
+) -> int:
+    """Rehearse the sequences at the middle and near the end of a distribution, by attention."""
+    from hp_train.dry_run.outcome import show  # noqa: PLC0415
+    from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
+    from hp_train.step_plan.percentiles import typical_sequences  # noqa: PLC0415 - likewise
+
+    if config.data.paths or config.data.documents != "separate" or options.documents:
+        raise ConfigError(
+            f"--lengths ({options.lengths}) must come without data.paths and --documents, and with "
+            "data.documents separate: it says how long documents are"
+        )
+    found = typical_sequences(options.lengths, seq_len=config.data.seq_len)
+    for label, lengths in found.items():
+        with tempfile.TemporaryDirectory(prefix="hp-dry-run-") as folder:
+            summary, traces = rehearse(
+                config,
+                skews,
+                name=f"{name}, {options.lengths} {label}",
+                data=write_data(config, Path(folder), lengths=lengths),
+                steps=options.steps,
+                apart=options.rank,
+                gpus_per_node=options.gpus_per_node,
+            )
+        show(summary, traces, options)
+    return 0
 
 
 def run_script(
@@ -229,20 +266,31 @@ def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
     return decided(config, machine, vocab_size=vocab_size)
 
 
-def write_data(config: Config, folder: Path, *, documents: int | None) -> Path:
+def write_data(
+    config: Config,
+    folder: Path,
+    *,
+    documents: int | None = None,
+    lengths: Sequence[int] | None = None,
+) -> Path:
     """Make the tokens: of text that the config names, else made up.
 
     Args:
         config: Config of the run.
         folder: Empty folder for the tokens.
         documents: Documents in each sequence that is made up; None: one for 1024 tokens.
+        lengths: Tokens of these documents; None: in the ratio of 1, 1/2, 1/3 and so on.
 
     Returns:
         The folder with the tokens.
     """
     from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
     from hp_train.data.prepare import prepare  # noqa: PLC0415 - likewise
-    from hp_train.dry_run.made_up import count_documents, write_tokens  # noqa: PLC0415 - likewise
+    from hp_train.dry_run.made_up import (  # noqa: PLC0415 - likewise
+        count_documents,
+        document_lengths,
+        write_tokens,
+    )
 
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer)
@@ -252,5 +300,5 @@ def write_data(config: Config, folder: Path, *, documents: int | None) -> Path:
         return made
     separate = data.documents == "separate"
     number = (documents or count_documents(data.seq_len)) if separate else 1
-    write_tokens(folder, tokenizer, seq_len=data.seq_len, num_documents=number)
+    write_tokens(folder, tokenizer, lengths or document_lengths(data.seq_len, number))
     return folder

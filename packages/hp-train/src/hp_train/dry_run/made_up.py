@@ -4,6 +4,7 @@ Every rank then reads sequences of the same documents, so that ranks of other da
 program. The files are those of any run (`hp_train.data`), and are read as such.
 """
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -40,16 +41,15 @@ def document_lengths(seq_len: int, num_documents: int) -> list[int]:
     return lengths
 
 
-def write_tokens(folder: Path, tokenizer: Tokenizer, *, seq_len: int, num_documents: int) -> None:
+def write_tokens(folder: Path, tokenizer: Tokenizer, lengths: Sequence[int]) -> None:
     """Write both splits into an empty folder.
 
     Args:
         folder: Existing folder for the tokens.
         tokenizer: Tokenizer of the run: it decides the dtype of ids, and which one ends a document.
-        seq_len: Tokens of a sequence.
-        num_documents: Documents in each sequence.
+        lengths: Tokens of the documents of each sequence.
     """
-    tokens = _sequence(tokenizer, document_lengths(seq_len, num_documents))
+    tokens = _sequence(tokenizer, lengths)
     splits = {}
     for name in SPLITS:
         with closing(TokenWriter(folder, name, dtype=tokenizer.dtype)) as writer:
@@ -70,7 +70,7 @@ def write_tokens(folder: Path, tokenizer: Tokenizer, *, seq_len: int, num_docume
     write_index(folder, index)
 
 
-def _sequence(tokenizer: Tokenizer, lengths: list[int]) -> NDArray[np.unsignedinteger]:
+def _sequence(tokenizer: Tokenizer, lengths: Sequence[int]) -> NDArray[np.unsignedinteger]:
     """One sequence: the last of each document but the last is the separator."""
     plain = next(i for i in range(tokenizer.vocab_size) if i != tokenizer.separator)
     tokens = np.full(sum(lengths), plain, dtype=tokenizer.dtype)

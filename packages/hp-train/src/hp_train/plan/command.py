@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hp_schedule import SearchResult, search
 from hp_train.base.environment import require_unstarted
@@ -21,10 +21,13 @@ from hp_train.costs.routing import busiest_load, parse_skew
 from hp_train.errors import ConfigError
 from hp_train.layout.schedules import KINDS
 from hp_train.plan.choose import Choice, choose
-from hp_train.plan.report import as_dict, details, reasons, table
+from hp_train.plan.report import as_dict, details, name, percentile_table, reasons, table
 from hp_train.price.estimate import Estimate, Plan
 from hp_train.price.gather import estimate
 from hp_train.price.traffic import Spread
+
+if TYPE_CHECKING:
+    from hp_train.step_plan.percentiles import Steps
 
 _RATES = {
     "flops": "operations per second of a matrix product",
@@ -94,6 +97,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="what experts get: uniform, gini=0.4, or a JSON file of shares (default: uniform)",
     )
+    parser.add_argument(
+        "--lengths",
+        metavar="WHAT",
+        help="price steps of documents of many lengths: a file, or a distribution's name",
+    )
+    parser.add_argument(
+        "--batches",
+        type=whole("--batches", least=1),
+        default=50,
+        metavar="N",
+        help="batches that are drawn or read for --lengths, at most (default: 50)",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -126,13 +141,36 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     if options.search is not None:
         plan = Plan(choice.best[0].config, machine, vocab_size=vocab_size, spread=spread)
         found = _search(plan, choice.best[0], asked=config.pipeline, seconds=options.search)
+    priced = configured or choice.best[0]
+    steps = _steps(priced.config, machine, vocab_size, options) if options.lengths else []
     if options.json:
-        sys.stdout.write(json.dumps(_as_dict(choice, configured, found)) + "\n")
+        result = _as_dict(choice, configured, found)
+        if steps:
+            result["lengths"] = {
+                each.packing: {**each.percentiles(), "tokens_per_second": each.tokens_per_second}
+                for each in steps
+            }
+        sys.stdout.write(json.dumps(result) + "\n")
     else:
         lines = _lines(choice, configured, found, machine)
+        if steps:
+            head = f"{len(steps[0].seconds)} steps of {options.lengths}, {name(priced)}:"
+            lines += ["", head, *percentile_table(steps)]
         sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
     return 0
+
+
+def _steps(
+    config: Config, machine: Machine, vocab_size: int, options: argparse.Namespace
+) -> "list[Steps]":
+    """Steps of documents of many lengths, by packing."""
+    from hp_train.step_plan.percentiles import LengthPrices, drawn  # noqa: PLC0415 - torch
+
+    seq_len = config.data.seq_len
+    tokens = config.train.global_batch_size * seq_len
+    batches = drawn(options.lengths, tokens=tokens, longest=seq_len, number=options.batches)
+    return LengthPrices(config, machine, vocab_size=vocab_size).steps(batches)
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """Plans as text: a table, what the best one consists of, and why it is the best. No torch."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hp_train.costs.machine import Machine
 from hp_train.layout.ranks import Layout
 from hp_train.plan.choose import Choice
 from hp_train.price.estimate import Estimate
 from hp_train.price.gather import room
+
+if TYPE_CHECKING:
+    from hp_train.step_plan.percentiles import Steps
 
 _NEGLIGIBLE = 0.005
 """Share of a step below which a difference is not worth a word."""
@@ -31,6 +34,20 @@ def table(estimates: Sequence[Estimate]) -> list[str]:
         lines.append(
             f"host    binds {bound} of these: it launches for longer than a device computes"
         )
+    return lines
+
+
+def percentile_table(steps: "Sequence[Steps]") -> list[str]:
+    """One line for each packing: seconds and bytes of steps by percentile."""
+    found = [each.percentiles() for each in steps]
+    percents = list(found[0]["seconds"])
+    head = "".join(f"{f'step {percent}':>10}" for percent in percents)
+    head += "".join(f"{f'memory {percent}':>12}" for percent in percents)
+    lines = [f"{'packing':10}{head}{'tokens/s':>11}"]
+    for each, values in zip(steps, found, strict=True):
+        line = "".join(f"{_seconds(values['seconds'][percent]):>10}" for percent in percents)
+        line += "".join(f"{_bytes(values['memory'][percent]):>12}" for percent in percents)
+        lines.append(f"{each.packing:10}{line}{each.tokens_per_second:11,.0f}")
     return lines
 
 

@@ -1,8 +1,9 @@
 """What a step runs, planned from the lengths of its documents: microbatches, ranks and order.
 
-`costs` tells what documents cost, `learned` for a model, `partition` which of them share a microbatch, `planner` makes the
-plan and `plan` is it, as data; `proof` says that it runs, `price` how long it takes and `picture`
-shows it. `rivals` are plans by other rules, `generators` draws lengths, and `command` compares.
+`costs` tells what documents cost, and `learned` what they cost a model; `partition` which of them
+share a microbatch; `planner` makes the plan, by `templates`, and `plan` is it, as data; `proof` says
+that it runs, `price` how long it takes, and `bound` how long any takes. `rivals` are plans by other
+rules, `generators` draws lengths, `comparison` compares, and `percentiles` are of many steps.
 """
 
 from hp_train.step_plan.bound import lower_bound

@@ -10,7 +10,7 @@ Note [Bound of a step]
     another: who comes before J in a stage, but was behind J in the one before, had to wait there
     for J, and J waits for it now. Of its own work, it has by then done at most what is to be done
     for those before J there. So it stands idle for at least h forwards of J, less what it computes
-    for those before J beyond one forward, where of the forwards of stages ahead the shortest counts.
+    for those before J beyond one forward; of the forwards of stages ahead, the shortest counts.
     Put microbatches in the order in which it takes them. If it is idle for D, a forward of the
     first takes at most D / h, one of the second D / h and what the backward of the first allows,
     and so on: behind a D, so many microbatches hold no more than a geometric series of work. All
@@ -94,9 +94,7 @@ def _overhead(
     return min(best, each * _MOST + first)
 
 
-def _most_behind(
-    documents: set[tuple[int, float]], ahead: StageCosts, stage: StageCosts
-) -> float:
+def _most_behind(documents: set[tuple[int, float]], ahead: StageCosts, stage: StageCosts) -> float:
     """What a stage computes for a document beyond a forward of those ahead, by that; at most."""
     found = 0.0
     for document in documents:

@@ -36,6 +36,9 @@ class Seconds(NamedTuple):
         return Seconds(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
+_NOTHING = Seconds()
+
+
 @dataclass(frozen=True, slots=True)
 class StageCosts:
     """What a stage takes.
@@ -53,9 +56,9 @@ class StageCosts:
     """
 
     token: Seconds
-    pair: Seconds = Seconds()
-    microbatch: Seconds = Seconds()
-    least: Seconds = Seconds()
+    pair: Seconds = _NOTHING
+    microbatch: Seconds = _NOTHING
+    least: Seconds = _NOTHING
     key: float = 0.0
     far_key: float = 0.0
     heads: float = 0.0

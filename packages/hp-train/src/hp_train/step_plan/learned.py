@@ -18,7 +18,7 @@ from hp_train.costs.work import Kernel, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
 from hp_train.layout.schedules import count_stages, split_layers
 from hp_train.price.prices import aligned
-from hp_train.price.rates import Compute, Routed, rates_of
+from hp_train.price.rates import Routed, rates_of
 from hp_train.price.traffic import activation_transfers, edge_link, expert_transfer
 from hp_train.step_plan.costs import Seconds, StageCosts, StepCosts
 
@@ -60,9 +60,7 @@ def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepC
         message = link.bytes / link.link.bandwidth / tokens
     of_layers = range(model.num_layers)
     windows = [model.sliding_window - 1 if model.has_window(i) else None for i in of_layers]
-    return StepCosts(
-        tuple(stages), node=machine.node_size, message=message, windows=tuple(windows)
-    )
+    return StepCosts(tuple(stages), node=machine.node_size, message=message, windows=tuple(windows))
 
 
 def step_layout(config: Config, *, stages: int, ranks: int) -> Config:
@@ -203,4 +201,3 @@ def _exchanges(
 
     waits = seconds(0)
     return (seconds(_MANY) - waits) / _MANY, waits
-

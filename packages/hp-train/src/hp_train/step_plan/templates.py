@@ -1,4 +1,4 @@
-"""Shares of microbatches and schedules that are searched once, for all steps that resemble each other.
+"""Shares of microbatches and schedules, searched once for all steps that resemble each other.
 
 What is good for the shares of one step is good for any step whose documents are put into parts of
 these shares; there it is only made to fit what these take (`hp_schedule.shorten`). Numbers are

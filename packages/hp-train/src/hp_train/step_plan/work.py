@@ -44,9 +44,7 @@ def pure_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> S
     return costs.busiest(tokens, pairs).pure(tokens, pairs)
 
 
-def mean_work(
-    lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline
-) -> tuple[float, float]:
+def mean_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> tuple[float, float]:
     """Tokens and pairs of a rank if documents could be spread evenly."""
     pairs = fsum(pairs_of(lengths, costs))
     return sum(lengths) / pipeline.ranks, pairs / pipeline.ranks
