@@ -9,9 +9,10 @@ from hp_train.costs.routing import Skew, parse_skew
 from hp_train.data import load_tokenizer
 from hp_train.data.dataset import Dataset
 from hp_train.dry_run.classes import classes_of
-from hp_train.dry_run.command import dry_config, fit_to, require_possible
+from hp_train.dry_run.command import dry_config, fit_to, require_possible, write_data
 from hp_train.dry_run.made_up import document_lengths, write_tokens
 from hp_train.errors import ConfigError
+from hp_train.step_plan.percentiles import typical_sequences
 
 UNIFORM = Skew("uniform")
 
@@ -66,6 +67,18 @@ def test_every_sequence_has_the_same_documents(tmp_path: Path) -> None:
     assert sum(lengths) == 64
     assert set(data.batch(range(200)).documents) == {lengths}
     assert data.num_targets(range(10)) == 10 * (64 - 2)
+
+
+def test_every_sequence_has_the_documents_that_are_asked_for(tmp_path: Path) -> None:
+    config = resolve("debug-qwen3-moe", [("data.seq_len", "64")], env={}, fit=fit_to(1)).config
+    lengths = typical_sequences("mock", seq_len=64)["p99"]
+    assert sum(lengths) == 64
+    for given in (lengths, [40, 20, 4]):
+        folder = tmp_path / str(len(given))
+        folder.mkdir()
+        write_data(config, folder, lengths=given)
+        data = Dataset.open(folder, "train", seq_len=64, seed=1)
+        assert set(data.batch(range(20)).documents) == {tuple(given)}
 
 
 def test_fsdp_fills_the_devices_and_the_batch_grows() -> None:

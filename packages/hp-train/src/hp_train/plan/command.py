@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_schedule import SearchResult, search
 from hp_train.base.environment import require_unstarted
@@ -21,13 +21,10 @@ from hp_train.costs.routing import busiest_load, parse_skew
 from hp_train.errors import ConfigError
 from hp_train.layout.schedules import KINDS
 from hp_train.plan.choose import Choice, choose
-from hp_train.plan.report import as_dict, details, name, percentile_table, reasons, table
+from hp_train.plan.report import as_dict, details, name, reasons, table
 from hp_train.price.estimate import Estimate, Plan
 from hp_train.price.gather import estimate
 from hp_train.price.traffic import Spread
-
-if TYPE_CHECKING:
-    from hp_train.step_plan.percentiles import Steps
 
 _RATES = {
     "flops": "operations per second of a matrix product",
@@ -141,36 +138,29 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     if options.search is not None:
         plan = Plan(choice.best[0].config, machine, vocab_size=vocab_size, spread=spread)
         found = _search(plan, choice.best[0], asked=config.pipeline, seconds=options.search)
-    priced = configured or choice.best[0]
-    steps = _steps(priced.config, machine, vocab_size, options) if options.lengths else []
-    if options.json:
-        result = _as_dict(choice, configured, found)
-        if steps:
-            result["lengths"] = {
-                each.packing: {**each.percentiles(), "tokens_per_second": each.tokens_per_second}
-                for each in steps
-            }
-        sys.stdout.write(json.dumps(result) + "\n")
-    else:
-        lines = _lines(choice, configured, found, machine)
-        if steps:
-            head = f"{len(steps[0].seconds)} steps of {options.lengths}, {name(priced)}:"
-            lines += ["", head, *percentile_table(steps)]
-        sys.stdout.write("\n".join(lines) + "\n")
+    result = _as_dict(choice, configured, found)
+    lines = _lines(choice, configured, found, machine)
+    if options.lengths:
+        from hp_train.plan.lengths import (  # noqa: PLC0415 - imports torch
+            steps_as_dict,
+            steps_of,
+            table_of,
+        )
+
+        priced = configured or choice.best[0]
+        steps = steps_of(
+            priced.config,
+            machine,
+            vocab_size=vocab_size,
+            source=options.lengths,
+            number=options.batches,
+        )
+        result["lengths"] = steps_as_dict(steps)
+        head = f"{len(steps[0].seconds)} steps of {options.lengths}, {name(priced)}:"
+        lines += ["", head, *table_of(steps)]
+    sys.stdout.write((json.dumps(result) if options.json else "\n".join(lines)) + "\n")
     sys.stdout.flush()
     return 0
-
-
-def _steps(
-    config: Config, machine: Machine, vocab_size: int, options: argparse.Namespace
-) -> "list[Steps]":
-    """Steps of documents of many lengths, by packing."""
-    from hp_train.step_plan.percentiles import LengthPrices, drawn  # noqa: PLC0415 - torch
-
-    seq_len = config.data.seq_len
-    tokens = config.train.global_batch_size * seq_len
-    batches = drawn(options.lengths, tokens=tokens, longest=seq_len, number=options.batches)
-    return LengthPrices(config, machine, vocab_size=vocab_size).steps(batches)
 
 
 @contextmanager

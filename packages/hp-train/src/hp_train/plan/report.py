@@ -1,16 +1,13 @@
 """Plans as text: a table, what the best one consists of, and why it is the best. No torch."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_train.costs.machine import Machine
 from hp_train.layout.ranks import Layout
 from hp_train.plan.choose import Choice
 from hp_train.price.estimate import Estimate
 from hp_train.price.gather import room
-
-if TYPE_CHECKING:
-    from hp_train.step_plan.percentiles import Steps
 
 _NEGLIGIBLE = 0.005
 """Share of a step below which a difference is not worth a word."""
@@ -24,9 +21,9 @@ def table(estimates: Sequence[Estimate]) -> list[str]:
         f"{'step':>9}  {'tokens/s':>9}  {'idle':>5}  {'exposed':>9}{column}  {'memory':>9}  layout",
     ]
     lines += [
-        f"{_seconds(e.seconds):>9}  {e.tokens_per_second:>9,.0f}  {e.bubble:>5.0%}  "
-        f"{_seconds(e.exposed):>9}{f'  {_host(e):>5}' * is_launched}"
-        f"  {_bytes(e.memory.total):>9}  {name(e)}"
+        f"{in_seconds(e.seconds):>9}  {e.tokens_per_second:>9,.0f}  {e.bubble:>5.0%}  "
+        f"{in_seconds(e.exposed):>9}{f'  {_host(e):>5}' * is_launched}"
+        f"  {in_bytes(e.memory.total):>9}  {name(e)}"
         for e in estimates
     ]
     bound = sum(map(_host_binds, estimates))
@@ -37,39 +34,25 @@ def table(estimates: Sequence[Estimate]) -> list[str]:
     return lines
 
 
-def percentile_table(steps: "Sequence[Steps]") -> list[str]:
-    """One line for each packing: seconds and bytes of steps by percentile."""
-    found = [each.percentiles() for each in steps]
-    percents = list(found[0]["seconds"])
-    head = "".join(f"{f'step {percent}':>10}" for percent in percents)
-    head += "".join(f"{f'memory {percent}':>12}" for percent in percents)
-    lines = [f"{'packing':10}{head}{'tokens/s':>11}"]
-    for each, values in zip(steps, found, strict=True):
-        line = "".join(f"{_seconds(values['seconds'][percent]):>10}" for percent in percents)
-        line += "".join(f"{_bytes(values['memory'][percent]):>12}" for percent in percents)
-        lines.append(f"{each.packing:10}{line}{each.tokens_per_second:11,.0f}")
-    return lines
-
-
 def details(estimate: Estimate) -> list[str]:
     """Where the time and the memory of a layout go, and what its ranks send."""
     memory = estimate.memory
     parts = ", ".join(
-        f"{part} {_seconds(seconds)}" for part, seconds in estimate.parts.items() if seconds
+        f"{part} {in_seconds(seconds)}" for part, seconds in estimate.parts.items() if seconds
     )
     lines = [
         f"time    {parts}",
         "memory  "
-        + ", ".join(f"{kind} {_bytes(size)}" for kind, size in memory.kinds.items() if size),
+        + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in memory.kinds.items() if size),
     ]
     if estimate.host:
         binds = ": the device waits for it" if _host_binds(estimate) else ""
-        lines.append(f"host    launches kernels for {_seconds(estimate.host)}{binds}")
+        lines.append(f"host    launches kernels for {in_seconds(estimate.host)}{binds}")
     for transfer in estimate.transfers:
         link = "between nodes" if transfer.between_nodes else "within a node"
         lines.append(
-            f"sends   {_bytes(transfer.bytes)} per rank and step for {transfer.purpose}, {link}, "
-            f"link busy {_seconds(transfer.seconds)}"
+            f"sends   {in_bytes(transfer.bytes)} per rank and step for {transfer.purpose}, {link}, "
+            f"link busy {in_seconds(transfer.seconds)}"
         )
     return lines
 
@@ -93,7 +76,7 @@ def reasons(choice: Choice, machine: Machine) -> list[str]:
         of = f"the {choice.num_laid_out} most promising layouts of {choice.num_meshes} meshes"
     lines = [f"best of {of}, {choice.num_priced:,} priced, {choice.num_laid_out} laid out:"]
     share = best.memory.total / machine.memory
-    lines.append(f"  it fits: {_bytes(best.memory.total)} are {share:.0%} of a device")
+    lines.append(f"  it fits: {in_bytes(best.memory.total)} are {share:.0%} of a device")
     for title, other in _rivals(choice):
         slower = other.seconds / best.seconds - 1
         lines.append(f"  {title}, {name(other)}: {slower:.1%} slower{_difference(best, other)}")
@@ -101,8 +84,8 @@ def reasons(choice: Choice, machine: Machine) -> list[str]:
         large = choice.too_large
         kinds = large.memory.kinds
         most = max(kinds, key=lambda kind: kinds[kind])
-        excess = _bytes(large.memory.total - room(large.config, machine))
-        size = _bytes(kinds[most])
+        excess = in_bytes(large.memory.total - room(large.config, machine))
+        size = in_bytes(kinds[most])
         lines.append(f"  does not fit, by {excess}: {name(large)}, most of it {most} ({size})")
     return lines
 
@@ -125,7 +108,7 @@ def _difference(best: Estimate, other: Estimate) -> str:
     for part, seconds in other.parts.items():
         extra = seconds - best.parts[part]
         if abs(extra) > _NEGLIGIBLE * best.seconds:
-            (more if extra > 0 else less).append(f"{_seconds(abs(extra))} {part}")
+            (more if extra > 0 else less).append(f"{in_seconds(abs(extra))} {part}")
     text = f"; {' and '.join(more)} more" if more else ""
     return text + (f", {' and '.join(less)} less" if less else "")
 
@@ -172,13 +155,15 @@ def as_dict(estimate: Estimate) -> Mapping[str, Any]:
     }
 
 
-def _seconds(value: float) -> str:
+def in_seconds(value: float) -> str:
+    """Seconds in the unit that fits."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
 
 
-def _bytes(value: float) -> str:
+def in_bytes(value: float) -> str:
+    """Bytes in the unit that fits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:.1f} {unit}"

@@ -1,7 +1,7 @@
 """What a step runs, planned from the lengths of its documents: microbatches, ranks and order.
 
 `costs` tells what documents cost, and `learned` what they cost a model; `partition` which of them
-share a microbatch; `planner` makes the plan, by `templates`, and `plan` is it, as data; `proof` says
+share a microbatch; `planner` makes the plan, by `templates`; `plan` is it, as data; `proof` says
 that it runs, `price` how long it takes, and `bound` how long any takes. `rivals` are plans by other
 rules, `generators` draws lengths, `comparison` compares, and `percentiles` are of many steps.
 """
