@@ -264,10 +264,10 @@ def test_templates_depend_on_what_is_asked_alone() -> None:
     templates_for.cache_clear()
     templates_for(kind._replace(memory=0.5), 3)
     assert templates_for(kind, 3) == found
-    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
-    for each in found:
-        assert sum(each.shares) == pytest.approx(1.0)
-        assert each.schedule.num_microbatches == len(each.shares) <= 12
+    assert [t.seconds for t in found] == sorted(t.seconds for t in found)
+    for template in found:
+        assert sum(template.shares) == pytest.approx(1.0)
+        assert template.schedule.num_microbatches == len(template.shares) <= 12
     assert templates_for(kind._replace(memory=1e-3), 3) == ()
 
 

@@ -65,7 +65,12 @@ class _Work(NamedTuple):
 
     def of(self, places: Sequence[int]) -> "_Work":
         """Some of them."""
-        return _Work(*([column[i] for i in places] for column in self))
+        return _Work(
+            [self.documents[i] for i in places],
+            [self.lengths[i] for i in places],
+            [self.pairs[i] for i in places],
+            [self.seconds[i] for i in places],
+        )
 
 
 class Planner:
