@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_context import Deal, DealCost
+from hp_schedule import to_csv
 from hp_train.cli import main
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
@@ -269,6 +270,37 @@ def test_templates_depend_on_what_is_asked_alone() -> None:
         assert sum(template.shares) == pytest.approx(1.0)
         assert template.schedule.num_microbatches == len(template.shares) <= 12
     assert templates_for(kind._replace(memory=1e-3), 3) == ()
+
+
+@pytest.mark.parametrize("prepared", [0, 1])
+def test_what_a_run_asks_of_a_plan_is_kept(prepared: int) -> None:
+    """Teams, heads and multiples of positions are those of its mesh; whole backwards are whole."""
+    pipeline = Pipeline(2, 8, 32 * K)
+    planner = Planner(
+        COSTS,
+        pipeline,
+        effort=0,
+        prepared=prepared,
+        team=4,
+        heads=2,
+        unit=3,
+        split_backward=False,
+    )
+    lengths = draw("lognormal-2k", tokens=128 * K, longest=32 * K, seed=5)
+    plan = planner.plan(lengths)
+    assert prove(plan, lengths, COSTS, pipeline) == ()
+    assert (planner.num_teams, plan.ranks_per_team) == (2, 4)
+    usual = Planner(COSTS, pipeline, effort=0, prepared=prepared).plan(lengths)
+    assert "W" in to_csv(usual.teams[0].schedule)
+    for team in plan.teams:
+        assert "W" not in to_csv(team.schedule)
+        for microbatch in team.microbatches:
+            assert microbatch.heads == 2
+            assert all(size % 3 == 0 for size in microbatch.deal.sizes)
+    parts = [[list(each.documents) for each in team.microbatches] for team in plan.teams]
+    again = planner.of_parts(lengths, parts)
+    assert again is not None
+    assert [t.microbatches for t in again.teams] == [t.microbatches for t in plan.teams]
 
 
 def test_what_no_template_fits_is_planned_without() -> None:
