@@ -29,6 +29,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
+from hp_context.batch.deal import _smallest_root
 from hp_context.batch.deal_cost import Work
 from hp_context.batch.layout import without_deal
 from hp_platform.testing import RankError, run_distributed, watch_operators
@@ -47,6 +48,17 @@ def _lengths(seed: int, seq_len: int, largest: int) -> tuple[int, ...]:
         drawn = min(int(rng.lognormvariate(7.6, 1.1)) + 1, largest)
         found.append(min(drawn, seq_len - sum(found)))
     return tuple(found)
+
+
+@given(st.integers(2, 400), st.data())
+def test_the_size_of_a_swap_is_the_largest_that_moves_no_more_than_wanted(
+    distance: int, data: st.DataObject
+) -> None:
+    most = data.draw(st.integers(1, distance // 2))
+    wanted = data.draw(st.floats(0, most * (distance - most), exclude_max=True))
+    sizes = range(distance // 2 + 1)
+    fitting = [size for size in sizes if size * (distance - size) <= wanted]
+    assert _smallest_root(distance, wanted) == max(fitting)
 
 
 @settings(deadline=None, max_examples=60)

@@ -62,13 +62,11 @@ def test_units_do_not_matter() -> None:
     random = Random(3)
     before, costs = _costs(random, 8), _costs(random, 8)
     found = search(before, num_ranks=RANKS, num_microbatches=8, virtual=(1,), num_candidates=4)
-    scaled = Costs(
-        **{
-            name: [[2.0**-30 * cell for cell in row] for row in getattr(costs, name)]
-            for name in ("forward", "input_grad", "weight_grad", "activation")
-        },
-        latency=2.0**-30 * costs.latency,  # type: ignore[operator]
+    forward, input_grad, weight_grad, activation = (
+        [[2.0**-30 * cell for cell in row] for row in getattr(costs, name)]
+        for name in ("forward", "input_grad", "weight_grad", "activation")
     )
+    scaled = Costs(forward, input_grad, weight_grad, activation, latency=2.0**-30 * 0.02)
     results = [shorten(found.schedule, each) for each in (costs, scaled)]
     assert results[0] is not None
     assert results[1] is not None

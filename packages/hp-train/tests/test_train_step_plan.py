@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_context import Deal, DealCost
+from hp_schedule import to_csv
 from hp_train.cli import main
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
@@ -96,30 +97,31 @@ def test_many_ranks_are_teams_that_share_nothing() -> None:
     assert prove(plan, lengths, COSTS, pipeline) == ()
 
 
-def test_parts_of_every_team_have_their_shares() -> None:
+def test_teams_have_the_same_shares() -> None:
     planner = Planner(COSTS, Pipeline(4, 64, 32 * K), effort=1)
-    work = planner._work(draw("lognormal-2k", tokens=2048 * K, longest=64 * K, seed=1))
+    lengths = draw("lognormal-2k", tokens=2048 * K, longest=64 * K, seed=1)
+    work = planner._work(lengths)
     teams = planner._teams(work)
-    shaped = [shape for shape in planner._shapes(work, teams) if len({*shape.shares}) > 1]
+    shaped = [each for each in planner._plain_shapes(work) if len({*each.shares}) > 1]
     assert shaped
     for shape in shaped:
         for team in teams:
-            parts = planner._parts(team, shape) or []
-            for part, share in zip(parts, shape.shares, strict=True):
+            for part, share in zip(planner._parts(team, shape) or (), shape.shares, strict=True):
                 wanted = share * sum(work.seconds) / len(teams)
                 assert sum(part.seconds) == pytest.approx(wanted, rel=0.1)
 
 
 def test_a_microbatch_of_a_team_fits_its_ranks() -> None:
     """Short documents take hardly any time, so most of their tokens would be in few parts."""
-    planner = Planner(StepCosts.equal(token=1e-6, pair=1e-8), Pipeline(1, 64, K), effort=1)
-    work = planner._work([30_000, *[1000] * 35])
-    teams = planner._teams(work)
+    costs = StepCosts.equal(token=1e-6, pair=1e-8)
+    planner = Planner(costs, Pipeline(1, 64, K), effort=1)
+    lengths = [30_000, *[1000] * 35]
     room = K * 64 // planner.num_teams
     assert planner.num_teams == 2
-    for shape in planner._shapes(work, teams):
-        for team in teams:
-            for part in planner._parts(team, shape) or []:
+    work = planner._work(lengths)
+    for shape in planner._plain_shapes(work):
+        for team in planner._teams(work):
+            for part in planner._parts(team, shape) or ():
                 assert sum(part.lengths) <= room
 
 
@@ -263,11 +265,42 @@ def test_templates_depend_on_what_is_asked_alone() -> None:
     templates_for.cache_clear()
     templates_for(kind._replace(memory=0.5), 3)
     assert templates_for(kind, 3) == found
-    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
-    for each in found:
-        assert sum(each.shares) == pytest.approx(1.0)
-        assert each.schedule.num_microbatches == len(each.shares) <= 12
+    assert [t.seconds for t in found] == sorted(t.seconds for t in found)
+    for template in found:
+        assert sum(template.shares) == pytest.approx(1.0)
+        assert template.schedule.num_microbatches == len(template.shares) <= 12
     assert templates_for(kind._replace(memory=1e-3), 3) == ()
+
+
+@pytest.mark.parametrize("prepared", [0, 1])
+def test_what_a_run_asks_of_a_plan_is_kept(prepared: int) -> None:
+    """Teams, heads and multiples of positions are those of its mesh; whole backwards are whole."""
+    pipeline = Pipeline(2, 8, 32 * K)
+    planner = Planner(
+        COSTS,
+        pipeline,
+        effort=0,
+        prepared=prepared,
+        team=4,
+        heads=2,
+        unit=3,
+        split_backward=False,
+    )
+    lengths = draw("lognormal-2k", tokens=128 * K, longest=32 * K, seed=5)
+    plan = planner.plan(lengths)
+    assert prove(plan, lengths, COSTS, pipeline) == ()
+    assert (planner.num_teams, plan.ranks_per_team) == (2, 4)
+    usual = Planner(COSTS, pipeline, effort=0, prepared=prepared).plan(lengths)
+    assert "W" in to_csv(usual.teams[0].schedule)
+    for team in plan.teams:
+        assert "W" not in to_csv(team.schedule)
+        for microbatch in team.microbatches:
+            assert microbatch.heads == 2
+            assert all(size % 3 == 0 for size in microbatch.deal.sizes)
+    parts = [[list(each.documents) for each in team.microbatches] for team in plan.teams]
+    again = planner.of_parts(lengths, parts)
+    assert again is not None
+    assert [t.microbatches for t in again.teams] == [t.microbatches for t in plan.teams]
 
 
 def test_what_no_template_fits_is_planned_without() -> None:
@@ -320,6 +353,15 @@ def test_keys_are_paid_for_once_near_or_far_and_wait_behind_attention() -> None:
     assert found.forward == pytest.approx(4 + keys - 0.5 * 4)
     assert found.input_grad == pytest.approx(2.5 * 4 + 3 * keys - 0.5 * 2.5 * 4)
     assert found.weight_grad == 0.0
+
+
+def test_layers_look_at_what_their_windows_say() -> None:
+    config = resolve("debug-gpt-oss", [], env={}).config
+    layout, model = step_layout(config, stages=1, ranks=1), config.model
+    windows = learned_costs(layout, MACHINES["h100"], vocab_size=256).windows
+    assert len({*windows}) == 2
+    for layer, window in enumerate(windows):  # of so many positions the last is a query's own
+        assert window == (model.sliding_window - 1 if model.has_window(layer) else None)
 
 
 TINY: dict[str, tuple[tuple[str, object], ...]] = {

@@ -106,7 +106,7 @@ def test_a_plan_whose_microbatches_grow_as_they_may_meets_the_bound(
         forwards.append(forwards[0] + back / (stages - 1))
     forwards += forwards[::-1]  # and shorter again: all but the last stage wait for the last ones
     lengths = [round((forward - each) * 1024 / each) for forward in forwards]
-    parts = [(document,) for document in range(len(lengths))]
+    parts: list[tuple[int, ...]] = [(document,) for document in range(len(lengths))]
     team = _team(parts, lengths, 1, costs, stages, effort=30)
     pipeline = Pipeline(stages, 1, MEMORY)
     found = price(StepPlan(len(lengths), (team,)), lengths, costs, pipeline)

@@ -57,12 +57,11 @@ def lower_bound(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) ->
 
 def _least(one: StageCosts, other: StageCosts) -> StageCosts:
     """What both take at least in forward."""
-    return StageCosts(
-        **{
-            name: Seconds(min(getattr(one, name).forward, getattr(other, name).forward))
-            for name in ("token", "pair", "microbatch", "least")
-        }
+    token, pair, microbatch, least = (
+        Seconds(min(getattr(one, name).forward, getattr(other, name).forward))
+        for name in ("token", "pair", "microbatch", "least")
     )
+    return StageCosts(token, pair, microbatch, least)
 
 
 def _overhead(

@@ -107,6 +107,7 @@ class StepCosts:
         heads: float = 0.0,
         node: int = 8,
         message: float = 0.0,
+        windows: tuple[int | None, ...] = (None,),
     ) -> "StepCosts":
         """Stages that cost the same, whose backward takes what that of matrices and attention does.
 
@@ -119,6 +120,7 @@ class StepCosts:
             heads: See there.
             node: See `StepCosts`.
             message: See there.
+            windows: See there.
         """
         stage = StageCosts(
             token=Seconds(token, token, token),
@@ -128,7 +130,7 @@ class StepCosts:
             far_key=far_key,
             heads=heads,
         )
-        return cls((stage,), node=node, message=message)
+        return cls((stage,), node=node, message=message, windows=windows)
 
     def of_stages(self, num_stages: int) -> tuple[StageCosts, ...]:
         """Costs of each of so many stages.

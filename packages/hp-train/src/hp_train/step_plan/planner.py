@@ -65,7 +65,12 @@ class _Work(NamedTuple):
 
     def of(self, places: Sequence[int]) -> "_Work":
         """Some of them."""
-        return _Work(*([column[i] for i in places] for column in self))
+        return _Work(
+            [self.documents[i] for i in places],
+            [self.lengths[i] for i in places],
+            [self.pairs[i] for i in places],
+            [self.seconds[i] for i in places],
+        )
 
 
 class Planner:
@@ -79,6 +84,10 @@ class Planner:
         tries: Templates, or shares, that are looked at in each step, the most promising ones.
         prepared: Schedules and changes of shares that are looked at once for all steps that
             resemble each other, which takes seconds the first time; 0: no templates.
+        team: Ranks of a team; None: as many as are good to plan for.
+        heads: So many of them share heads in every microbatch; None: as it takes less.
+        unit: Positions of a rank in a microbatch are a multiple of it.
+        split_backward: Whether weight gradients may be put off.
     """
 
     def __init__(
@@ -89,11 +98,16 @@ class Planner:
         effort: int = 8,
         tries: int = 2,
         prepared: int = 0,
+        team: int | None = None,
+        heads: int | None = None,
+        unit: int = 1,
+        split_backward: bool = True,
     ) -> None:
         self.costs, self.pipeline = costs, pipeline
+        self._heads, self._unit, self.split_backward = heads, unit, split_backward
         self.effort, self.tries, self.prepared = effort, tries, prepared
         sizes = [n for n in range(1, min(TEAM, pipeline.ranks) + 1) if pipeline.ranks % n == 0]
-        self._ranks = max(sizes)
+        self._ranks = max(sizes) if team is None else team
         self._stages = costs.of_stages(pipeline.num_stages)
         self._thread: ThreadPoolExecutor | None = None
 
@@ -151,6 +165,20 @@ class Planner:
             raise self._too_much(lengths)
         return found[1].teams[0]
 
+    def of_parts(
+        self, lengths: Sequence[int], parts: Sequence[Sequence[Sequence[int]]]
+    ) -> StepPlan | None:
+        """Make the plan whose microbatches are given; None if the memory does not suffice.
+
+        Args:
+            lengths: Tokens of each document of the global batch.
+            parts: Documents of each microbatch of each team.
+        """
+        work = self._work(lengths)
+        teams = [[work.of(part) for part in team] for team in parts]
+        found = self._dealt_out(teams, _Shape(()), num_documents=len(lengths))
+        return None if found is None else found[1]
+
     def _too_much(self, lengths: Sequence[int]) -> ConfigError:
         return ConfigError(
             f"{sum(lengths)} tokens, the longest document of {max(lengths)}, must fit "
@@ -204,6 +232,7 @@ class Planner:
             least=shares(stage.least for stage in stages),
             latency=self.costs.message * tokens / unit,
             memory=self.pipeline.tokens / tokens,
+            split_backward=self.split_backward,
         ).rounded()
 
     def _most(self, work: _Work) -> int:
@@ -256,11 +285,18 @@ class Planner:
         self, teams: Sequence[_Work], shape: _Shape, *, num_documents: int
     ) -> tuple[float, StepPlan] | None:
         """How long a plan of a shape takes, and the plan; None if memory does not suffice."""
+        parts = [self._parts(work, shape) for work in teams]
+        every = [each for each in parts if each is not None]
+        if len(every) < len(teams):
+            return None
+        return self._dealt_out(every, shape, num_documents=num_documents)
+
+    def _dealt_out(
+        self, teams: Sequence[Sequence[_Work]], shape: _Shape, *, num_documents: int
+    ) -> tuple[float, StepPlan] | None:
+        """The same of microbatches of each team."""
         slowest, found, origin = 0.0, [], ""
-        for work in teams:
-            parts = self._parts(work, shape)
-            if parts is None:
-                return None
+        for parts in teams:
             microbatches, seconds = zip(*map(self._dealt, parts), strict=True)
             tokens = [max(each.deal.sizes) for each in microbatches]
             scheduled = self._scheduled(self._costs_of(seconds, tokens), len(parts), shape)
@@ -277,6 +313,8 @@ class Planner:
     def _dealt(self, part: _Work) -> tuple[PlannedMicrobatch, tuple[Seconds, ...]]:
         """Deal out documents: keys are fetched or, where that takes less, nodes share heads."""
         node = self.costs.node
+        if self._heads is not None:
+            return self._dealt_by(part, heads=self._heads)
         if self._ranks <= node or self._ranks % node:
             return self._dealt_by(part)
         pairs = fsum(part.pairs)
@@ -296,7 +334,7 @@ class Planner:
     def _dealt_by(
         self, part: _Work, *, node: int | None = None, heads: int = 1
     ) -> tuple[PlannedMicrobatch, tuple[Seconds, ...]]:
-        padding = -sum(part.lengths) % self._ranks
+        padding = -sum(part.lengths) % (self._ranks * self._unit)
         lengths = [*part.lengths, padding] if padding else part.lengths
         deal = deal_documents(
             lengths,
@@ -328,6 +366,7 @@ class Planner:
                 num_microbatches=num_microbatches,
                 virtual=(1,),
                 memory_limit=memory,
+                split_backward=self.split_backward,
                 num_candidates=self.effort,
             )
         except ValueError:  # nothing fits the memory

@@ -51,6 +51,7 @@ class Kind(NamedTuple):
         least: Seconds that each microbatch takes there at least.
         latency: Seconds of a message between stages of all tokens of a rank.
         memory: Tokens that fit, by the tokens of a rank.
+        split_backward: Whether weight gradients may be put off.
     """
 
     most: int
@@ -59,6 +60,12 @@ class Kind(NamedTuple):
     least: tuple[Seconds, ...]
     latency: float
     memory: float
+    split_backward: bool = True
+
+    @property
+    def num_stages(self) -> int:
+        """Stages."""
+        return len(self.stages)
 
     @property
     def num_stages(self) -> int:
@@ -168,6 +175,7 @@ def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | 
             num_microbatches=len(shares),
             virtual=(1,),
             memory_limit=kind.memory,
+            split_backward=kind.split_backward,
             num_candidates=effort,
         )
     except ValueError:  # nothing fits the memory
