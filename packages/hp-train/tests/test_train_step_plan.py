@@ -245,7 +245,7 @@ def test_a_prepared_schedule_is_proven_as_any_other_and_about_as_good() -> None:
     pipeline = Pipeline(4, 16, 32 * K)
     lengths = draw("log-uniform", tokens=1024 * K, longest=32 * K, seed=2)
     plain = Planner(COSTS, pipeline, effort=1, tries=1)
-    prepared = Planner(COSTS, pipeline, effort=0, tries=4, prepared=2)
+    prepared = Planner(COSTS, pipeline, effort=0, tries=4, prepared=12)
     plans = [planner.plan(lengths) for planner in (plain, prepared, prepared)]
     seconds = [price(plan, lengths, COSTS, pipeline).seconds for plan in plans]
     assert seconds[1] == seconds[2] < 1.02 * seconds[0]
