@@ -126,7 +126,8 @@ def test_a_microbatch_of_a_team_fits_its_ranks() -> None:
 
 
 def test_one_document_on_one_rank_of_each_stage_takes_what_the_bound_says() -> None:
-    pipeline, costs = Pipeline(4, 1, 64 * K), StepCosts.equal(token=6e-6, pair=2e-10, microbatch=6e-4)
+    pipeline = Pipeline(4, 1, 64 * K)
+    costs = StepCosts.equal(token=6e-6, pair=2e-10, microbatch=6e-4)
     found = price(Planner(costs, pipeline, effort=1).plan([8 * K]), [8 * K], costs, pipeline)
     assert found.seconds == pytest.approx(found.bound, rel=1e-9)
 
