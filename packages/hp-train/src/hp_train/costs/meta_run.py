@@ -263,7 +263,8 @@ class _Recorder:
         wide = torch.promote_types(q.dtype, torch.float32)
         shape = (B, S, N, v.shape[3])
         y = _keep(shape, q, k, v, q.new_empty(B, S, N, dtype=wide), with_output=True)
-        counts, scores = self._counts[self._now], 2.0 * seen * N * (H + v.shape[3]) * B * S
+        counts = self._counts[self._now]
+        scores = 2.0 * seen * N * (H + v.shape[3]) * B * S
         counts["flops"] += scores
         counts["scores"] += scores
         counts["attentions"] += B * S
