@@ -67,11 +67,6 @@ class Kind(NamedTuple):
         """Stages."""
         return len(self.stages)
 
-    @property
-    def num_stages(self) -> int:
-        """Stages."""
-        return len(self.stages)
-
     def rounded(self) -> "Kind":
         """Nearly the same, as others are too; memory is a bit less, since lengths vary."""
         return self._replace(
