@@ -59,11 +59,16 @@ def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -
     ):
         entry.write_text(content)
         assert kept([1], StoredModel, lambda: learned) is learned
-    for make in (entry.mkdir, lambda: os.mkfifo(entry), lambda: entry.symlink_to("/dev/zero")):
+    for trap in ("folder", "pipe", "link"):
         entry.unlink()
-        make()
+        if trap == "folder":
+            entry.mkdir()
+        elif trap == "pipe":
+            os.mkfifo(entry)
+        else:
+            entry.symlink_to("/dev/zero")
         assert kept([1], StoredModel, lambda: learned) is learned
-        if entry.is_dir():
+        if trap == "folder":
             entry.rmdir()
             entry.touch()
 

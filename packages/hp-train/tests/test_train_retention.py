@@ -116,7 +116,7 @@ def test_what_only_the_second_run_does_is_done_and_what_is_kept_is_not() -> None
     """FSDP gathers parameters inside of a block, in the second run or in the first one alone."""
     gathers = {"first": 0, "again": 2}
     times = iter(gathers)
-    seen = []
+    seen: list[torch.Tensor] = []
 
     def part(x: torch.Tensor) -> torch.Tensor:
         seen.extend(torch.empty(3).fill_(1.0) for _ in range(gathers[next(times)]))
