@@ -219,6 +219,26 @@ def test_keys_follow_from_the_folder_or_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             resolve(source, (keys | given).items(), env={})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 10**12}))
+    with pytest.raises(ConfigError, match=r"json: model.vocab_size .10{12}. must be at most"):
+        resolve(source, keys.items(), env={})
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json"]
+)
+def test_weights_that_would_not_be_read_are_refused_and_not_drawn(
+    name: str, tmp_path: Path
+) -> None:
+    folder = make_folder("llama", tmp_path / "model", weights=False)
+    keys: dict[str, object] = {"model.transformers": str(folder), "data.seq_len": 32}
+    resolve(None, keys.items(), env={})
+    (folder / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f'must have its weights in safetensors files: "{name}"'):
+        resolve(None, keys.items(), env={})
+    (folder / "model.safetensors").touch()
+    resolve(None, keys.items(), env={})
 
 
 OWN = """

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hp_train.config.schema import fields, shown
+from hp_train.config.schema import convert, fields, shown
 from hp_train.errors import ConfigError
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -78,6 +78,10 @@ def shape_of_folder(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]
     found = _shape(folder, trust=bool(values.get("model.trust_remote_code")))
     for name, value in found.items():
         key = f"model.{name}"
+        try:
+            convert(fields()[key], value, strict=True)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from None
         given = values.get(key, value)
         if given != value:
             raise ConfigError(

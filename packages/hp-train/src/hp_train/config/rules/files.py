@@ -10,6 +10,16 @@ from hp_train.config.rules.hints import near_multiples
 from hp_train.config.schema import did_you_mean, shown
 from hp_train.errors import ConfigError
 
+_OTHER_WEIGHTS = (
+    "*.safetensors.index.json",
+    "pytorch_model*.bin*",
+    "consolidated*.pth",
+    "tf_model*.h5",
+    "flax_model*.msgpack",
+    "*.gguf",
+)
+"""What weights are in besides safetensors files, and the index of files that are not there."""
+
 
 def file_rules(config: Config) -> Iterator[str]:
     """What is read must be there, and what is written must have a place."""
@@ -52,6 +62,19 @@ def _model_files(config: Config) -> Iterator[str]:
             f"model.transformers ({_path(folder)}) must be a folder with a config.json"
             f"{_neighbour(folder)}"
         )
+    elif folder and not config.run.resume and (other := _unread_weights(Path(folder))):
+        yield (
+            f"model.transformers ({_path(folder)}) must have its weights in safetensors files: "
+            f"{shown(other)} would not be read, and they would be drawn"
+        )
+
+
+def _unread_weights(folder: Path) -> str:
+    """A file of weights in a folder that has none in safetensors files; empty: there is none."""
+    if any(folder.glob("*.safetensors")):
+        return ""
+    found = (path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
+    return next(found, "")
 
 
 def require_run_directory(path: str) -> None:
