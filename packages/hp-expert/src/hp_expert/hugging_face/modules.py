@@ -131,7 +131,8 @@ def _compute(
     experts_TK: Tensor,
     weights_TK: Tensor,
 ) -> Tensor:
-    gate_up, down = (experts.get_parameter(name) for name in WEIGHTS)
+    # Whoever computes in a shorter dtype puts tensors of it in the place of parameters.
+    gate_up, down = (getattr(experts, name) for name in WEIGHTS)
     gate_up_bias, down_bias = (getattr(experts, name, None) for name in BIASES)
     rows = autocast(x_TD)
     if torch.promote_types(rows.dtype, gate_up.dtype) != gate_up.dtype:
@@ -160,7 +161,7 @@ def _by_own_gate(experts: Any, batch: ExpertBatch) -> Tensor:
     """
     rows, width = batch.rows, batch.num_slots_per_row
     counts = batch.counts or tuple(batch.num_tokens_per_expert.tolist())
-    gate_up, down = (experts.get_parameter(name).to(rows.dtype) for name in WEIGHTS)
+    gate_up, down = (getattr(experts, name).to(rows.dtype) for name in WEIGHTS)
     biases = [getattr(experts, name, None) for name in BIASES]
     gate_up_bias, down_bias = (None if b is None else b.to(rows.dtype) for b in biases)
     out = torch.zeros_like(rows)
