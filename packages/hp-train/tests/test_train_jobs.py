@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from hp_train.errors import ConfigError
 from hp_train.jobs.command import split
 from hp_train.jobs.compare import Comparison, Floor, compare
 from hp_train.jobs.disturbing import Disturbing
-from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, RATE
+from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, RATE, Event, Log
 from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Digests, Recording, Step, distance
+from hp_train.jobs.joined import Digests, Recording, Step, distance, join
 from hp_train.jobs.names import Renaming, plain
 from hp_train.jobs.parts import Reference
 from hp_train.jobs.samples import Samples, batch_of, hashes
@@ -43,6 +44,36 @@ def test_modules_of_a_later_stage_are_called_as_in_the_whole() -> None:
     assert renaming("layers.0.norm.weight") == "model.layers.2.norm.weight"
     assert renaming("layers.0") == "model.layers.2"
     assert renaming("layers.1.norm") == "layers.1.norm"
+
+
+def joined_of(folder: Path, *parts: tuple[torch.Tensor, int], may_add: bool = False) -> Digests:
+    """A vector of four values of which ranks have written parts: values, and where they begin."""
+    for rank, (values, begin) in enumerate(parts):
+        log = Log(folder, f"{rank:05d}-1")
+        log.add({"rank": str(rank), "ranks": str(len(parts))})
+        pieces = digest_of(values, ((begin, begin + len(values)),)).pieces()
+        log.add(Event(1, GRADIENT, "w", (4,), "float64", tuple(pieces), may_add=may_add))
+        log.flush()
+    return join(folder).steps[1].tensors[GRADIENT]["w"]
+
+
+@pytest.mark.parametrize(("spans", "count"), [(((0, 3), (2, 4)), 5), (((0, 1), (2, 4)), 3)])
+def test_parts_that_overlap_or_leave_something_out_are_not_laid(
+    spans: tuple[tuple[int, int], ...], count: int, tmp_path: Path
+) -> None:
+    whole = torch.randn(4, dtype=torch.float64)
+    found = joined_of(tmp_path, *((whole[a:b], a) for a, b in spans))
+    assert found.problem == f"{count} of 4 values are on a rank, counted once each"
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_terms_are_added_and_copies_are_not(tmp_path: Path, *, is_copy: bool) -> None:
+    first = torch.randn(4, dtype=torch.float64)
+    other = first.clone() if is_copy else torch.randn(4, dtype=torch.float64)
+    found = joined_of(tmp_path, (first, 0), (other, 0), may_add=True)
+    wanted = digest_of(first if is_copy else first + other, ((0, 4),)).pieces()[0]
+    assert found.is_sum is not is_copy
+    assert distance(found.rows[""][0], wanted.sums) <= 1e-12 * wanted.norm
 
 
 @given(st.integers(1, 7), st.integers(2, 9), st.integers(1, 8))

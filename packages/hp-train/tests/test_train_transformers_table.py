@@ -36,7 +36,7 @@ def run(folder: Path, *cases: str) -> Mapping[str, Mapping[str, Any]]:
     return {case: cells[-1] for case, cells in json.loads(out.read_text()).items()}
 
 
-@pytest.mark.sample("fsdp 2", "pp 2 1f1b")
+@pytest.mark.sample("fsdp 2", "pp 2 1f1b", "tp 2")
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_cell_is_equal_and_with_a_mistake_it_is_not(kind: str, tmp_path: Path) -> None:
     case = f"{ARCHITECTURES[kind]}|{kind}"
