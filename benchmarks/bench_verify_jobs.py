@@ -1,8 +1,8 @@
 """What `hp verify -- JOB` costs a job: CPU time of a step and memory, recorded and not.
 
 A decoder in plain torch, trained by AdamW with clipping in one process and one thread: by itself,
-recorded as in the first runs, and recorded as in the second run, which keeps tensors around one
-module. Each is a process of its own; they take turns. CPU seconds are those of a step after the
+recorded as a reference, recorded as a job beside that, and recorded as in the second run, which keeps
+tensors around one module. Each is a process of its own; they take turns. CPU seconds are those of a step after the
 first two; memory is the largest resident set of the process.
 
     python benchmarks/bench_verify_jobs.py
@@ -29,6 +29,7 @@ from hp_train.jobs.events import SUFFIX
 from hp_train.jobs.request import Focus, Request, environment
 
 STEPS, SKIPPED = 6, 2
+WAYS = ("alone", "reference", "job", "second run")
 HEAD, VOCABULARY = 64, 4096
 
 
@@ -72,11 +73,19 @@ def job(tokens: int, dim: int, layers: int) -> None:
     print(statistics.median(seconds[SKIPPED:]), mib)
 
 
-def measured(how: str, shape: list[str]) -> tuple[float, float]:
-    """CPU seconds of a step and MiB of a job's process."""
-    with tempfile.TemporaryDirectory() as folder:
+def measured(how: str, shape: list[str], kept: Path) -> tuple[float, float]:
+    """CPU seconds of a step and MiB of a job's process.
+
+    Args:
+        how: One of `WAYS`.
+        shape: Flags of this file.
+        kept: Folder of the reference, which comes before its job.
+    """
+    with tempfile.TemporaryDirectory() as own:
+        folder = str(kept) if how == "reference" else own
         focus = Focus(3, "forward", "2", modules=("2",)) if how == "second run" else None
-        request = Request(folder, steps=STEPS, focus=focus)
+        reference = str(kept) if how == "job" else ""
+        request = Request(folder, reference=reference, steps=STEPS, focus=focus)
         env = dict(os.environ) if how == "alone" else environment(request)
         done = subprocess.run(  # noqa: S603 - this file
             [sys.executable, __file__, "--job", *shape],
@@ -108,8 +117,9 @@ def main() -> None:
     shape += ["--layers", str(options.layers)]
     found: dict[str, list[tuple[float, float]]] = {}
     for _ in range(options.rounds):
-        for how in ("alone", "recorded", "second run"):
-            found.setdefault(how, []).append(measured(how, shape))
+        with tempfile.TemporaryDirectory() as kept:
+            for how in WAYS:
+                found.setdefault(how, []).append(measured(how, shape, Path(kept)))
     print(f"{options.layers} blocks of width {options.dim}, {options.tokens} tokens, fp32")
     alone = [statistics.median(values) for values in zip(*found["alone"], strict=True)]
     for how, values in found.items():
