@@ -1,9 +1,9 @@
 """What `hp verify -- JOB` costs a job: CPU time of a step and memory, recorded and not.
 
 A decoder in plain torch, trained by AdamW with clipping in one process and one thread: by itself,
-recorded as a reference, recorded as a job beside that, and recorded as in the second run, which keeps
-tensors around one module. Each is a process of its own; they take turns. CPU seconds are those of a step after the
-first two; memory is the largest resident set of the process.
+recorded as a reference, recorded as a job beside that, and recorded as in the second run, which
+keeps tensors around one module. Each is a process of its own; they take turns. CPU seconds are
+those of a step after the first two; memory is the largest resident set of the process.
 
     python benchmarks/bench_verify_jobs.py
     python benchmarks/bench_verify_jobs.py --rounds 1 --tokens 256 --dim 256

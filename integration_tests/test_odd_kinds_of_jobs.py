@@ -52,6 +52,7 @@ def test_a_model_that_is_not_reduced_is_found(tmp_path: Path, kind: str) -> None
     assert first.who
 
 
+@pytest.mark.sample
 def test_a_rank_that_asks_alone_whether_gradients_are_finite_is_found(tmp_path: Path) -> None:
     result = compared(tmp_path, ODD["left_out"], "own-scale")
     first = result.differences[0]

@@ -15,12 +15,18 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 JOB = textwrap.dedent(
     """
     import os
+    import subprocess
     import sys
+    import time
 
     import torch
     import torch.distributed as dist
     from torch import nn
 
+    OTHER = (
+        "import torch; net = torch.nn.Linear(2, 2); net(torch.ones(1, 2)).sum().backward();"
+        "torch.optim.SGD(net.parameters(), 0.1).step()"
+    )
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     class Mix(nn.Module):
@@ -44,6 +50,8 @@ JOB = textwrap.dedent(
     for step in range(2):
         if step == 1 and "break" in sys.argv and rank == 1:
             raise SystemExit("out of memory")
+        if step == 1 and "hangs" in sys.argv and rank == 1:
+            time.sleep(1000)
         if step == 1 and "early" in sys.argv:
             break
         tokens = torch.randint(30, (4, 9), generator=generator)[rank::size]
@@ -53,6 +61,12 @@ JOB = textwrap.dedent(
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if rank == 0 and "starts" in sys.argv:
+            subprocess.run([sys.executable, "-c", OTHER], check=True)
+            if not (child := os.fork()):
+                nn.Linear(2, 2)(torch.ones(1, 2))
+                raise SystemExit
+            os.waitpid(child, 0)
     if "abort" in sys.argv:
         os.abort()
     if size > 1:
@@ -113,6 +127,27 @@ def test_a_loss_that_is_scaled_twice_is_named(tmp_path: Path) -> None:
     assert "likely: all 5 are 2 times the reference's" in done.stdout
     assert "exactly: all 30 elements differ, which ranks 0 and 1 hold: they are 2" in done.stdout
     assert "the job their mean on rank 0, their mean on rank 1" in done.stdout
+
+
+@pytest.mark.sample
+def test_programs_that_a_rank_starts_are_listed_and_no_ranks(tmp_path: Path) -> None:
+    done = verify(tmp_path, "starts", flags=["--once"])
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "job: 2 processes, 2 steps" in done.stdout
+    assert "2 could not be compared:" in done.stdout
+    for program in ("-c", "job.py"):
+        assert f"evaluation ({program}, started by the job): no rank" in done.stdout
+
+
+@pytest.mark.sample
+def test_a_rank_that_hangs_ends_with_what_there_was(tmp_path: Path) -> None:
+    done = verify(tmp_path, "hangs", flags=["--once", "--seconds", "60"])
+
+    assert done.returncode == 1
+    assert "what the job computed before it failed:" in done.stdout
+    assert "equal over 1 steps" in done.stdout
+    assert "the job was not done after 60 s" in done.stderr
 
 
 def test_what_goes_wrong_after_the_last_step_is_told_and_does_not_count(tmp_path: Path) -> None:

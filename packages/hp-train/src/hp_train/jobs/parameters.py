@@ -150,6 +150,7 @@ class ParameterRecorder:
             phase = ev.EVALUATION if is_late else ev.START
             self._parameters(phase, ((p, p) for p in learned.tensors))
         self._updates.weights += [p for p in learned.tensors if p.requires_grad]
+        owners.forget()
 
     def _meet_strays(self, parameters: Sequence[Tensor]) -> None:
         """Learn of parameters that no call of a module has shown."""
