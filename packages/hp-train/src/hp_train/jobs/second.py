@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -170,8 +170,9 @@ def of_numbers(first: Place, mine: Step, theirs: Step) -> Exact:
         said += " on each" * (is_copy and len(sums) > 1)
         alright = ""
     else:
-        values = {rank: numbers[-1] for rank, numbers in by_rank.items()}
-        wanted = expected[-1]
+        at = _worst_of(list(by_rank.values()), expected)
+        values = {rank: numbers[at] for rank, numbers in by_rank.items()}
+        wanted = expected[at]
         apart = {r: abs(v - wanted) / (abs(wanted) or 1.0) for r, v in values.items()}
         wrong = tuple(sorted(r for r, far in apart.items() if not far <= first.bound))
         right = [rank for rank in by_rank if rank not in wrong]
@@ -180,6 +181,17 @@ def of_numbers(first: Place, mine: Step, theirs: Step) -> Exact:
     worst = max(values.values(), key=lambda v: abs(v - wanted))
     sentence = f"{said} in place of {wanted:.8g}{alright}"
     return Exact(sentence, (), wanted, worst, wrong, len(wrong), len(by_rank))
+
+
+def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int:
+    """Which of several numbers of a step is the farthest off; the last where ranks have others."""
+    if any(len(numbers) != len(expected) for numbers in ours):
+        return -1
+    apart = [
+        max(abs(numbers[i] - wanted) / (abs(wanted) or 1.0) for numbers in ours)
+        for i, wanted in enumerate(expected)
+    ]
+    return apart.index(max(apart))
 
 
 def _offsets(kept: Kept, first: Place) -> dict[str, Tensor]:
