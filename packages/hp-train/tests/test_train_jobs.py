@@ -102,6 +102,33 @@ def test_the_distance_of_digests_is_that_of_the_tensors() -> None:
     assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.15)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_digests_of_any_dtype_add_up_and_see_a_change(dtype: torch.dtype) -> None:
+    values = (8 * torch.randn(6, 8)).to(dtype)
+    changed = values.clone()
+    changed[3, 5] = -changed[3, 5].to(torch.complex64 if dtype.is_complex else torch.float32)
+    whole, other = (digest_of(x, ((0, 6), (0, 8))).pieces()[0] for x in (values, changed))
+    parts = [digest_of(values[a:b], ((a, b), (0, 8))).pieces()[0] for a, b in ((0, 2), (2, 6))]
+
+    sums = [sum(part.sums[k] for part in parts) for k in range(len(whole.sums))]
+    assert sums == pytest.approx(whole.sums, abs=1e-4)
+    assert distance(whole.sums, other.sums) > 0.1
+
+
+def test_numbers_that_are_not_finite_are_equal_in_the_same_places_alone() -> None:
+    values = torch.randn(6, 8)
+    values[2, 3] = -math.inf
+    finite, elsewhere = values.nan_to_num(neginf=0.0), values.roll(1, 0)
+    one, zero, other = (
+        digest_of(x, ((0, 6), (0, 8))).pieces()[0] for x in (values, finite, elsewhere)
+    )
+
+    assert one.norm == math.inf
+    assert all(map(math.isfinite, one.sums))
+    assert distance(one.sums, zero.sums) > 1.0
+    assert distance(one.sums, other.sums) > 1.0
+
+
 def reference() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
@@ -345,6 +372,47 @@ def test_the_first_difference_is_named(change: dict[str, float], phase: str, sai
     assert comparison.first is not None
     assert comparison.first.phase == phase
     assert said in " ".join(explain(comparison))
+
+
+def test_norms_of_a_step_are_each_compared_with_its_own() -> None:
+    expected, actual = recording(), recording()
+    for made, values in ((expected, [0.5, 3.0]), (actual, [0.5, 3.0])):
+        made.steps[1].numbers[NORM] = {"": {"rank-00000": values}}
+    assert compare(actual, expected, Floor(expected, [])).first is None
+
+    actual.steps[1].numbers[NORM] = {"": {"rank-00000": [3.0, 0.5]}}
+
+    first = compare(actual, expected, Floor(expected, [])).first
+    assert first is not None
+    assert first.phase == NORM
+
+
+def test_gradients_and_losses_that_overflow_on_both_sides_are_equal() -> None:
+    changes = {GRADIENT: math.inf, LOSS: math.inf, NORM: math.inf}
+    expected, actual = recording(changes), recording(changes)
+    for made, norm in ((expected, math.inf), (actual, math.nan)):
+        made.steps[1].tensors[GRADIENT]["layer"].rows[""] = (1.0, 2.0, 3.0, 4.0), norm
+
+    assert compare(actual, expected, Floor(expected, [])).first is None
+
+
+def test_a_loss_is_as_exact_as_its_dtype() -> None:
+    expected, actual = recording(), recording({LOSS: 1.003})
+    assert compare(actual, expected, Floor(expected, [])).first is not None
+
+    actual.steps[1].dtypes[LOSS] = {"bfloat16"}
+
+    assert compare(actual, expected, Floor(expected, [])).first is None
+
+
+def test_samples_with_one_name_and_other_values_are_listed() -> None:
+    expected, actual = recording(), recording({FORWARD: 3.0})
+    expected.steps[1].tensors[FORWARD]["layer"].disagree = 1.0
+
+    comparison = compare(actual, expected, Floor(expected, []))
+
+    assert comparison.first is None
+    assert "the same input have other values" in comparison.unaligned["forward layer"]
 
 
 def test_a_part_of_an_output_is_a_difference_where_no_gradient_was_compared() -> None:
