@@ -305,7 +305,8 @@ def _phase(  # noqa: PLR0917
     for name in expected.keys() - ours.keys():
         result.unaligned.setdefault(f"{phase} {name}", "the job has not computed it by this name")
     for name in ours.keys() - expected.keys():
-        result.unaligned.setdefault(f"{phase} {name}", "the reference has not computed it")
+        why = ours[name].problem or "the reference has not computed it"
+        result.unaligned.setdefault(f"{phase} {name}", why)
 
 
 def _origin(
