@@ -1,6 +1,7 @@
 """Training loops that do without a called model, an optimizer, dense or real numbers."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -280,7 +281,8 @@ def lengths(job: Job) -> None:
         rows = [torch.full((n, 6), 0.1 * n) for n in (2, 5, 3, 4)]
         mine = rows[job.rank * 4 // job.size : (job.rank + 1) * 4 // job.size]
         batch = torch.nested.nested_tensor(mine, layout=torch.jagged)
-        return net(batch).values().square().sum() / 14 * job.size
+        total: Tensor = net(batch).values().square().sum()
+        return total / 14 * job.size
 
     trained(job, net.parameters(), loss)
 
@@ -311,7 +313,7 @@ ODD: dict[str, Callable[[Job], None]] = {
 def exchanged_narrow(job: Job) -> None:
     """Gradients that ranks exchange in bfloat16, by a hook of DDP."""
 
-    def narrow(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def narrow(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
         held = bucket.buffer().bfloat16() / job.size
         work = dist.all_reduce(held, async_op=True)
         assert work is not None

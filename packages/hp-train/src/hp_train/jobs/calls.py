@@ -88,7 +88,7 @@ def is_unseen() -> bool:
     It is computed again in a backward, traced, or transformed: tensors have no values of their own.
     """
     return (
-        torch.compiler.is_compiling() or in_backward() or in_transform() or torch.jit.is_tracing()
+        torch.compiler.is_compiling() or in_backward() or in_transform() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 _BARE = "parameter "
 
 
-class ParameterRecorder:
+class ParameterRecorder(ABC):
     """Learns what parameters are of the reference, and notes down what they have.
 
     Args:
@@ -206,6 +207,14 @@ class ParameterRecorder:
     def hold(self, tensor: Tensor, runs: list[Run]) -> None:
         """A flat tensor, and what its values are."""
         self._all_owners().hold(tensor, runs)
+
+    @abstractmethod
+    def before_clipping(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Parameters or flat tensors with their gradients, which are to be clipped."""
+
+    @abstractmethod
+    def clipped(self, norm: Tensor | float) -> None:
+        """The norm by which gradients were clipped."""
 
     def name_of(self, parameter: Tensor) -> str | None:
         """What the model calls a parameter; None: it is of no model that was called."""

@@ -239,9 +239,9 @@ class Recorder(ParameterRecorder):
             self._end(call, output)
         name = self._modules.get(id(module))
         if name is not None and self._request.outputs:
-            self._outputs(call, name, output)
+            self._note_outputs(call, name, output)
 
-    def _outputs(self, call: Call, name: str, output: Any) -> None:
+    def _note_outputs(self, call: Call, name: str, output: Any) -> None:
         """Note down all tensors that a module gives."""
         for path, tensor in tensors_in(output):
             if tensor.is_floating_point() and tensor.ndim > 0:
