@@ -112,7 +112,7 @@ _OF_A_PLAN = ("pipeline.schedule", "pipeline.overlap", "pipeline.retention", "me
 
 def write_documents(case: Case, path: Path) -> Path:
     """Write documents whose lengths are drawn, the same on every machine."""
-    rng = Random(7)  # noqa: S311 - nothing is secret
+    rng = Random(7)
     with path.open("w") as file:
         for _ in range(_DOCUMENTS):
             letters = rng.choices("abcdefgh ", k=max(1, int(case.draw(rng))))
