@@ -189,7 +189,7 @@ class Forward:
             queries = self.q[call.queries.start : call.queries.stop]
             out, lse = varlen.forward(queries, k, v, lengths=placed.lengths, scale=self._scale)
             if call.has_gaps:  # Note [Segments without queries or keys]
-                lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+                lse = lse.nan_to_num(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
             self._merge(call, out, lse)
 
     def _merge(self, call: Call, out: Tensor, lse: Tensor) -> None:
@@ -200,7 +200,9 @@ class Forward:
         if self._out is None:
             self._out = torch.zeros_like(self.q, dtype=self._wide)
             self._lse = lse.new_full((lse.size(0), num_rows), -torch.inf)
-        self._out = self._out.to(self._wide)
+        elif not self._is_own:  # selective activation checkpointing may keep what a kernel gave
+            self._out, self._lse = self._out.to(self._wide, copy=True), self._lse.clone()
+        self._is_own = True
         before = self._lse[:, rows]
         weight = (lse - before).sigmoid_()
         if call.has_gaps:
