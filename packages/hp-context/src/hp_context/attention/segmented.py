@@ -175,6 +175,7 @@ class Forward:
         self._wide = torch.promote_types(q.dtype, torch.float32)
         self._out: Tensor | None = None
         self._lse = torch.empty(0)
+        self._is_own = False
 
     def add_keys(self, keys: Sequence[Tensor], planned: Iterable[Call]) -> None:
         """Take in keys.
