@@ -13,7 +13,7 @@ from random import Random
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import AXES, Axis, sample_layouts, with_keys
-from hp_train.verify.pairs import checked_config, one_process
+from hp_train.verify.pairs import checked_config, described, one_process
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs, judge_all
 
@@ -143,13 +143,14 @@ def layouts_of(case: Case, config: Config, count: int, *, seed: int, costs: Path
     return [*named, another, *drawn.layouts][:count]
 
 
-def verify(name: str, count: int, *, seed: int) -> Iterator[tuple[bool, str]]:
+def verify(name: str, count: int, *, seed: int, having: str = "") -> Iterator[tuple[bool, str]]:
     """Train a case in some layouts and compare each with one process; yield what came out.
 
     Args:
         name: Name of the case.
         count: Number of layouts.
         seed: Seed by which they are drawn.
+        having: Only those of them are looked at whose overrides have this text.
     """
     case = CASES[name]
     with tempfile.TemporaryDirectory(prefix="hp-planned-") as scratch:
@@ -157,9 +158,9 @@ def verify(name: str, count: int, *, seed: int) -> Iterator[tuple[bool, str]]:
         config = Program(steps=4).applied_to(config_of(case, folder))
         layouts = layouts_of(case, config, count, seed=seed, costs=folder / "costs.toml")
         (folder / "runs").mkdir()
-        runs = Runs(
-            folder / "runs", base=one_process(config), program=Program(steps=4), every_tensor=False
-        )
+        base = one_process(config)
+        layouts = [layout for layout in layouts if having in described(layout, base)]
+        runs = Runs(folder / "runs", base=base, program=Program(steps=4), every_tensor=False)
         for verdict in judge_all(runs, layouts, has_oracle=False):
             yield verdict.ok, f"{name}: {verdict}"
 
@@ -170,11 +171,12 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--count", type=int, default=11, help="layouts of each")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--having", default="", help="only layouts with this in their overrides")
     options = parser.parse_args()
     found = []
     chosen = options.cases or [*CASES]
     for ok, told in chain.from_iterable(
-        verify(name, options.count, seed=options.seed) for name in chosen
+        verify(name, options.count, seed=options.seed, having=options.having) for name in chosen
     ):
         found.append(ok)
         sys.stdout.write(f"{told}\n")

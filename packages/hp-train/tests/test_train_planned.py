@@ -21,7 +21,8 @@ from hp_train.step_plan.costs_file import costs_text, read_costs
 from hp_train.step_plan.one_order import in_one_order
 from hp_train.training.joined import join
 
-PLANNED = ("data.packing", "planned")
+PLAIN = {f"mesh.{axis}": 1 for axis in ("pp", "dp_replicate", "ep")}
+PLANNED = {**PLAIN, "pipeline.stages_per_rank": 1, "data.packing": "planned"}
 USUAL = StepCosts.of(resolve(None, []).config.model, MACHINES["cpu"], num_stages=2)
 
 
@@ -30,7 +31,7 @@ USUAL = StepCosts.of(resolve(None, []).config.model, MACHINES["cpu"], num_stages
     [
         ({"pipeline.schedule": "zbv", "pipeline.stages_per_rank": 2}, "stages_per_rank (2) must"),
         ({"pipeline.schedule": "u_shape"}, 'pipeline.schedule ("u_shape") must be gpipe or'),
-        ({"pipeline.retention": "recompute"}, "pipeline.retention"),
+        ({"pipeline.retention": "recompute"}, 'pipeline.retention ("recompute") must be'),
         ({"mesh.pp": 2, "mesh.stage_tp": [1, 2]}, "mesh.stage_tp ([1, 2]) must be []"),
         (
             {
@@ -46,27 +47,29 @@ USUAL = StepCosts.of(resolve(None, []).config.model, MACHINES["cpu"], num_stages
         ({"data.plan_tokens": 100}, "data.plan_tokens (100) must be at least data.seq_len (128)"),
         ({"data.documents": "joined"}, "data.documents"),
         ({"data.plan_costs": "nowhere.toml"}, "data.plan_costs"),
-        ({PLANNED[0]: "stream", "data.plan_tokens": 4}, "data.plan_tokens (4) must be 0"),
-        ({PLANNED[0]: "best_fit", "data.plan_costs": "x"}, 'data.plan_costs ("x") must be ""'),
+        ({"data.packing": "stream", "data.plan_tokens": 4}, "data.plan_tokens (4) must be 0"),
+        ({"data.packing": "best_fit", "data.plan_costs": "x"}, 'data.plan_costs ("x") must be ""'),
     ],
 )
 def test_what_does_not_go_with_a_plan_is_refused(
     overrides: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(None, [PLANNED, *overrides.items()])
+        resolve(None, [*(PLANNED | overrides).items()])
     assert message in str(caught.value)
 
 
 def test_memory_is_that_of_1f1b_unless_it_is_given() -> None:
     keys = {"mesh.pp": 4, "mesh.cp": 2, "mesh.cp_heads": 1, "train.microbatch_size": 3}
     keys |= {"train.global_batch_size": 12}
-    config = resolve(None, [PLANNED, *keys.items()]).config
+    config = resolve(None, [*(PLANNED | keys).items()]).config
     assert planned_tokens(config) == 4 * 3 * 128 // 2
-    given = resolve(None, [PLANNED, *keys.items(), ("data.plan_tokens", 99)]).config
+    given = resolve(None, [*(PLANNED | keys | {"data.plan_tokens": 99}).items()]).config
     assert planned_tokens(given) == 99
     assert splits_backward(config)
-    block = resolve(None, [PLANNED, ("mesh.gather", "block"), ("mesh.dp_shard", 2)]).config
+    block = resolve(
+        None, [*(PLANNED | {"mesh.gather": "block", "mesh.dp_shard": 2}).items()]
+    ).config
     assert not splits_backward(block)
 
 
@@ -75,7 +78,7 @@ def test_a_file_of_costs_is_kept_by_its_absolute_path(
 ) -> None:
     (tmp_path / "costs.toml").write_text("token = 1e-6")
     monkeypatch.chdir(tmp_path)
-    resolved = resolve(None, [PLANNED, ("data.plan_costs", "costs.toml")])
+    resolved = resolve(None, [*(PLANNED | {"data.plan_costs": "costs.toml"}).items()])
     assert for_saving(resolved).data.plan_costs == str(tmp_path / "costs.toml")
 
 
@@ -109,7 +112,7 @@ def test_other_costs_are_refused(tmp_path: Path, text: str, message: str) -> Non
 
 def test_layouts_of_a_planned_run_are_not_priced_by_one_length() -> None:
     with pytest.raises(ConfigError, match="hp step-plan"):
-        run_plan(resolve(None, [PLANNED]), None)  # type: ignore[arg-type]
+        run_plan(resolve(None, [*PLANNED.items()]), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("split_backward", [True, False])
