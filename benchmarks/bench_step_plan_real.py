@@ -6,9 +6,10 @@
 Static packs are those of best fit, under 1F1B, shared by head and tail of each; planned steps are
 of the same documents. Steps of both alternate in the same processes. `real` learns what tokens,
 pairs and microbatches take from a few steps, plans with that, and says how far the pipeline's time
-is from the plan. `timed` replaces the layers' compute by sleeps of the cost model: a forward and
-both halves of a backward take what it says of the tokens and pairs of a rank; exchanges of keys and
-of experts' rows, messages between stages and all else is real.
+is from the plan. `timed` replaces the layers' compute by sleeps of a cost model: a forward and both
+halves of a backward take what it says of the tokens and pairs of a rank; exchanges of keys and of
+experts' rows, messages between stages and all else is real, and what that takes by itself, on as
+many cores as there are, is learned from steps that do not sleep, and planned with.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -56,18 +57,18 @@ REAL: Mapping[str, object] = {
     "model.num_kv_heads": 4,
     "model.num_experts": 0,
     "model.dense_hidden": 384,
-    "data.seq_len": 2048,
+    "data.seq_len": 1024,
 }
 TIMED: Mapping[str, object] = {
     "model.dim": 16,
-    "model.num_layers": 4,
+    "model.num_layers": 2,
     "model.num_heads": 2,
     "model.num_kv_heads": 2,
     "model.num_experts": 4,
     "model.num_dense_layers": 0,
     "model.top_k": 2,
     "model.expert_hidden": 8,
-    "data.seq_len": 512,
+    "data.seq_len": 128,
 }
 COMMON: Mapping[str, object] = {
     "data.eval_fraction": 0.05,
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("kind", choices=LAYOUTS)
     parser.add_argument("--only", help="one of the layouts")
     parser.add_argument("--steps", type=int, default=6, help="of each, in alternation")
-    parser.add_argument("--seconds", type=float, default=1.5, help="pure work of a timed step")
+    parser.add_argument("--seconds", type=float, default=6.0, help="pure work of a timed step")
     options = parser.parse_args()
     print("| layout | static, ms | planned, ms | faster | pipeline, ms | predicted, ms | off |")
     print("|---|---|---|---|---|---|---|", flush=True)
@@ -159,22 +160,24 @@ def _rank(
     os.sched_setaffinity(0, {info.rank % (os.cpu_count() or 1)} if not seconds else {0, 1})
     runtime = initialize(info)
     make = partial(_trainer, values, Path(folder), info, runtime)
-    if seconds:
-        costs = _timed_costs(values, seconds)
-    else:
-        learner = make("planned")
-        observed: list[list[float]] = []
-        for _ in range(_LEARNING):
-            learner.train_step()
+    learner = make("planned")
+    observed: list[list[float]] = []
+    for step in range(1 + _LEARNING):
+        learner.train_step()
+        if step:  # the first one warms up
             observed += _observed(learner)
-        costs = _fitted(observed, learner)
-        learner.close_planning()
+    costs = _fitted(observed, learner)
+    learner.close_planning()
+    if seconds:
+        slept = _timed_costs(values, seconds)
+        token, pair = costs.token + slept.token, costs.pair + slept.pair
+        costs = replace(costs, token=token, pair=pair)
     path = Path(folder) / f"costs-{info.rank}.toml"
     path.write_text(costs_text(costs))
     static, planned = make("best_fit"), make("planned", plan_costs=str(path))
     if seconds:
         for trainer in (static, planned):
-            _let_sleep(trainer, costs)
+            _let_sleep(trainer, slept)
     took: dict[str, list[float]] = {"static": [], "planned": [], "pipeline": [], "predicted": []}
     for step in range(steps + 1):
         for name, trainer in (("static", static), ("planned", planned)):
@@ -290,15 +293,13 @@ def _fitted(observed: Sequence[Sequence[float]], trainer: Trainer) -> StepCosts:
 
 
 def _timed_costs(values: Mapping[str, object], seconds: float) -> StepCosts:
-    """A token as long as 128 pairs, so that a step of all documents is about so long on a rank."""
+    """So that a step is about so long, half of it for pairs where documents are long."""
     longest, size = int(str(values["data.seq_len"])), 8
     config = build({**values})
     tokens = size * longest / (config.mesh.cp * config.mesh.pp)
-    pair = seconds / (3 * 128 * tokens + 3.5 * tokens * longest / 6)
+    pair = seconds / tokens / (3 * longest / 8 + 3.5 * longest / 6)
     windows = tuple([None] * config.model.num_layers)
-    return StepCosts(
-        token=128 * pair, pair=pair, key=0.0, message=0.0, microbatch=2e-2, windows=windows
-    )
+    return StepCosts(token=longest / 8 * pair, pair=pair, windows=windows)
 
 
 class _Asleep(torch.autograd.Function):

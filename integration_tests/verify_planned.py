@@ -98,7 +98,10 @@ CASES: Mapping[str, Case] = {
     "one or two letters": Case(lambda r: r.randint(1, 2), _FEW, _CORRECTED, (_PP_CP,)),
     "a sequence each": Case(lambda _: SEQ_LEN - 1, _MANY, {}, ({"mesh.pp": 4},)),
     "one more than a sequence": Case(
-        lambda _: SEQ_LEN, _LATE, {"model.num_mtp_modules": 2}, ({**_PP_CP, "mesh.dp_shard": 2},)
+        lambda _: SEQ_LEN,
+        _LATE,
+        {"model.num_mtp_modules": 2},
+        ({**_PP_CP, "mesh.dp_shard": 2}, {**_PP_CP, "mesh.ep": 2, "mesh.ep_buffer": 1.2}),
     ),
     "much longer than sequences": Case(
         lambda r: r.uniform(90, 1000), _LATE, {"model.num_experts": 0}, ({"mesh.cp": 3},)
