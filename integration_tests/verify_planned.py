@@ -165,7 +165,9 @@ def verify(name: str, count: int, *, seed: int, having: str = "") -> Iterator[tu
         layouts = [layout for layout in layouts if having in described(layout, base)]
         runs = Runs(folder / "runs", base=base, program=Program(steps=4), every_tensor=False)
         for verdict in judge_all(runs, layouts, has_oracle=False):
-            yield verdict.ok, f"{name}: {verdict}"
+            why = [] if verdict.comparison else sorted((folder / "runs").glob("*/errors/*"))[-1:]
+            told = "".join(f"\n{path.read_text()}" for path in why)
+            yield verdict.ok, f"{name}: {verdict}{told}"
 
 
 def main() -> int:

@@ -362,7 +362,8 @@ class StageDriver:
         if self._training:
             self._paths.check(*key, outputs, expected=partial(self._expected, key, outputs))
         if after in self._stages:
-            expected = self._stages[after].received(key[1])
+            stage = self._stages[after]
+            expected = stage.input_spec or stage.received(key[1])
             if expected is not None:
                 check_expected(outputs, expected, stage=key[0], microbatch=key[1], after=after)
             self._inputs[after, key[1]] = tuple(

@@ -170,10 +170,10 @@ class PointToPoint:
             microbatch: Index of the microbatch.
             values: What it has, which a dry run takes to be that: there nobody can say so.
         """
-        if (planned := self._stages[stage].sent(microbatch)) is not None:
-            return planned
         known = self._expectations.specs
         if stage not in known:
+            if (planned := self._stages[stage].sent(microbatch)) is not None:
+                return planned
             (header,), _ = self._take(self._request(self._schedule.downstream[stage]))
             known[stage] = from_header(header, likely=tuple(map(TensorSpec.of, values)))
         return known[stage]
@@ -181,7 +181,8 @@ class PointToPoint:
     def want_input(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's input, or of the header that tells its shapes."""
         message = self._from(stage, microbatch, MessageKind.INPUT)
-        specs = self._stages[stage].received(microbatch)
+        here = self._stages[stage]
+        specs = here.input_spec or here.received(microbatch)
         header = self._from(stage, microbatch, MessageKind.HEADER) if specs is None else None
         device = self._stages[stage].device
         self._receives[message.edge].want(_Wanted(message, device, lambda: specs, header))
@@ -199,7 +200,8 @@ class PointToPoint:
         """Post the receive of a stage's output gradients, at the latest after its forward."""
 
         def specs() -> Specs | None:
-            outputs = self._known_outputs(stage, microbatch)
+            told = self._expectations.specs.get(stage)
+            outputs = told or self._known_outputs(stage, microbatch)
             return None if outputs is None else tuple(spec for spec in outputs if spec.has_grad)
 
         message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
@@ -215,13 +217,13 @@ class PointToPoint:
         sent = self._to(after, microbatch, MessageKind.INPUT)
         with _noted("sending", sent):
             self._transport.release_send(sent)
-        outputs = self._known_outputs(stage, microbatch) or ()
+        told = self._expectations.specs.get(stage)
+        outputs = told or self._known_outputs(stage, microbatch) or ()
         return tuple(next(values) if spec.has_grad else None for spec in outputs)
 
     def _known_outputs(self, stage: int, microbatch: int) -> Specs | None:
-        """Specs of a stage's outputs, as far as they are known by now."""
-        told = self._stages[stage].sent(microbatch) or self._expectations.specs.get(stage)
-        return told or self._output_specs(stage, microbatch)
+        """Specs of a stage's outputs that nobody has told, as far as they are known by now."""
+        return self._stages[stage].sent(microbatch) or self._output_specs(stage, microbatch)
 
     def progress(self) -> None:
         """Post receives whose shapes have come to be known."""

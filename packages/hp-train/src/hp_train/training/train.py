@@ -418,7 +418,11 @@ class Trainer:
             rank spent computing.
         """
         self._beat("read data")
-        runner, share = self._next_share()
+        runner = self.runner
+        if self.planning is None:
+            share = self.batches.cut(self.data, self.next_sequence, step=self.step)
+        else:
+            runner, share = self._planned_share(self.planning)
         args, kwargs, targets, num_targets, _ = share
         # Known before forward, and the same in every layout.
         runner.loss_scale = 1.0 / max(1, num_targets)
@@ -437,14 +441,11 @@ class Trainer:
         loss = self._once(result.losses) * runner.loss_scale
         return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 
-    def _next_share(self) -> tuple[PipelineScheduleRuntime, Share]:
-        """What runs the next step, and this rank's share of its batch."""
-        if self.planning is None:
-            share = self.batches.cut(self.data, self.next_sequence, step=self.step)
-            return self.runner, share
+    def _planned_share(self, planning: StepPlanning) -> tuple[PipelineScheduleRuntime, Share]:
+        """What runs the next step by its plan, and this rank's share of its batch."""
         left = self.config.train.steps - self.step
         with doing("step plan"):
-            self.planned = planned = self.planning.take(self.next_sequence, steps=left)
+            self.planned = planned = planning.take(self.next_sequence, steps=left)
         team, place = planned.plan.teams[self.mesh.dp_index], self.mesh.index("cp")
         sizes = [each.deal.sizes[place] for each in team.microbatches]
         self.ran = self.pipeline.runner(
