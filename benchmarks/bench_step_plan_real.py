@@ -21,7 +21,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -46,8 +46,7 @@ from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model import Microbatch
 from hp_train.model.block import Block
-from hp_train.step_plan import StepCosts
-from hp_train.step_plan.costs_file import costs_text
+from hp_train.step_plan import StageCosts, StepCosts
 from hp_train.training.train import Trainer
 
 REAL: Mapping[str, object] = {
@@ -166,18 +165,17 @@ def _rank(
         learner.train_step()
         if step:  # the first one warms up
             observed += _observed(learner)
-    costs = _fitted(observed, learner)
+    costs = _fitted(observed)
     learner.close_planning()
     if seconds:
         slept = _timed_costs(values, seconds)
-        token, pair = costs.token + slept.token, costs.pair + slept.pair
-        costs = replace(costs, token=token, pair=pair)
+        costs = {name: costs[name] + slept.get(name, 0.0) for name in costs}
     path = Path(folder) / f"costs-{info.rank}.toml"
-    path.write_text(costs_text(costs))
+    path.write_text("".join(f"{name} = {value!r}\n" for name, value in costs.items()))
     static, planned = make("best_fit"), make("planned", plan_costs=str(path))
     if seconds:
         for trainer in (static, planned):
-            _let_sleep(trainer, slept)
+            _let_sleep(trainer, StepCosts.equal(**slept).stages[0])
     took: dict[str, list[float]] = {"static": [], "planned": [], "pipeline": [], "predicted": []}
     for step in range(steps + 1):
         for name, trainer in (("static", static), ("planned", planned)):
@@ -270,7 +268,7 @@ def _observed(trainer: Trainer) -> list[list[float]]:
     return [row for rows in everyone for row in rows]
 
 
-def _fitted(observed: Sequence[Sequence[float]], trainer: Trainer) -> StepCosts:
+def _fitted(observed: Sequence[Sequence[float]]) -> dict[str, float]:
     """Costs with which the plan takes what was observed, by least squares; none is negative.
 
     A microbatch of T tokens and P pairs takes 3 T token + 3.5 P pair + 2 microbatch, see `Seconds`.
@@ -286,20 +284,16 @@ def _fitted(observed: Sequence[Sequence[float]], trainer: Trainer) -> StepCosts:
         used.remove(used[int(found[:, 0].argmin())])
     values = dict(zip(used, found[:, 0].tolist(), strict=True))
     names = ("token", "pair", "microbatch")
-    learned = {name: values.get(index, 0.0) for index, name in enumerate(names)}
-    assert trainer.planning is not None
-    usual = trainer.planning.planner.costs
-    return StepCosts(**learned, key=0.0, message=0.0, windows=usual.windows)
+    return {name: values.get(index, 0.0) for index, name in enumerate(names)}
 
 
-def _timed_costs(values: Mapping[str, object], seconds: float) -> StepCosts:
+def _timed_costs(values: Mapping[str, object], seconds: float) -> dict[str, float]:
     """So that a step is about so long, half of it for pairs where documents are long."""
     longest, size = int(str(values["data.seq_len"])), 8
     config = build({**values})
     tokens = size * longest / (config.mesh.cp * config.mesh.pp)
     pair = seconds / tokens / (3 * longest / 8 + 3.5 * longest / 6)
-    windows = tuple([None] * config.model.num_layers)
-    return StepCosts(token=longest / 8 * pair, pair=pair, windows=windows)
+    return {"token": longest / 8 * pair, "pair": pair}
 
 
 class _Asleep(torch.autograd.Function):
@@ -327,7 +321,7 @@ class _Asleep(torch.autograd.Function):
 class _Sleeper:
     """Lets a layer take what the costs say; real compute is too little to count."""
 
-    costs: StepCosts
+    costs: StageCosts
     layers: int
 
     def __call__(self, block: nn.Module, args: Any, kwargs: Mapping[str, Any], y: Tensor) -> Tensor:
@@ -340,7 +334,7 @@ class _Sleeper:
         return found
 
 
-def _let_sleep(trainer: Trainer, costs: StepCosts) -> None:
+def _let_sleep(trainer: Trainer, costs: StageCosts) -> None:
     for stage in trainer.pipeline.modules.values():
         sleeper = _Sleeper(costs, len(stage.layers))
         for block in stage.layers.values():

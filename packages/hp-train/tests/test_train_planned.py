@@ -8,7 +8,6 @@ import torch
 from hp_train.base.randomness import uniform
 from hp_train.base.runs import runs_in
 from hp_train.config.options import for_saving, resolve
-from hp_train.costs.machine import MACHINES
 from hp_train.data import load_tokenizer
 from hp_train.data.dataset import Dataset
 from hp_train.data.prepare import prepare
@@ -17,13 +16,12 @@ from hp_train.layout.schedules import planned_tokens, splits_backward
 from hp_train.model.ahead import look_ahead
 from hp_train.plan.command import run as run_plan
 from hp_train.step_plan import Pipeline, Planner, StepCosts, prove
-from hp_train.step_plan.costs_file import costs_text, read_costs
+from hp_train.step_plan.costs_file import read_costs
 from hp_train.step_plan.one_order import in_one_order
 from hp_train.training.joined import join
 
 PLAIN = {f"mesh.{axis}": 1 for axis in ("pp", "dp_replicate", "ep")}
 PLANNED = {**PLAIN, "pipeline.stages_per_rank": 1, "data.packing": "planned"}
-USUAL = StepCosts.of(resolve(None, []).config.model, MACHINES["cpu"], num_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +82,10 @@ def test_a_file_of_costs_is_kept_by_its_absolute_path(
 
 def test_costs_are_read_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "costs.toml"
-    path.write_text(costs_text(USUAL))
-    assert read_costs(path, USUAL) == USUAL
-    path.write_text("pair = 3e-9\n")
-    found = read_costs(path, USUAL)
-    assert (found.pair, found.token) == (3e-9, USUAL.token)
+    path.write_text("token = 2e-6\npair = 3e-9\nkey = 1e-8\nmessage = 1\n")
+    found = read_costs(path, windows=(None, 7))
+    expected = StepCosts.equal(token=2e-6, pair=3e-9, key=1e-8, message=1.0, windows=(None, 7))
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -100,13 +97,14 @@ def test_costs_are_read_as_they_are_written(tmp_path: Path) -> None:
         ("tokens = 1.0", "tokens = 1.0 must be a number >= 0 of one of token, pair"),
         ("token = inf", "token = inf"),
         ("token =", "must be a TOML file"),
+        ("token = 1.0", "must have pair"),
     ],
 )
 def test_other_costs_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "costs.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_costs(path, USUAL)
+        read_costs(path, windows=(None,))
     assert message in str(caught.value)
 
 
@@ -119,7 +117,7 @@ def test_layouts_of_a_planned_run_are_not_priced_by_one_length() -> None:
 def test_teams_take_their_microbatches_in_one_order(split_backward: bool) -> None:
     lengths = [900, 30, 31, 32, 500, 90, 64, 64, 700, 1, 2, 3, 400, 410, 420, 430]
     pipeline = Pipeline(2, 4, 900)
-    costs = StepCosts(token=1e-5, pair=1e-7, microbatch=1e-4)
+    costs = StepCosts.equal(token=1e-5, pair=1e-7, microbatch=1e-4)
     planner = Planner(
         costs, pipeline, effort=4, team=2, heads=2, unit=3, split_backward=split_backward
     )
@@ -134,7 +132,7 @@ def test_teams_take_their_microbatches_in_one_order(split_backward: bool) -> Non
 
 def test_an_order_that_does_not_fit_is_refused() -> None:
     lengths = [400, 400, 400, 400]
-    costs = StepCosts(token=1e-5, pair=1e-7)
+    costs = StepCosts.equal(token=1e-5, pair=1e-7)
     planner = Planner(costs, Pipeline(2, 2, 400), team=1)
     plan = planner.plan(lengths)
     tight = Planner(costs, Pipeline(2, 2, 300), team=1)

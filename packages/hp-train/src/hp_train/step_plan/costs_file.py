@@ -1,24 +1,23 @@
 """Costs of documents in a TOML file: seconds that somebody has measured."""
 
 import tomllib
-from dataclasses import fields, replace
 from pathlib import Path
 
 from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import StepCosts
 
-_NAMES = tuple(field.name for field in fields(StepCosts) if field.type in (float, "float"))
+_NAMES = ("token", "pair", "microbatch", "key", "far_key", "heads", "message")
 
 
-def read_costs(path: Path, usual: StepCosts) -> StepCosts:
-    """Read costs of a stage; what the file does not have is as usual.
+def read_costs(path: Path, *, windows: tuple[int | None, ...]) -> StepCosts:
+    """Read costs of stages that are equal.
 
     Args:
-        path: A TOML file of numbers by the names of `StepCosts`.
-        usual: Costs of the machine.
+        path: A TOML file of numbers, arguments of `StepCosts.equal`: "token" and "pair" at least.
+        windows: What layers look at.
 
     Raises:
-        ConfigError: When it cannot be read, or has something else.
+        ConfigError: When it cannot be read, lacks one, or has something else.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -31,9 +30,6 @@ def read_costs(path: Path, usual: StepCosts) -> StepCosts:
                 f"data.plan_costs ({path}): {name} = {value!r} must be a number >= 0 of one of "
                 f"{', '.join(_NAMES)}"
             )
-    return replace(usual, **{name: float(value) for name, value in values.items()})
-
-
-def costs_text(costs: StepCosts) -> str:
-    """Costs as `read_costs` reads them."""
-    return "".join(f"{name} = {getattr(costs, name)!r}\n" for name in _NAMES)
+    if missing := [name for name in _NAMES[:2] if name not in values]:
+        raise ConfigError(f"data.plan_costs ({path}) must have {missing[0]}")
+    return StepCosts.equal(windows=windows, **{n: float(value) for n, value in values.items()})

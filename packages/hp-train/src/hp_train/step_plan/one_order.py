@@ -29,7 +29,10 @@ def in_one_order(plan: StepPlan, lengths: Sequence[int], planner: Planner) -> St
     places = list(zip(*(team.microbatches for team in plan.teams), strict=True))
     tokens = [max(max(each.deal.sizes) for each in place) for place in places]
     seconds = [
-        Seconds(*map(max, zip(*(seconds_of(each, lengths, costs) for each in place), strict=True)))
+        [
+            Seconds(*map(max, zip(*of_teams, strict=True)))
+            for of_teams in zip(*(seconds_of(each, lengths, costs) for each in place), strict=True)
+        ]
         for place in places
     ]
     try:
@@ -40,7 +43,7 @@ def in_one_order(plan: StepPlan, lengths: Sequence[int], planner: Planner) -> St
             virtual=(1,),
             memory_limit=float(pipeline.tokens),
             split_backward=planner.split_backward,
-            num_candidates=planner.effort,
+            num_candidates=max(1, planner.effort),
         )
     except ValueError:
         raise ConfigError(

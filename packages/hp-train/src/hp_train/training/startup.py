@@ -21,6 +21,7 @@ from hp_train.launch.task import Worker
 from hp_train.price.gather import decided
 from hp_train.step_plan import StepCosts
 from hp_train.step_plan.costs_file import read_costs
+from hp_train.step_plan.learned import learned_costs
 from hp_train.training import gpu_settings
 
 
@@ -124,22 +125,24 @@ def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Confi
     return decided(config, machine_of(runtime), vocab_size=vocab_size)
 
 
-def step_costs(config: Config, runtime: Runtime) -> StepCosts:
-    """What documents cost a stage where steps are planned. All ranks call this together.
+def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCosts:
+    """What documents cost the stages where steps are planned. All ranks call this together.
 
     Args:
         config: Validated; the same on every rank.
         runtime: The initialised world.
+        vocab_size: Rows of the embedding.
 
     Raises:
         ConfigError: When `data.plan_costs` is no file of costs.
     """
+    model, path = config.model, config.data.plan_costs
     machine = machine_of(runtime) if runtime.device.type == "cuda" else MACHINES["cpu"]
-    tp, attention = config.mesh.tp, machine.attention_flops or machine.flops
-    machine = machine.with_values(flops=tp * machine.flops, attention_flops=tp * attention)
-    costs = StepCosts.of(config.model, machine, num_stages=config.mesh.pp)
-    path = config.data.plan_costs
-    return read_costs(Path(path), costs) if path else costs
+    if not path:
+        return learned_costs(config, machine, vocab_size=vocab_size)
+    of_layers = range(model.num_layers)
+    windows = [model.sliding_window - 1 if model.has_window(i) else None for i in of_layers]
+    return read_costs(Path(path), windows=tuple(windows))
 
 
 def machine_of(runtime: Runtime) -> Machine:

@@ -521,7 +521,8 @@ class Trainer:
 
     def _make_planning(self) -> StepPlanning:
         """What plans steps ahead."""
-        costs = step_costs(self.config, self.runtime)
+        size = self.pipeline.vocab_size
+        costs = step_costs(self.config, self.runtime, vocab_size=size)
         control = self.runtime.control
         return StepPlanning(self.config, self.mesh, self.data, costs=costs, control=control)
 
