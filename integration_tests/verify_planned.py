@@ -110,7 +110,13 @@ CASES: Mapping[str, Case] = {
         lambda r: r.uniform(25, 40), _MANY, {**_MLA, "model.dropout": 0.2}, (_PP_CP,)
     ),
 }
-_OF_A_PLAN = ("pipeline.schedule", "pipeline.overlap", "pipeline.retention", "mesh.cp_deal")
+_OF_A_PLAN = (
+    "data.packing",
+    "pipeline.schedule",
+    "pipeline.overlap",
+    "pipeline.retention",
+    "mesh.cp_deal",
+)
 
 
 def write_documents(case: Case, path: Path) -> Path:
