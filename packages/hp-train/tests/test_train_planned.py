@@ -109,7 +109,7 @@ def test_other_costs_are_refused(tmp_path: Path, text: str, message: str) -> Non
 
 
 def test_layouts_of_a_planned_run_are_not_priced_by_one_length() -> None:
-    with pytest.raises(ConfigError, match="hp step-plan"):
+    with pytest.raises(ConfigError, match="--lengths prices planned steps"):
         run_plan(resolve(None, [*PLANNED.items()]), None)  # type: ignore[arg-type]
 
 

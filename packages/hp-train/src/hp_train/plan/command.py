@@ -126,7 +126,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     if config.data.packing == "planned":
         raise ConfigError(
             'data.packing ("planned") must be stream or best_fit: layouts are priced by sequences '
-            "of one length; hp step-plan prices steps by lengths of documents"
+            "of one length; with best_fit, --lengths prices planned steps, as hp step-plan does"
         )
     vocab_size = options.vocab_size or known_vocab_size(config)
     machine = _machine(config, options)
