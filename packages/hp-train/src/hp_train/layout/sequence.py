@@ -92,8 +92,9 @@ class SequenceShare:
     def limits(self, lengths: Sequence[int]) -> Mask:
         """What limits attention of a sequence of documents, and where its positions are."""
         documents = Documents(tuple(lengths))
-        is_shared = isinstance(self.layout, Deal) and self.mesh.size("cp") > 1
-        return documents & self.layout if is_shared else documents
+        if self.mesh.size("cp") > 1 and isinstance(self.layout, Deal):
+            return documents & self.layout
+        return documents
 
     def shard(self, x: Tensor) -> Tensor:
         """Take what attention sees here out of whole sequences [B, S]."""

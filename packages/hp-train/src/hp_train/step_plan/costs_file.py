@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import StepCosts
@@ -32,4 +33,5 @@ def read_costs(path: Path, *, windows: tuple[int | None, ...]) -> StepCosts:
             )
     if missing := [name for name in _NAMES[:2] if name not in values]:
         raise ConfigError(f"data.plan_costs ({path}) must have {missing[0]}")
-    return StepCosts.equal(windows=windows, **{n: float(value) for n, value in values.items()})
+    given: dict[str, Any] = {name: float(value) for name, value in values.items()}
+    return StepCosts.equal(windows=windows, **given)

@@ -62,8 +62,8 @@ def join(
         ahead = Ahead(read, aims, num_ahead)
     tokens, targets = (torch.cat(part, dim=1) for part in zip(*documents, strict=True))
     lengths = tuple(len(row[0]) for row in rows)
-    places = torch.from_numpy(np.concatenate([row[2] for row in rows], axis=1))
-    return Joined(tokens, targets, ahead, lengths, places)
+    whole = torch.from_numpy(np.concatenate([row[2] for row in rows], axis=1))
+    return Joined(tokens, targets, ahead, lengths, whole)
 
 
 def _places(index: int, piece: Piece) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":

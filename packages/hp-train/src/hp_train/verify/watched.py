@@ -216,6 +216,7 @@ def _parts_of_plan(
                 yield quantity, Part(ids[:, run], whole, (row - first, column))
     # What sequences lack is in no microbatch.
     assert trainer.planned is not None
+    assert separator is not None
     for sequence, end in trainer.planned.ends.items():
         for quantity, value in (("tokens", separator), ("targets", -1)):
             nothing = torch.full((1, whole[1] - end), value, dtype=torch.int64)
