@@ -16,14 +16,12 @@ class Merge:
     def __init__(self) -> None:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._is_own = False
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Take in one part.
 
         Args:
-            out: [B, H, Q, E], attention over the keys of the part alone. Left as it is: selective
-                activation checkpointing may keep it.
+            out: [B, H, Q, E], attention over the keys of the part alone. May be overwritten.
             lse: [B, H, Q], log-sum-exp of its scores; -inf where a query sees none of the keys,
                 and `out` 0 there.
         """
@@ -33,9 +31,7 @@ class Merge:
             return
         total = torch.logaddexp(self._lse, lse)
         finite = for_backward(total)
-        share = (self._lse - finite).exp().unsqueeze(-1)
-        self._out = self._out.mul_(share) if self._is_own else self._out * share
-        self._is_own = True
+        self._out.mul_((self._lse - finite).exp().unsqueeze(-1))
         self._out.addcmul_(wide, (lse - finite).exp().unsqueeze(-1))
         self._lse = total
 
@@ -57,7 +53,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     Backward by blocks (Note [Backward by blocks]) is right with what this returns.
 
     Args:
-        out: [B, H, Q, E] over all keys; left as it is.
+        out: [B, H, Q, E] over all keys. May be overwritten.
         lse: [B, H, Q] likewise.
         sinks: [H], the score of the term.
 
@@ -65,7 +61,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
         Output and log-sum-exp with the term in it.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out.mul((lse - total).exp().to(out.dtype).unsqueeze(-1)), total
+    return out.mul_((lse - total).exp().to(out.dtype).unsqueeze(-1)), total
 
 
 def sinks_gradient(sinks: Tensor, *, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:

@@ -175,7 +175,6 @@ class Forward:
         self._wide = torch.promote_types(q.dtype, torch.float32)
         self._out: Tensor | None = None
         self._lse = torch.empty(0)
-        self._is_own = False
 
     def add_keys(self, keys: Sequence[Tensor], planned: Iterable[Call]) -> None:
         """Take in keys.
@@ -190,7 +189,7 @@ class Forward:
             queries = self.q[call.queries.start : call.queries.stop]
             out, lse = varlen.forward(queries, k, v, lengths=placed.lengths, scale=self._scale)
             if call.has_gaps:  # Note [Segments without queries or keys]
-                lse = lse.nan_to_num(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+                lse.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
             self._merge(call, out, lse)
 
     def _merge(self, call: Call, out: Tensor, lse: Tensor) -> None:
@@ -201,9 +200,7 @@ class Forward:
         if self._out is None:
             self._out = torch.zeros_like(self.q, dtype=self._wide)
             self._lse = lse.new_full((lse.size(0), num_rows), -torch.inf)
-        elif not self._is_own:  # selective activation checkpointing may keep what a kernel gave
-            self._out, self._lse = self._out.to(self._wide, copy=True), self._lse.clone()
-        self._is_own = True
+        self._out = self._out.to(self._wide)
         before = self._lse[:, rows]
         weight = (lse - before).sigmoid_()
         if call.has_gaps:

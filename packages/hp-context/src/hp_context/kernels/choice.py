@@ -112,8 +112,8 @@ def block_forward(
         )
     if mask is not None:
         unseen = ~mask.any(-1)  # most kernels call their log-sum-exp 0
-        out = out.masked_fill(unseen[:, None], 0.0)
-        lse = lse.masked_fill(unseen, -torch.inf)
+        out.masked_fill_(unseen[:, None], 0.0)
+        lse.masked_fill_(unseen, -torch.inf)
     return out, lse
 
 
