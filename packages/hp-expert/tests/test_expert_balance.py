@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from hp_expert import (
     Routing,
     TopKRouter,
+    document_balance_loss,
     global_balance_loss,
     router_z_loss,
     sequence_balance_loss,
@@ -61,6 +62,47 @@ def test_parts_on_ranks_add_up_to_the_whole(loss_of: Any, world_size: int) -> No
     assert torch.allclose(total, value, rtol=1e-13, atol=0)
     together = torch.cat([part for _, part in results], dim=1)
     assert torch.allclose(together, gradient, rtol=1e-12, atol=1e-15)
+
+
+DOCUMENTS = [3, 1, 5, 2]  # and one position of padding
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_documents_that_are_packed_have_the_values_they_have_alone(world_size: int) -> None:
+    def on_rank(group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        scores, experts, place = (
+            parts_of(x[:1], world_size, group.rank())[0] for x in (*draw(), order[None])
+        )
+        scores.requires_grad_()
+        owner, group_or_none = owners[place], None if world_size == 1 else group
+        loss = document_balance_loss(scores, experts, owner, lengths, group=group_or_none)
+        return with_gradient(loss, scores)
+
+    lengths = torch.tensor(DOCUMENTS)
+    owners = torch.tensor([i for i, n in enumerate(DOCUMENTS) for _ in range(n)] + [-1])
+    order = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(1))
+    results = run_in_threads(on_rank, world_size=world_size, timeout=30)
+    scores, experts = (x[0] for x in draw())
+    scores.requires_grad_()
+    alone = []
+    for document in range(len(DOCUMENTS)):
+        here = (owners[order] == document).nonzero().flatten()
+        alone.append(
+            sequence_balance_loss(scores[None, here], experts[None, here], num_experts=EXPERTS)
+        )
+    value, gradient = with_gradient(torch.cat(alone), scores)
+    total = torch.stack([part for part, _ in results]).sum(0)
+    assert torch.allclose(total, value, rtol=1e-13, atol=0)
+    assert torch.allclose(
+        torch.cat([part for _, part in results]), gradient, rtol=1e-12, atol=1e-15
+    )
+    assert (gradient[owners[order] < 0] == 0).all()
+
+
+def test_documents_must_have_an_entry_for_each_token() -> None:
+    scores, experts = (x[0] for x in draw())
+    with pytest.raises(ValueError, match=r"documents \(\(3,\)\) must be"):
+        document_balance_loss(scores, experts, torch.zeros(3).long(), torch.tensor([12]))
 
 
 def test_a_group_of_one_rank_changes_no_bit() -> None:

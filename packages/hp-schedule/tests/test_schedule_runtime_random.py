@@ -52,11 +52,13 @@ class Draw:
     Attributes:
         lengths: Rows of each microbatch; all equal where stages say what they expect.
         told: Whether shapes are told in headers.
+        planned: Whether both ends know the shapes of each microbatch.
     """
 
     schedule: Schedule
     lengths: tuple[int, ...]
     told: bool
+    planned: bool
     cuts: bool
     tied: bool
     max_sends: int
@@ -83,12 +85,13 @@ def draw(num_ranks: int, seed: int) -> Draw:
     else:
         drawn = random.choice(PLAIN if kind == 1 else VIRTUAL)
         schedule = drawn.build(num_ranks, num, virtual, paired=random.random() < 0.5)
-    told = random.random() < 0.5
-    lengths = tuple(random.randint(1, 4) if told else 3 for _ in range(num))
+    told, planned = random.choice(((True, False), (False, True), (False, False)))
+    lengths = tuple(random.randint(1, 4) if told or planned else 3 for _ in range(num))
     return Draw(
         schedule if schedule.has_communication else add_send_recv(schedule),
         lengths,
         told,
+        planned,
         cuts=random.random() < 0.5,
         tied=random.random() < 0.5 and schedule.num_stages > 1,
         max_sends=random.choice((0, 1, 8)),
@@ -142,13 +145,18 @@ def run_draw(case: Draw, groups: EdgeGroups) -> tuple[list[Tensor], dict[str, Te
     """Run twice, with an evaluation between; return losses and accumulated gradients."""
     schedule, rank = case.schedule, dist.get_rank()
     ranks = list(range(schedule.num_ranks))
-    shape = (case.lengths[0], WIDTH)
-    specs = [
-        TensorSpec(shape, torch.float64),
-        TensorSpec(shape[:1], torch.bool),
-        TensorSpec(shape, torch.float64, requires_grad=False),
-        TensorSpec(shape, torch.float64),
-    ]
+    lengths = [*case.lengths]
+
+    def specs_of(microbatch: int) -> list[TensorSpec]:
+        shape = (lengths[microbatch], WIDTH)
+        return [
+            TensorSpec(shape, torch.float64),
+            TensorSpec(shape[:1], torch.bool),
+            TensorSpec(shape, torch.float64, requires_grad=False),
+            TensorSpec(shape, torch.float64),
+        ]
+
+    specs = specs_of if case.planned else specs_of(0)
     modules = modules_of(case)
     stages = [
         PipelineStage(
@@ -157,6 +165,7 @@ def run_draw(case: Draw, groups: EdgeGroups) -> tuple[list[Tensor], dict[str, Te
             num_stages=schedule.num_stages,
             device=torch.device("cpu"),
             input_spec=None if case.told or index == 0 else specs,
+            output_spec=specs_of if case.planned else None,
             splitter=GraphCuttingSplitter() if case.cuts else DeferringSplitter(),
         )
         for index in schedule.stages_of(rank)
@@ -179,6 +188,7 @@ def run_draw(case: Draw, groups: EdgeGroups) -> tuple[list[Tensor], dict[str, Te
     args, kwargs, targets = batch_of(case)
     first = runtime.run_microbatches(args, kwargs, targets).losses
     evaluated = runtime.evaluate_microbatches(args, kwargs, targets).losses
+    lengths.reverse()  # shapes may be others in each run
     second = runtime.run_microbatches(args[::-1], kwargs, targets[::-1]).losses
     return [*first, *evaluated, *second], gradients(
         {stage.stage_index: stage.module for stage in stages}

@@ -1,6 +1,11 @@
 """Which experts a token goes to, and what keeps them equally busy."""
 
-from hp_expert.routing.balance import global_balance_loss, router_z_loss, sequence_balance_loss
+from hp_expert.routing.balance import (
+    document_balance_loss,
+    global_balance_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
 from hp_expert.routing.correction import (
     load_imbalance,
     register_correction_bias_update,
@@ -15,6 +20,7 @@ __all__ = [
     "Routing",
     "TopKRouter",
     "check_replay",
+    "document_balance_loss",
     "global_balance_loss",
     "load_imbalance",
     "register_correction_bias_update",

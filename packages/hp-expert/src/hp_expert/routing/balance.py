@@ -66,6 +66,58 @@ def sequence_balance_loss(
     return (f_BE * p_BE).sum(dim=1)
 
 
+def document_balance_loss(
+    scores: Tensor,
+    experts: Tensor,
+    documents: Tensor,
+    lengths: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> Tensor:
+    """How unequally each document uses the experts, as `sequence_balance_loss` of it alone.
+
+    Documents that are packed together, and spread over ranks in any way, keep their own values:
+    sums over them do not depend on what shares a microbatch.
+
+    Args:
+        scores: Scores of all experts, not negative [T, E].
+        experts: The chosen experts, int64 [T, K], before any were dropped; -1 for none.
+        documents: The document of each token, int64 [T] from 0; -1 of tokens that are padding.
+        lengths: Tokens of each document on all ranks together, int64 [N], at least 1.
+        group: The ranks with other tokens of these documents. Each returns the part of its own
+            tokens, as in `sequence_balance_loss`.
+
+    Returns:
+        One value per document [N], fp32 or wider; gradients flow through `scores` alone.
+
+    Raises:
+        ValueError: If the shapes do not fit each other.
+    """
+    if scores.ndim != 2 or experts.shape[:-1] != documents.shape or len(scores) != len(experts):
+        raise ValueError(
+            f"scores ({tuple(scores.shape)}), experts ({tuple(experts.shape)}) and documents "
+            f"({tuple(documents.shape)}) must be [T, E], [T, K] and [T]"
+        )
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    num_documents, num_experts, top_k = len(lengths), scores.shape[1], experts.shape[1]
+    is_there = (documents >= 0)[:, None]
+    rows = documents.clamp_min(0)[:, None]
+    chosen = experts.where(is_there & (experts >= 0), num_experts)
+    places = (rows * (num_experts + 1) + chosen).reshape(1, -1)
+    counts = count_by_sequence(places, num_experts=num_documents * (num_experts + 1))
+    counts_NE = counts.view(num_documents, num_experts + 1)[:, :num_experts].contiguous()
+    if group is not None:
+        dist.all_reduce(counts_NE, group=resolve_group(group))
+    lengths_N1 = lengths.to(torch.float64)[:, None]
+    f_NE = counts_NE.to(scores.dtype) * (num_experts / (lengths_N1 * max(top_k, 1)))
+    tiny = torch.finfo(scores.dtype).tiny
+    shares_TE = scores / scores.sum(dim=-1, keepdim=True).clamp_min(tiny)
+    # As a product, whose order of sums is fixed on a GPU too.
+    owner_NT = documents == torch.arange(num_documents, device=documents.device)[:, None]
+    sums_NE = owner_NT.to(scores.dtype) @ shares_TE.masked_fill(~is_there, 0.0)
+    return (f_NE * (sums_NE / lengths_N1)).sum(dim=1)
+
+
 def global_balance_loss(
     scores: Tensor,
     experts: Tensor,

@@ -351,16 +351,19 @@ class StageDriver:
     def _apart(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext() if self._shared is None else self._shared.of_stage(stage)
 
-    def _expected(self, stage: int, outputs: tuple[Tensor, ...]) -> Specs | None:
-        after = self._stages.get(self._schedule.downstream[stage])
-        return self._messages.expected(stage, outputs) if after is None else after.input_spec
+    def _expected(self, key: Key, outputs: tuple[Tensor, ...]) -> Specs | None:
+        after = self._stages.get(self._schedule.downstream[key[0]])
+        if after is None:
+            return self._messages.expected(*key, outputs)
+        return after.received(key[1])
 
     def _pass_outputs(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
         after = self._schedule.downstream[key[0]]
         if self._training:
-            self._paths.check(*key, outputs, expected=partial(self._expected, key[0], outputs))
+            self._paths.check(*key, outputs, expected=partial(self._expected, key, outputs))
         if after in self._stages:
-            expected = self._stages[after].input_spec
+            stage = self._stages[after]
+            expected = stage.input_spec or stage.received(key[1])
             if expected is not None:
                 check_expected(outputs, expected, stage=key[0], microbatch=key[1], after=after)
             self._inputs[after, key[1]] = tuple(

@@ -4,7 +4,8 @@ Note [Shapes on the way]. A stage with an `input_spec` tells the stage before it
 first run, what it expects; its receives are posted where the schedule says. A stage without one
 gets a header ahead of each input. Its buffers can only be made once the header is there, which the
 stage waits for when it needs the input. Whatever is posted later on the same edge then waits behind
-it, because an edge has one order.
+it, because an edge has one order. Where shapes are known by microbatch at both ends, as those of a
+plan are, nobody tells anybody.
 """
 
 import threading
@@ -150,7 +151,7 @@ class PointToPoint:
         Raises:
             ValueError: If it is not what the next stage expects.
         """
-        expected = self.expected(stage, values)
+        expected = self.expected(stage, microbatch, values)
         message = self._to(self._schedule.downstream[stage], microbatch, MessageKind.INPUT)
         after = message.stage_index
         if expected is None:
@@ -161,15 +162,18 @@ class PointToPoint:
             check_expected(values, expected, stage=stage, microbatch=microbatch, after=after)
         self._send(message, tuple(value.detach() for value in values))
 
-    def expected(self, stage: int, values: Tensors) -> Specs | None:
+    def expected(self, stage: int, microbatch: int, values: Tensors) -> Specs | None:
         """Return what the stage after one expects; the first time waits until it has said so.
 
         Args:
             stage: Index of the stage whose outputs are expected.
+            microbatch: Index of the microbatch.
             values: What it has, which a dry run takes to be that: there nobody can say so.
         """
         known = self._expectations.specs
         if stage not in known:
+            if (planned := self._stages[stage].sent(microbatch)) is not None:
+                return planned
             (header,), _ = self._take(self._request(self._schedule.downstream[stage]))
             known[stage] = from_header(header, likely=tuple(map(TensorSpec.of, values)))
         return known[stage]
@@ -177,7 +181,8 @@ class PointToPoint:
     def want_input(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's input, or of the header that tells its shapes."""
         message = self._from(stage, microbatch, MessageKind.INPUT)
-        specs = self._stages[stage].input_spec
+        here = self._stages[stage]
+        specs = here.input_spec or here.received(microbatch)
         header = self._from(stage, microbatch, MessageKind.HEADER) if specs is None else None
         device = self._stages[stage].device
         self._receives[message.edge].want(_Wanted(message, device, lambda: specs, header))
@@ -195,7 +200,8 @@ class PointToPoint:
         """Post the receive of a stage's output gradients, at the latest after its forward."""
 
         def specs() -> Specs | None:
-            outputs = self._expectations.specs.get(stage) or self._output_specs(stage, microbatch)
+            told = self._expectations.specs.get(stage)
+            outputs = told or self._known_outputs(stage, microbatch)
             return None if outputs is None else tuple(spec for spec in outputs if spec.has_grad)
 
         message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
@@ -211,8 +217,13 @@ class PointToPoint:
         sent = self._to(after, microbatch, MessageKind.INPUT)
         with _noted("sending", sent):
             self._transport.release_send(sent)
-        outputs = self._expectations.specs.get(stage) or self._output_specs(stage, microbatch) or ()
+        told = self._expectations.specs.get(stage)
+        outputs = told or self._known_outputs(stage, microbatch) or ()
         return tuple(next(values) if spec.has_grad else None for spec in outputs)
+
+    def _known_outputs(self, stage: int, microbatch: int) -> Specs | None:
+        """Specs of a stage's outputs that nobody has told, as far as they are known by now."""
+        return self._stages[stage].sent(microbatch) or self._output_specs(stage, microbatch)
 
     def progress(self) -> None:
         """Post receives whose shapes have come to be known."""
@@ -232,6 +243,10 @@ class PointToPoint:
         for stage in range(self._schedule.num_stages):
             before = self._schedule.upstream[stage]
             if before < 0 or (stage in here) == (before in here):
+                continue
+            if stage in here and here[stage].is_planned[0]:
+                continue
+            if before in here and here[before].is_planned[1]:
                 continue
             if stage in here:
                 request = to_header(here[stage].input_spec).to(here[stage].device)

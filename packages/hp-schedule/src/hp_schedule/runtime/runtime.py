@@ -338,7 +338,8 @@ class PipelineScheduleRuntime:
                     f"num_stages ({stage.num_stages}) of stage {stage.stage_index} must equal the "
                     f"schedule's ({schedule.num_stages})"
                 )
-            if schedule.upstream[stage.stage_index] < 0 and stage.input_spec is not None:
+            given = stage.input_spec is not None or stage.is_planned[0]
+            if schedule.upstream[stage.stage_index] < 0 and given:
                 raise ValueError(
                     f"input_spec ({stage.input_spec}) of stage {stage.stage_index} must be None: "
                     "it receives nothing"

@@ -14,7 +14,10 @@ from hp_schedule.runtime.backward import (
     full_backward,
 )
 from hp_schedule.runtime.retention import ContextFunction, Kept, Repeat, tensors_within
-from hp_schedule.runtime.specs import TensorSpec, as_specs, describe
+from hp_schedule.runtime.specs import Specs, TensorSpec, as_specs, describe
+
+GivenSpecs = TensorSpec | Sequence[TensorSpec]
+"""Of one message: a spec for each of its tensors, or that of its only one."""
 
 
 class PipelineStage:
@@ -35,8 +38,11 @@ class PipelineStage:
             then posted as early as the schedule says. None: the sender tells the shapes, which may
             differ per microbatch, in a small message ahead of each; the tensors themselves are
             asked for when the stage needs them, so their way is not hidden behind compute, and on
-            CUDA the host waits for the small message.
-        output_spec: If given, what every output must look like.
+            CUDA the host waits for the small message. A function of the microbatch's index: shapes
+            differ per microbatch as both ends know beforehand; see `output_spec`.
+        output_spec: If given, what every output must look like. A function of the microbatch's
+            index: so must what the next stage receives, whose `input_spec` is the same function
+            then; neither asks the other.
         splitter: Splits the backward for schedules that run its two parts as steps of their own.
         context_fn: Makes the contexts of a forward that keeps nothing and of its RECOMPUTE, for
             decisions that both must share, as that of `torch.utils.checkpoint` does.
@@ -56,8 +62,8 @@ class PipelineStage:
         stage_index: int,
         num_stages: int,
         device: torch.device,
-        input_spec: TensorSpec | Sequence[TensorSpec] | None = None,
-        output_spec: TensorSpec | Sequence[TensorSpec] | None = None,
+        input_spec: GivenSpecs | Callable[[int], GivenSpecs] | None = None,
+        output_spec: GivenSpecs | Callable[[int], GivenSpecs] | None = None,
         splitter: BackwardSplitter | None = None,
         context_fn: ContextFunction | None = None,
         preserve_rng_state: bool = True,
@@ -71,12 +77,28 @@ class PipelineStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = device
-        self.input_spec = as_specs(input_spec)
-        self.output_spec = as_specs(output_spec)
+        self._received, self._sent = input_spec, output_spec
+        self.input_spec = None if callable(input_spec) else as_specs(input_spec)
+        self.output_spec = None if callable(output_spec) else as_specs(output_spec)
         self.splitter: BackwardSplitter = DeferringSplitter() if splitter is None else splitter
         self._context_fn = context_fn
         self._preserve_rng_state = preserve_rng_state
         self._is_offloaded = is_offloaded
+
+    @property
+    def is_planned(self) -> tuple[bool, bool]:
+        """Whether shapes of what it receives, and of what it sends, are known by microbatch."""
+        return callable(self._received), callable(self._sent)
+
+    def received(self, microbatch: int) -> Specs | None:
+        """What it receives for a microbatch; None: the sender tells."""
+        given = self._received
+        return as_specs(given(microbatch)) if callable(given) else self.input_spec
+
+    def sent(self, microbatch: int) -> Specs | None:
+        """What the next stage receives for a microbatch, where that is known by microbatch."""
+        given = self._sent
+        return as_specs(given(microbatch)) if callable(given) else None
 
     def forward_one_chunk(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the module on one microbatch and return what it returns.

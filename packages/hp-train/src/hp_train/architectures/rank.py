@@ -160,7 +160,7 @@ class _Run:
         """Note down what the last stage gives of the first batch, [B, S, V]."""
         trainer, pipeline = self.trainer, self.trainer.pipeline
         size = trainer.config.train.microbatch_size
-        args, kwargs, _, _ = trainer.batches.cut(trainer.data, 0)
+        args, kwargs, *_ = trainer.batches.cut(trainer.data, 0)
         wanted = [{"microbatch": replace(each["microbatch"], targets=None)} for each in kwargs]
         runner = pipeline.runner(len(args), size)
         result = runner.evaluate_microbatches(args, wanted)

@@ -50,7 +50,8 @@ def uniform(key: int, sequence_index: Tensor, positions: Tensor, num_channels: i
 
     Args:
         key: Seed of the numbers' purpose; see :func:`derive_seed`.
-        sequence_index: Global index of each sequence of the batch, int64 [B].
+        sequence_index: Global index of each sequence of the batch, int64 [B]; or of the sequence
+            that each activation is of, int64 [B, S].
         positions: Positions of the activations in their sequence, int64 [S].
         num_channels: Size of the last dimension, D.
 
@@ -61,6 +62,7 @@ def uniform(key: int, sequence_index: Tensor, positions: Tensor, num_channels: i
     high, low = (key >> 32) & _MASK, key & _MASK
     sequence_B = _mix(_mix((sequence_index & _MASK) ^ low) ^ high ^ (sequence_index >> 32))
     channel_D = torch.arange(num_channels, device=device)
-    row_BS = _mix(sequence_B[:, None] ^ _mix(positions + 1))
+    sequence_BS = sequence_B if sequence_B.ndim == 2 else sequence_B[:, None]
+    row_BS = _mix(sequence_BS ^ _mix(positions + 1))
     bits_BSD = _mix(row_BS[:, :, None] ^ _mix(channel_D + 0x9E3779B9 & _MASK))
     return (bits_BSD >> 8).to(torch.float32) * 2.0**-24

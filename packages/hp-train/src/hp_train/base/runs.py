@@ -1,6 +1,6 @@
 """Runs of numbers that follow each other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 
@@ -8,3 +8,19 @@ def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
     """First and last + 1 index of every run of positions that follow each other."""
     breaks = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
     return list(pairwise([0, *breaks, len(positions)])) if positions else []
+
+
+def runs_in(sequences: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
+    """Yield sequence, first place there and indices here of runs that follow each other in one.
+
+    Args:
+        sequences: The sequence of each entry; negative: none, and it is left out.
+        places: Its place in that.
+    """
+    for begin, end in runs_of(places):
+        start = begin
+        for at in range(begin + 1, end + 1):
+            if at == end or sequences[at] != sequences[start]:
+                if sequences[start] >= 0:
+                    yield sequences[start], places[start], slice(start, at)
+                start = at

@@ -393,12 +393,27 @@ class DataConfig(Struct, frozen=True, kw_only=True):
         _help("Whether attention and loss stop at the end of a document."),
     ] = "separate"
     packing: Annotated[
-        Literal["stream", "best_fit"],
+        Literal["stream", "best_fit", "planned"],
         _help(
             "stream: text is cut wherever a sequence is full; best_fit: no document shorter than a "
-            "sequence is cut, what none fills is padding."
+            "sequence is cut, what none fills is padding; planned: the documents of these "
+            "sequences in microbatches, on ranks and in an order that are planned for every step."
         ),
     ] = "stream"
+    plan_tokens: Annotated[
+        CountOrZero,
+        _help(
+            "Tokens whose activations a rank may hold at once in a planned step. 0: as many as "
+            "under 1f1b: mesh.pp x train.microbatch_size x data.seq_len / mesh.cp."
+        ),
+    ] = 0
+    plan_costs: Annotated[
+        str,
+        _help(
+            "A TOML file with seconds by which steps are planned: token, pair, key, microbatch and "
+            'others of a stage. "": those of the GPU, or of a usual CPU.'
+        ),
+    ] = ""
     eval_fraction: Annotated[
         Annotated[float, Meta(gt=0, lt=1)], _help("Share of the text held out for evaluation.")
     ] = 0.02

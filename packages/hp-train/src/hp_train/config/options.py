@@ -180,6 +180,7 @@ def for_saving(resolved: Resolved) -> Config:
     if resolved.origins["launch.num_processes"] not in ("default", COMMAND_LINE):
         launch = replace(launch, num_processes=0)
     tokenizer = str(Path(data.tokenizer).absolute()) if data.tokenizer else ""
+    costs = str(Path(data.plan_costs).absolute()) if data.plan_costs else ""
     paths = tuple(str(Path(path).absolute()) for path in data.paths)
     code, colon, function = config.model.factory.rpartition(":")
     factory = str(Path(code).absolute()) if code.endswith(".py") else code
@@ -192,7 +193,7 @@ def for_saving(resolved: Resolved) -> Config:
         run=replace(config.run, output_dir=output_dir, init_from=init_from, resume=""),
         launch=launch,
         model=replace(config.model, factory=f"{factory}{colon}{function}", transformers=folder),
-        data=replace(data, paths=paths, tokenizer=tokenizer),
+        data=replace(data, paths=paths, tokenizer=tokenizer, plan_costs=costs),
     )
 
 

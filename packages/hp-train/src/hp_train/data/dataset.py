@@ -43,6 +43,28 @@ class Batch(NamedTuple):
     padding: Tensor | None = None
 
 
+class Piece(NamedTuple):
+    """A document of a sequence of whole documents, or the part of one that fills a sequence.
+
+    Attributes:
+        sequence: Global index of the sequence.
+        start: First position in the sequence.
+        begin: First token in the split.
+        length: Tokens, the separator included.
+        has_next: Whether a token of its document follows it.
+    """
+
+    sequence: int
+    start: int
+    begin: int
+    length: int
+    has_next: bool
+
+    def num_targets(self, *, ahead: int = 0) -> int:
+        """How many of its targets are to be learned, so much further ahead than the next token."""
+        return max(0, self.length - (not self.has_next) - ahead)
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Sequences of one split, addressed by global index.
@@ -73,7 +95,7 @@ class Dataset:
         seq_len: int,
         seed: int | None,
         separate: bool = True,
-        packing: Literal["stream", "best_fit"] = "stream",
+        packing: Literal["stream", "best_fit", "planned"] = "stream",
     ) -> "Dataset":
         """Open a split written by :func:`hp_train.data.prepare.prepare`.
 
@@ -83,7 +105,8 @@ class Dataset:
             seq_len: Length of whole sequences, S.
             seed: Seed of the order; None keeps that of the file.
             separate: Whether documents are to be kept apart.
-            packing: ``data.packing``. Best fit reads all tokens, to find where documents end.
+            packing: ``data.packing``. All but stream read all tokens, to find where documents end,
+                and have sequences of whole documents.
 
         Raises:
             DataError: When the file does not fit its index or holds not even one sequence.
@@ -175,6 +198,33 @@ class Dataset:
             total += int(np.maximum(lengths - ahead, 0).sum())
         return total
 
+    def pieces(self, sequence_index: range) -> list[Piece]:
+        """List the documents of some sequences, which must be of whole ones, without reading them.
+
+        Args:
+            sequence_index: Global indices.
+        """
+        assert self.packs is not None
+        found: list[Piece] = []
+        for sequence, place in zip(sequence_index, self._places(sequence_index), strict=True):
+            found += self._pieces_at(self.packs, sequence, place)
+        return found
+
+    def read(self, piece: Piece) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Read the tokens of a piece, and the target of each; -1: there is none."""
+        ids = self.tokens[piece.begin : piece.begin + piece.length + piece.has_next]
+        targets = np.full(piece.length, -1, np.int64)
+        targets[: ids.size - 1] = ids[1:]
+        return ids[: piece.length].astype(np.int64), targets
+
+    def _pieces_at(self, packs: Packs, sequence: int, place: int) -> Iterator[Piece]:
+        """The pieces of a sequence of the split, which has some global index."""
+        pieces, start = packs.pieces(place), 0
+        of_each = (packs.begins[pieces], packs.lengths[pieces], packs.has_next[pieces])
+        for begin, length, more in zip(*(array.tolist() for array in of_each), strict=True):
+            yield Piece(sequence, start, begin, length, more)
+            start += length
+
     def _tokens(self, sequence_index: range) -> Iterator[NDArray[Any]]:
         """The tokens of each sequence and the one after it, as they are stored."""
         places, length = self._places(sequence_index), self.seq_len + 1
@@ -200,15 +250,11 @@ class Dataset:
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, -1, np.int64)
         padding, documents = np.ones(shape, dtype=bool), []
         for row, place in enumerate(self._places(sequence_index)):
-            pieces, at = packs.pieces(place), 0
-            lengths = packs.lengths[pieces].tolist()
-            for begin, length, more in zip(
-                packs.begins[pieces].tolist(), lengths, packs.has_next[pieces].tolist(), strict=True
-            ):
-                ids = self.tokens[begin : begin + length + more]
-                tokens[row, at : at + length] = ids[:length]
-                targets[row, at : at + ids.size - 1] = ids[1:]
-                at += length
+            lengths, at = [], 0
+            for piece in self._pieces_at(packs, row, place):
+                at = piece.start + piece.length
+                tokens[row, piece.start : at], targets[row, piece.start : at] = self.read(piece)
+                lengths.append(piece.length)
             padding[row, :at] = False
             documents.append((*lengths, self.seq_len - at) if at < self.seq_len else tuple(lengths))
         is_padding = torch.from_numpy(padding) if padding.any() else None

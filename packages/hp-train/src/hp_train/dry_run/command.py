@@ -238,6 +238,11 @@ def require_possible(config: Config, ranks: Sequence[int]) -> None:
             f"train.compile ({config.train.compile}) must be none for hp dry-run: what a compiler "
             "makes of a model is not known before it has run"
         )
+    if config.data.packing == "planned":
+        raise ConfigError(
+            'data.packing ("planned") must be stream or best_fit for hp dry-run: what is rehearsed '
+            "stands for every step, but each of these has its own shapes; hp step-plan prices them"
+        )
     if config.launch.device == "cpu" or config.launch.backend == "gloo":
         raise ConfigError(
             f"launch.device ({config.launch.device}) and launch.backend ({config.launch.backend}) "

@@ -24,6 +24,7 @@ from hp_train.jobs.events import Event, Log, Number
 from hp_train.jobs.request import Request
 from hp_train.jobs.sketch import digest_of
 from hp_train.training.batches import Share
+from hp_train.training.planned import PlannedStep
 from hp_train.training.state import checkpoint_buffers
 from hp_train.training.train import Losses, Trainer
 from hp_train.verify.watched import part_of, parts_of_share
@@ -76,6 +77,14 @@ class TrainerRecorder:
             return share
 
         trainer.batches.cut = recorded_cut  # type: ignore[method-assign]
+        plan = trainer.batches.planned
+
+        def recorded_plan(data: Any, planned: PlannedStep, *, step: int) -> Share:
+            share = plan(data, planned, step=step)
+            self._batch(share, "")
+            return share
+
+        trainer.batches.planned = recorded_plan  # type: ignore[method-assign]
         if trainer.step == 0:
             self._weights(ev.START)
         self._log.flush()

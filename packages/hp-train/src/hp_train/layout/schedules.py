@@ -41,6 +41,23 @@ def count_stages(config: Config) -> int:
     return config.mesh.pp * pipeline.stages_per_rank + KINDS[pipeline.schedule].returns
 
 
+def splits_backward(config: Config) -> bool:
+    """Whether some schedule of a run may compute weight gradients later than input gradients."""
+    if config.data.packing == "planned":
+        return config.mesh.gather != "block"  # by block, parameters are gone by then
+    return KINDS[config.pipeline.schedule].splits_backward or config.pipeline.overlap
+
+
+def planned_tokens(config: Config) -> int:
+    """Tokens whose activations a rank may hold at once in a planned step.
+
+    As many as under 1F1B, unless the config says how many; a multiple of what a microbatch's are.
+    """
+    mesh, data = config.mesh, config.data
+    usual = mesh.pp * config.train.microbatch_size * data.seq_len // mesh.cp
+    return (data.plan_tokens or usual) // mesh.tp * mesh.tp
+
+
 def count_microbatches(config: Config) -> int:
     """Microbatches of a step on each rank."""
     return config.train.global_batch_size // config.batch_unit
@@ -101,6 +118,7 @@ def training_schedule(
     num_microbatches: int,
     sharded: bool = False,
     compute: Schedule | None = None,
+    is_split: bool | None = None,
 ) -> Schedule:
     """The configured schedule, or another one for the same stages, with its communication.
 
@@ -111,14 +129,18 @@ def training_schedule(
         sharded: Whether parameters are gathered before they are used, and gradients reduced.
         compute: Compute steps to take in place of the configured schedule's, in any order of the
             microbatches; a search finds such.
+        is_split: Whether these may split backwards; None: as the configured schedule does.
 
     Raises:
         ValueError: When those steps are of other stages or another number of microbatches, or
-            split backwards where the configured schedule does not.
+            split backwards where they may not.
         hp_schedule.ScheduleError: When the schedule would not complete.
     """
     if compute is not None:
+        configured = KINDS[config.schedule].splits_backward or config.overlap
         _check_stages(compute, config, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        if not (configured if is_split is None else is_split):
+            _require_whole(compute, config)
     else:
         compute = compute_schedule(config, num_ranks=num_ranks, num_microbatches=num_microbatches)
     if compute is None:
@@ -148,9 +170,12 @@ def _check_stages(
             f"num_microbatches ({compute.num_microbatches}) must equal those of a step "
             f"({num_microbatches})"
         )
-    is_split = KINDS[config.schedule].splits_backward or config.overlap
+
+
+def _require_whole(compute: Schedule, config: PipelineConfig) -> None:
+    """Refuse steps that split backwards."""
     kinds = (step.type for row in compute.steps for step in row if step is not None)
-    if not is_split and MetaStepType.BWD_WEIGHT in kinds:
+    if MetaStepType.BWD_WEIGHT in kinds:
         raise ValueError(
             f"pipeline.schedule ({config.schedule}) must compute weight gradients apart, as the "
             "steps do"

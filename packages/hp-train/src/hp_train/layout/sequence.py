@@ -79,8 +79,12 @@ class SequenceShare:
             windows: How many keys before its own a query sees, for each layer; None: all.
             heads: Ranks that share heads.
         """
+        ranks = self.mesh.groups["cp"].size()
+        return self.of_deal(deal_documents(lengths, ranks, windows=windows, heads=heads))
+
+    def of_deal(self, deal: Deal) -> "SequenceShare":
+        """The positions of one rank of a sequence that is dealt out, of any length."""
         group, device = self.mesh.groups["cp"], self.attended.device
-        deal = deal_documents(lengths, group.size(), windows=windows, heads=heads)
         attended = local_positions(deal.seq_len, group, layout=deal, device=device)
         between = attended.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
         return SequenceShare(self.mesh, deal, attended, between)
@@ -88,7 +92,9 @@ class SequenceShare:
     def limits(self, lengths: Sequence[int]) -> Mask:
         """What limits attention of a sequence of documents, and where its positions are."""
         documents = Documents(tuple(lengths))
-        return documents & self.layout if isinstance(self.layout, Deal) else documents
+        if self.mesh.size("cp") > 1 and isinstance(self.layout, Deal):
+            return documents & self.layout
+        return documents
 
     def shard(self, x: Tensor) -> Tensor:
         """Take what attention sees here out of whole sequences [B, S]."""

@@ -18,6 +18,7 @@ from hp_expert import (
     Routing,
     SwiGLU,
     TopKRouter,
+    document_balance_loss,
     sequence_balance_loss,
 )
 from hp_platform import doing
@@ -32,17 +33,37 @@ from hp_train.model.stage import Exchanges
 
 
 @dataclass(frozen=True, slots=True)
+class Balanced:
+    """Documents whose experts are balanced, each by itself, where a plan packs them together.
+
+    The loss is the mean of their values by tokens: with documents of one length it is that of
+    sequences of this length.
+
+    Attributes:
+        documents: The document of each position that is on this rank between layers, int64 [s];
+            -1: padding.
+        lengths: Tokens of each, int64 [N].
+        num_tokens: Tokens of the whole step over all ranks: what sums are divided by.
+    """
+
+    documents: Tensor
+    lengths: Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
     """What every stage needs to know of the microbatch it works on. It travels with the call.
 
     Attributes:
         num_sequences: Sequences of the whole step over all ranks: what sums are divided by.
         key: Which activations to drop; None outside training.
-        positions: Positions of the tokens that attention sees on this rank, in their sequence,
-            int64 [S]; None: 0 .. S - 1.
+        positions: Positions of the tokens that attention sees on this rank, in their sequence or,
+            in a planned step, in their document, int64 [S]; None: 0 .. S - 1.
         documents: What limits attention besides the model's own mask, for each sequence.
         padding: Which positions hold nothing, of those that are on this rank between layers, bool
             [B, S]: no expert computes them and no balance counts them. None: none on any rank.
+        balanced: What is balanced instead of sequences; None: sequences are.
         targets: The token after each, int64 [B, S] of the positions that attention sees on this
             rank, negative where none is to be learned: the last stage returns their loss. None: it
             returns logits.
@@ -59,6 +80,7 @@ class Microbatch:
     positions: Tensor | None = None
     documents: Limits = None
     padding: Tensor | None = None
+    balanced: Balanced | None = None
     targets: Tensor | None = None
     ahead: Ahead | None = None
     balance_losses: dict[str, Tensor] = field(default_factory=dict)
@@ -202,17 +224,28 @@ class Block(nn.Module):
         if routing is None or self.balance_coefficient == 0.0 or microbatch.key is None:
             return y
         assert self.moe is not None
-        B, S, _ = x.shape
-        loss_B = sequence_balance_loss(
-            routing.scores.view(B, S, -1),
-            routing.experts.view(B, S, -1),
-            num_experts=self.moe.experts.num_experts,
-            group=self.sequence_ranks,
-            padding=microbatch.padding,
-        )
-        loss = loss_B.sum() * (self.balance_coefficient / microbatch.num_sequences)
+        if microbatch.balanced is not None:
+            loss = self._of_documents(routing, microbatch.balanced)
+        else:
+            B, S, _ = x.shape
+            loss_B = sequence_balance_loss(
+                routing.scores.view(B, S, -1),
+                routing.experts.view(B, S, -1),
+                num_experts=self.moe.experts.num_experts,
+                group=self.sequence_ranks,
+                padding=microbatch.padding,
+            )
+            loss = loss_B.sum() * (self.balance_coefficient / microbatch.num_sequences)
         microbatch.balance_losses[self.name] = loss.detach()
         return add_loss(y, loss)
+
+    def _of_documents(self, routing: Routing, balanced: Balanced) -> Tensor:
+        """The balancing loss of documents, this microbatch's share of that of the step."""
+        documents, lengths = balanced.documents, balanced.lengths
+        loss_N = document_balance_loss(
+            routing.scores, routing.experts, documents, lengths, group=self.sequence_ranks
+        )
+        return (loss_N * lengths).sum() * (self.balance_coefficient / balanced.num_tokens)
 
 
 def make_moe(config: ModelConfig) -> MoE:

@@ -276,7 +276,7 @@ class DropoutKey(NamedTuple):
 
     seed: int
     step: int
-    sequence_index: Tensor  # int64 [B], global
+    sequence_index: Tensor  # int64 [B], global; [B, S] where positions are of several
     positions: Tensor  # int64 [S], in their sequence
 
 

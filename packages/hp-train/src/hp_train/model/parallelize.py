@@ -31,7 +31,9 @@ from hp_train.layout.schedules import (
     KINDS,
     count_microbatches,
     count_stages,
+    planned_tokens,
     split_layers,
+    splits_backward,
     training_schedule,
 )
 from hp_train.layout.sequence import SequenceShare
@@ -112,6 +114,7 @@ class Pipeline:
         microbatch_size: int,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         compute: Schedule | None = None,
+        positions: Sequence[int] | None = None,
     ) -> PipelineScheduleRuntime:
         """What runs the configured schedule over some microbatches, or its forwards alone.
 
@@ -121,6 +124,8 @@ class Pipeline:
             loss_fn: Function that maps what the last stage returns and targets to a scalar; None to
                 get what it returns.
             compute: Compute steps in place of the configured schedule's; see `training_schedule`.
+            positions: Positions of each microbatch that are on this rank between layers, where they
+                are not those of a sequence.
         """
         # The others need not know: what a stage does for its own parameters, it does alone.
         sharded = not self._by_block and any(map(_is_sharded, self.modules.values()))
@@ -130,18 +135,24 @@ class Pipeline:
             num_microbatches=num_microbatches,
             sharded=sharded,
             compute=compute,
+            is_split=splits_backward(self.config),
         )
         own = next(iter(self.modules.values())).width_sent
         width, dtype = own or self.config.model.stage_width, DTYPES[self.config.train.dtype]
         whole = (microbatch_size, len(self.sequence.attended), width)
-        activations = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
+        passed: TensorSpec | Callable[[int], TensorSpec]
+        passed = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
+        if positions is not None:
+            specs = [TensorSpec((microbatch_size, size, width), dtype) for size in positions]
+            passed = specs.__getitem__
         stages = [
             PipelineStage(
                 module,
                 stage_index=index,
                 num_stages=self.num_stages,
                 device=self.device,
-                input_spec=activations if index else None,
+                input_spec=passed if index else None,
+                output_spec=None if positions is None else passed,
                 context_fn=save_routing,
                 # Nothing in our own model draws from a generator.
                 preserve_rng_state=bool(self.config.model.factory),
@@ -209,7 +220,7 @@ def build_pipeline(
     schedule = training_schedule(
         config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
     )
-    is_split = KINDS[config.pipeline.schedule].splits_backward or config.pipeline.overlap
+    is_split = splits_backward(config)
     by_block = config.mesh.gather == "block"
     edges = build_edges(
         schedule,
@@ -271,7 +282,10 @@ def build_pipeline(
             module.try_documents()
         modules[stage] = module
         parameters += found
-    tokens = config.train.microbatch_size * -(-len(sequence.attended) // mesh.size("tp"))
+    most = config.train.microbatch_size * len(sequence.attended)
+    if config.data.packing == "planned":
+        most = planned_tokens(config)
+    tokens = -(-most // mesh.size("tp"))
     buffers = ExpertBuffers.of(
         [*modules.values()],
         mesh,

@@ -123,6 +123,11 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         ConfigError: When no layout is allowed or fits.
     """
     config = resolved.config
+    if config.data.packing == "planned":
+        raise ConfigError(
+            'data.packing ("planned") must be stream or best_fit: layouts are priced by sequences '
+            "of one length; with best_fit, --lengths prices planned steps, as hp step-plan does"
+        )
     vocab_size = options.vocab_size or known_vocab_size(config)
     machine = _machine(config, options)
     num_devices = config.world_size if options.gpus is None else options.gpus

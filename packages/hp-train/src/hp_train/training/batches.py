@@ -18,6 +18,10 @@ from hp_train.layout.mesh import Mesh
 from hp_train.layout.sequence import SequenceShare
 from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.model.attention import Limits
+from hp_train.model.block import Balanced
+from hp_train.step_plan import PlannedMicrobatch
+from hp_train.training.joined import Joined, join
+from hp_train.training.planned import PlannedStep
 
 
 class Share(NamedTuple):
@@ -28,12 +32,15 @@ class Share(NamedTuple):
         kwargs: The `Microbatch` of each.
         targets: The token after each, int64 [B, S], negative where none is to be learned.
         num_targets: Targets of the global batch that are to be learned, the same on all ranks.
+        places: Of a planned step, for each microbatch the global index of the sequence of the data
+            that each position is of, and its place there: int64 [2, S] on the CPU; -1 of padding.
     """
 
     args: list[tuple[Tensor]]
     kwargs: list[dict[str, Any]]
     targets: list[Tensor]
     num_targets: int
+    places: Sequence[Tensor] = ()
 
 
 class Batches:
@@ -105,6 +112,56 @@ class Batches:
             share.kwargs.append({"microbatch": microbatch})
             share.targets.append(targets[part])
         return share
+
+    def planned(self, data: Dataset, planned: PlannedStep, *, step: int) -> Share:
+        """Return this rank's share of the global batch of a planned step.
+
+        Args:
+            data: Dataset to read.
+            planned: The plan, and the documents that it is of.
+            step: Number of the training step, from 0.
+        """
+        pieces, depths = planned.pieces, range(1, self._config.model.num_mtp_modules + 1)
+        num_ahead = tuple(sum(piece.num_targets(ahead=d) for piece in pieces) for d in depths)
+        num_targets = sum(piece.num_targets() for piece in pieces)
+        num_tokens = sum(piece.length for piece in pieces)
+        places: list[Tensor] = []
+        share = Share([], [], [], num_targets, places)
+        for each in planned.plan.teams[self._mesh.dp_index].microbatches:
+            documents = [pieces[document] for document in each.documents]
+            joined = join(data, documents, padding=each.padding, num_ahead=num_ahead)
+            microbatch, tokens = self._of_plan(each, joined, num_tokens=num_tokens, step=step)
+            assert microbatch.targets is not None
+            share.args.append((tokens,))
+            share.kwargs.append({"microbatch": microbatch})
+            share.targets.append(microbatch.targets)
+            places.append(self._sequence.of_deal(each.deal).shard(joined.places)[2:])
+        return share
+
+    def _of_plan(
+        self, each: PlannedMicrobatch, joined: Joined, *, num_tokens: int, step: int
+    ) -> tuple[Microbatch, Tensor]:
+        """This rank's part of a planned microbatch, and its tokens [1, S]."""
+        config, sequence = self._config, self._sequence.of_deal(each.deal)
+
+        def take(x: Tensor) -> Tensor:
+            return self._to_device(sequence.shard(x))
+
+        places = take(joined.places)
+        document, _, of_sequence, place = self._between(places)
+        lengths = joined.lengths[: len(each.documents)]
+        is_one = len(joined.lengths) == 1 and self._mesh.size("cp") == 1
+        microbatch = Microbatch(
+            config.train.global_batch_size,
+            DropoutKey(config.run.seed, step, of_sequence[None], place),
+            positions=places[1],
+            documents=None if is_one else (sequence.limits(joined.lengths),),
+            padding=(document < 0)[None] if each.padding else None,
+            balanced=Balanced(document, self._to_device(torch.tensor(lengths)), num_tokens),
+            targets=take(joined.targets),
+            ahead=joined.ahead and joined.ahead.map(take),
+        )
+        return microbatch, take(joined.tokens)
 
     def _dealt(self, lengths: tuple[int, ...]) -> SequenceShare:
         """This rank's positions of a sequence of documents that are dealt out."""

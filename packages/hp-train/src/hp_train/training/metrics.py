@@ -52,6 +52,10 @@ class StepMetrics:
         compile_seconds: Seconds that torch.compile took on rank 0 since the previous step, where it
             compiled something: in the first steps, and where shapes are new.
         compiled_graphs: Graphs that it compiled in them.
+        planned_seconds: Seconds that a planned step's pipeline was to take, by the costs it was
+            planned with.
+        padding: Share of its positions that hold nothing.
+        microbatches: Its microbatches, of each data-parallel rank.
         skipped: Why the step changed nothing, where it was skipped. What is not finite is left out
             of the line then.
     """
@@ -74,6 +78,9 @@ class StepMetrics:
     eval_loss: float | None = None
     compile_seconds: float | None = None
     compiled_graphs: int | None = None
+    planned_seconds: float | None = None
+    padding: float | None = None
+    microbatches: int | None = None
     skipped: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,6 +103,11 @@ class StepMetrics:
             line += f"  MFU {self.mfu:.1%}"
         if self.compile_seconds is not None:
             line += f"  compiled {self.compiled_graphs} graphs in {self.compile_seconds:.1f} s"
+        if self.planned_seconds is not None:
+            line += (
+                f"  planned {self.planned_seconds * 1e3:.0f} ms in {self.microbatches} "
+                f"microbatches, {self.padding:.1%} padding"
+            )
         return line if self.eval_loss is None else f"{line}  eval loss {self.eval_loss:.4f}"
 
 

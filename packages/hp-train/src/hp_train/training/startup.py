@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,16 @@ import torch.distributed as dist
 from hp_platform import Runtime, agree, all_gather_json, initialize, new_group
 from hp_train.config import Config
 from hp_train.config.timeouts import Timeouts
-from hp_train.costs.machine import machine_found
+from hp_train.costs.machine import MACHINES, Machine, machine_found
 from hp_train.data import Tokenizer, load_tokenizer
 from hp_train.data.cache import Cache
 from hp_train.data.prepare import prepare
 from hp_train.errors import DataError
 from hp_train.launch.task import Worker
 from hp_train.price.gather import decided
+from hp_train.step_plan import StepCosts
+from hp_train.step_plan.costs_file import read_costs
+from hp_train.step_plan.learned import learned_costs
 from hp_train.training import gpu_settings
 
 
@@ -118,6 +122,35 @@ def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Confi
     """
     if config.mesh.gather != "auto" or runtime.device.type != "cuda":
         return config
+    return decided(config, machine_of(runtime), vocab_size=vocab_size)
+
+
+def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCosts:
+    """What documents cost the stages where steps are planned. All ranks call this together.
+
+    Args:
+        config: Validated; the same on every rank.
+        runtime: The initialised world.
+        vocab_size: Rows of the embedding.
+
+    Raises:
+        ConfigError: When `data.plan_costs` is no file of costs.
+    """
+    model, path = config.model, config.data.plan_costs
+    machine = machine_of(runtime) if runtime.device.type == "cuda" else MACHINES["cpu"]
+    if not path:
+        return learned_costs(config, machine, vocab_size=vocab_size)
+    of_layers = range(model.num_layers)
+    windows = [model.sliding_window - 1 if model.has_window(i) else None for i in of_layers]
+    return read_costs(Path(path), windows=tuple(windows))
+
+
+def machine_of(runtime: Runtime) -> Machine:
+    """The GPUs of a run and the memory of the smallest of them. All ranks call this together.
+
+    Args:
+        runtime: The initialised world, of CUDA.
+    """
     properties = torch.cuda.get_device_properties(runtime.device)
     num_local = runtime.info.local_world_size
     # Several ranks may share a GPU; each may also see but its own.
@@ -125,12 +158,11 @@ def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Confi
     told = (str(properties.uuid), properties.total_memory, num_local, most)
     everyone = all_gather_json(told, of=tuple[str, int, int, int], group=runtime.control)
     sharing = Counter(uuid for uuid, *_ in everyone)
-    machine = machine_found(
+    return machine_found(
         properties.name,
         memory=min(total / min(sharing[uuid], most) for uuid, total, _, most in everyone),
         node_size=max(size for _, _, size, _ in everyone),
     )
-    return decided(config, machine, vocab_size=vocab_size)
 
 
 def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:

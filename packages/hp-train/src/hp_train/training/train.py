@@ -23,6 +23,7 @@ from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
 from hp_platform.host_reads import arrived
 from hp_schedule import MetaStep, MetaStepType, Timeline
+from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
 from hp_train.data import Tokenizer
@@ -37,7 +38,7 @@ from hp_train.model.compiled import CompileCost
 from hp_train.model.loss import loss_of
 from hp_train.model.parallelize import build_pipeline
 from hp_train.training.banner import banner
-from hp_train.training.batches import Batches
+from hp_train.training.batches import Batches, Share
 from hp_train.training.checkpointer import Checkpointer
 from hp_train.training.finiteness import Skips, describe_not_finite
 from hp_train.training.garbage import garbage_collection
@@ -45,6 +46,7 @@ from hp_train.training.generate import continue_text
 from hp_train.training.gradients import GradientNorm, clip_gradients, reduce_gradients
 from hp_train.training.metrics import Console, MemoryUse, MetricsWriter, StepMetrics
 from hp_train.training.optimizer import build_optimizer, learning_rate
+from hp_train.training.planned import PlannedStep, StepPlanning
 from hp_train.training.position import Position
 from hp_train.training.profiler import Profiler
 from hp_train.training.report import planned_and_actual, write_report
@@ -54,6 +56,7 @@ from hp_train.training.startup import (
     decide_gather,
     prepare_data,
     require_same_data,
+    step_costs,
     vocab_size_of,
 )
 from hp_train.training.state import (
@@ -154,7 +157,7 @@ class Trainer:
             on_step=self._on_pipeline_step,
             on_progress=partial(self._beat, "make weights"),
         )
-        self.runner = self.pipeline.training(loss_of)
+        self.runner = self.ran = self.pipeline.training(loss_of)
         self.parameters = self.pipeline.parameters
         self.optimizer = build_optimizer(self.parameters, config.train)
         self.norm = GradientNorm(self.parameters, self.mesh, control=runtime.control)
@@ -162,6 +165,8 @@ class Trainer:
         self.data = self._open("train", seed=config.run.seed)
         self.held_out = self._open("eval", seed=None)
         require_same_data((self.data.digest, self.held_out.digest), control=runtime.control)
+        self.planning = self._make_planning() if config.data.packing == "planned" else None
+        self.planned: PlannedStep | None = None
         self.checkpointer = self._make_checkpointer(timeout)
 
     @property
@@ -194,6 +199,8 @@ class Trainer:
             lines.append(f"data   {self.data.num_sequences} sequences of whole documents: {share}")
         for line in (*lines, *notes):
             console.print(line)
+        if self.planning is not None:
+            console.print(f"plan   {self.planning}")
         try:
             with garbage_collection(every=train.collect_every) as collect_after:
                 return self._run_to_end(console, metrics, collect_after)
@@ -245,6 +252,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the world. All ranks call this together, and none after an error."""
+        if self.planning is not None:
+            self.planning.close()
         self.pipeline.close()
         shutdown()
 
@@ -326,6 +335,13 @@ class Trainer:
             reserved_memory_bytes=memory.reserved,
             skipped=skipped,
         )
+        if self.planned is not None:
+            metrics = replace(
+                metrics,
+                planned_seconds=self.planned.seconds,
+                padding=self.planned.padding,
+                microbatches=self.planned.num_microbatches,
+            )
         return metrics if self._compiled is None else self._with_compile_cost(metrics), stops > 0
 
     def _with_compile_cost(self, metrics: StepMetrics) -> StepMetrics:
@@ -402,13 +418,16 @@ class Trainer:
             rank spent computing.
         """
         self._beat("read data")
-        args, kwargs, targets, num_targets = self.batches.cut(
-            self.data, self.next_sequence, step=self.step
-        )
+        runner = self.runner
+        if self.planning is None:
+            share = self.batches.cut(self.data, self.next_sequence, step=self.step)
+        else:
+            runner, share = self._planned_share(self.planning)
+        args, kwargs, targets, num_targets, _ = share
         # Known before forward, and the same in every layout.
-        self.runner.loss_scale = 1.0 / max(1, num_targets)
+        runner.loss_scale = 1.0 / max(1, num_targets)
         began = time.perf_counter()
-        result = self.runner.run_microbatches(args, kwargs, targets)
+        result = runner.run_microbatches(args, kwargs, targets)
         self.pipeline.forget_casts()
         self.timeline = result.timeline  # a GPU is behind until this was read
         seconds = time.perf_counter() - began
@@ -419,8 +438,24 @@ class Trainer:
         balances = [t for m in microbatches for t in m.balance_losses.values()]
         predictions = [t for m in microbatches for t in m.prediction_losses]
         busy = sum([span.end - span.start for span in self.timeline if span.step.type in _COMPUTE])
-        loss = self._once(result.losses) * self.runner.loss_scale
+        loss = self._once(result.losses) * runner.loss_scale
         return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
+
+    def _planned_share(self, planning: StepPlanning) -> tuple[PipelineScheduleRuntime, Share]:
+        """What runs the next step by its plan, and this rank's share of its batch."""
+        left = self.config.train.steps - self.step
+        with doing("step plan"):
+            self.planned = planned = planning.take(self.next_sequence, steps=left)
+        team, place = planned.plan.teams[self.mesh.dp_index], self.mesh.index("cp")
+        sizes = [each.deal.sizes[place] for each in team.microbatches]
+        self.ran = self.pipeline.runner(
+            len(sizes),
+            1,
+            loss_of,
+            team.schedule,
+            positions=[size // self.mesh.size("tp") for size in sizes],
+        )
+        return self.ran, self.batches.planned(self.data, planned, step=self.step)
 
     def evaluate(self) -> float | None:
         """Mean cross-entropy on held-out text, in nats per token, the same number on all ranks.
@@ -438,7 +473,7 @@ class Trainer:
         self._beat("read data")
         loss, num_targets = 0.0, 0
         for batch in range(num_batches):
-            args, kwargs, targets, in_batch = self.batches.cut(self.held_out, batch * size)
+            args, kwargs, targets, in_batch, _ = self.batches.cut(self.held_out, batch * size)
             num_targets += in_batch
             losses = self.runner.evaluate_microbatches(args, kwargs, targets).losses
             self.pipeline.forget_casts()
@@ -483,6 +518,13 @@ class Trainer:
         self.skips = Skips(position.skipped, position.skipped_in_a_row)
         set_optimizer_steps(self.optimizer, self.step - self.skips.total)
         return [*notes, f"resumed from {loaded.path}"]
+
+    def _make_planning(self) -> StepPlanning:
+        """What plans steps ahead."""
+        size = self.pipeline.vocab_size
+        costs = step_costs(self.config, self.runtime, vocab_size=size)
+        control = self.runtime.control
+        return StepPlanning(self.config, self.mesh, self.data, costs=costs, control=control)
 
     def _make_checkpointer(self, timeout: timedelta) -> Checkpointer:
         """What saves and loads; it has a group of its own, so that a save can run behind a step."""
@@ -543,7 +585,7 @@ class Trainer:
     def _finish(self, console: Console) -> None:
         train = self.config.train
         timelines = planned_and_actual(
-            self.runner.schedule, self.timeline, self.mesh, control=self.runtime.control
+            self.ran.schedule, self.timeline, self.mesh, control=self.runtime.control
         )
         if train.sample_tokens:
             self._beat("sample")

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from hp_expert import MoE, Routing
 from hp_platform.testing import CHOICES, SCORES, Part, Recorder
-from hp_train.base.runs import runs_of
-from hp_train.model import Microbatch
+from hp_train.base.runs import runs_in
+from hp_train.model import DropoutKey, Microbatch
 from hp_train.model.block import Block
 from hp_train.training.train import Trainer
 
@@ -28,13 +28,13 @@ def listen_to_choices(trainer: Trainer, record: Callable[[], Recorder]) -> None:
         key = microbatch.key
         current.places = None
         if key is not None:
-            current.places = key.sequence_index.tolist(), key.positions.tolist()
+            current.places = key
 
     def leave(name: str) -> Any:
         def hook(moe: MoE, _args: Any, result: tuple[Tensor, Routing]) -> None:
             places = getattr(current, "places", None)
             if places is not None:
-                _add(record(), trainer, (name, moe, result[1]), *places)
+                _add(record(), trainer, (name, moe, result[1]), places)
 
         return hook
 
@@ -47,21 +47,24 @@ def listen_to_choices(trainer: Trainer, record: Callable[[], Recorder]) -> None:
 
 
 def _add(
-    record: Recorder,
-    trainer: Trainer,
-    layer: tuple[str, MoE, Routing],
-    sequences: list[int],
-    positions: list[int],
+    record: Recorder, trainer: Trainer, layer: tuple[str, MoE, Routing], key: DropoutKey
 ) -> None:
     name, moe, routing = layer
     bias = moe.router.correction_bias
     scores = routing.scores.detach() if bias is None else routing.scores.detach() + bias
     batch, length = trainer.config.train.global_batch_size, trainer.config.data.seq_len
+    index, positions = key.sequence_index, key.positions.tolist()
+    of_rows = index if index.ndim == 2 else index[:, None].expand(-1, len(positions))
     for quantity, rows in ((CHOICES, routing.chosen), (SCORES, scores)):
         width = rows.shape[-1]
-        by_sequence = rows.view(len(sequences), len(positions), width)
-        for index, row in zip(sequences, by_sequence, strict=True):
-            for first, last in runs_of(positions):
-                part = row[None, first:last]
-                offset = (index - trainer.next_sequence, positions[first], 0)
-                record.add(quantity, {name: Part(part, (batch, length, width), offset)})
+        for sequences, row in zip(of_rows, rows.view(*of_rows.shape, width), strict=True):
+            for sequence, first, run in runs_in(sequences.tolist(), positions):
+                offset = (sequence - trainer.next_sequence, first, 0)
+                record.add(quantity, {name: Part(row[None, run], (batch, length, width), offset)})
+        # What sequences of the data lack is in no microbatch of a plan.
+        ends = {} if trainer.planned is None else trainer.planned.ends
+        for sequence, end in ends.items():
+            if end < length:
+                nothing = rows.new_full((1, length - end, width), -1)
+                offset = (sequence - trainer.next_sequence, end, 0)
+                record.add(quantity, {name: Part(nothing, (batch, length, width), offset)})

@@ -27,7 +27,7 @@ That is where they cut the model alike and no layer comes to ranks of another nu
 `sizes_by_stage`.
 """
 
-_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size", "train.compile")
+_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size", "train.compile", "data.plan_*")
 _BATCHES = ("data.packing",)
 """Keys of generated layouts that change what is trained: each value has one process of its own."""
 _WITHOUT_EFFECT = (
@@ -76,9 +76,10 @@ def checked_config(config: Config, *, dtype: str) -> Config:
 
 
 def one_process(config: Config) -> Config:
-    """The same training in one process, not compiled."""
+    """The same training in one process, not compiled, and planned as usual where it is planned."""
     pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
-    return replace(config, mesh=MeshConfig(), pipeline=pipeline, train=train)
+    data = replace(config.data, plan_tokens=0, plan_costs="")
+    return replace(config, mesh=MeshConfig(), pipeline=pipeline, train=train, data=data)
 
 
 def differing_keys(config: Config, other: Config) -> list[str]:

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
 from torch import Tensor
 
 from hp_platform.testing import Part, Recorder
-from hp_train.base.runs import runs_of
+from hp_train.base.runs import runs_in, runs_of
 from hp_train.checkpoint.verify import open_checkpoint
 from hp_train.config import Config
 from hp_train.data.dataset import Dataset
 from hp_train.launch.task import Worker
 from hp_train.model.parameters import Parameter
 from hp_train.training.batches import Batches, Share
+from hp_train.training.planned import PlannedStep
 from hp_train.training.startup import connect, prepare_data
 from hp_train.training.state import checkpoint_buffers
 from hp_train.training.train import Losses, Trainer
@@ -176,6 +178,12 @@ class _Batches(Batches):
         self._on_cut(share, first, "eval " if step is None else "")
         return share
 
+    def planned(self, data: Dataset, planned: PlannedStep, *, step: int) -> Share:
+        """See :class:`Batches`."""
+        share = super().planned(data, planned, step=step)
+        self._on_cut(share, planned.pieces[0].sequence, "")
+        return share
+
 
 def parts_of_share(trainer: Trainer, share: Share) -> Iterator[tuple[str, Part]]:
     """Yield "tokens" and "targets" that a rank has got of a global batch, `[B, S]` int64.
@@ -185,6 +193,9 @@ def parts_of_share(trainer: Trainer, share: Share) -> Iterator[tuple[str, Part]]
         share: What it was given.
     """
     whole = trainer.config.train.global_batch_size, trainer.config.data.seq_len
+    if share.places:
+        yield from _parts_of_plan(trainer, share, whole)
+        return
     row = trainer.mesh.dp_index * (whole[0] // trainer.mesh.layout.dp)
     for (tokens,), targets, kwargs in zip(share.args, share.targets, share.kwargs, strict=True):
         positions = kwargs["microbatch"].positions.tolist()
@@ -192,6 +203,25 @@ def parts_of_share(trainer: Trainer, share: Share) -> Iterator[tuple[str, Part]]
             for quantity, ids in (("tokens", tokens), ("targets", targets)):
                 yield quantity, Part(ids[:, begin:end], whole, (row, positions[begin]))
         row += len(tokens)
+
+
+def _parts_of_plan(
+    trainer: Trainer, share: Share, whole: tuple[int, int]
+) -> Iterator[tuple[str, Part]]:
+    """The same of a planned step: where its tokens are in the sequences of the data."""
+    first, separator = trainer.next_sequence, trainer.data.separator
+    for (tokens,), targets, places in zip(share.args, share.targets, share.places, strict=True):
+        for row, column, run in runs_in(*places.tolist()):
+            for quantity, ids in (("tokens", tokens), ("targets", targets)):
+                yield quantity, Part(ids[:, run], whole, (row - first, column))
+    # What sequences lack is in no microbatch.
+    assert trainer.planned is not None
+    assert separator is not None
+    for sequence, end in trainer.planned.ends.items():
+        for quantity, value in (("tokens", separator), ("targets", -1)):
+            nothing = torch.full((1, whole[1] - end), value, dtype=torch.int64)
+            if nothing.numel():
+                yield quantity, Part(nothing, whole, (sequence - first, end))
 
 
 def _gradient(parameter: Parameter) -> tuple[str, Part]:

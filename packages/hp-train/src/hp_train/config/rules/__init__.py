@@ -26,6 +26,7 @@ from hp_train.config.rules.pipeline import (
     recompute_rules,
     retention_rules,
 )
+from hp_train.config.rules.planned import planned_rules
 from hp_train.config.rules.sizes import size_rules
 from hp_train.errors import ConfigError
 
@@ -101,7 +102,8 @@ def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:
 def _pipeline_problems(config: Config) -> Iterator[str]:
     # The last one lays a schedule out, which the others must allow.
     rules = (
-        *(pipeline_rules, overlap_rules, gather_rules, recompute_rules, batch_rules),
+        *(pipeline_rules, planned_rules, overlap_rules, gather_rules, recompute_rules),
+        batch_rules,
         retention_rules,
     )
     return chain.from_iterable(rule(config) for rule in rules)

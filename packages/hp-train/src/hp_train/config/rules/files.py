@@ -32,6 +32,11 @@ def file_rules(config: Config) -> Iterator[str]:
     yield from _model_files(config)
     if data.tokenizer and not _is(data.tokenizer, Path.is_file):
         yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
+    if data.plan_costs and not _is(data.plan_costs, Path.is_file):
+        yield (
+            f"data.plan_costs ({_path(data.plan_costs)}) must be a file"
+            f"{_neighbour(data.plan_costs)}"
+        )
     if run.init_from and not _is(f"{run.init_from}/config.json", Path.is_file):
         yield (
             f"run.init_from ({_path(run.init_from)}) must be a folder with a config.json"

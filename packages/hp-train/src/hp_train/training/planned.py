@@ -1,0 +1,189 @@
+"""Steps that are planned from the lengths of their documents, while the ones before them run.
+
+Note [A planned step]
+    The global batch is that of `data.packing = "best_fit"`: whole documents of so many sequences,
+    the same in every layout, and a position in the data is a count of sequences. A plan puts its
+    documents into microbatches, deals these out to the context-parallel ranks of each data-parallel
+    team, and orders them in the pipeline. Every rank makes it by itself, in a thread and some steps
+    ahead, from the same lengths and costs; before a step all of them compare what they have made.
+    What is learned is the same whatever the plan: losses are sums over tokens, balance is that of
+    each document by itself, positions count within documents, and dropout depends on the place that
+    a token has in its sequence of the data.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from torch.distributed import ProcessGroup
+
+from hp_platform import agree, all_gather_json, mark_agreed
+from hp_train.config import Config
+from hp_train.data.dataset import Dataset, Piece
+from hp_train.errors import ConfigError, DataError
+from hp_train.layout.mesh import Mesh
+from hp_train.layout.schedules import planned_tokens, splits_backward
+from hp_train.step_plan import Pipeline, Planner, StepCosts, StepPlan, to_text
+from hp_train.step_plan.one_order import in_one_order
+from hp_train.step_plan.price import simulated
+
+_AHEAD = 2
+"""Steps that are planned while one runs."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan and what it is of.
+
+    Attributes:
+        plan: Plan of the step.
+        pieces: Documents of the global batch.
+        seconds: What the costs say the pipeline takes.
+        padding: Share of positions that hold nothing.
+        digest: Digest of the plan.
+    """
+
+    plan: StepPlan
+    pieces: tuple[Piece, ...]
+    seconds: float
+    padding: float
+    digest: str
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of each team."""
+        return len(self.plan.teams[0].microbatches)
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """Where the documents of each sequence of the data end there, by its global index."""
+        return {piece.sequence: piece.start + piece.length for piece in self.pieces}
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.pieces)} documents in {self.num_microbatches} microbatches, "
+            f"{self.padding:.2%} padding, {self.seconds * 1e3:.3g} ms planned"
+        )
+
+
+class StepPlanning:
+    """Plans the steps of a run; see Note [A planned step].
+
+    Args:
+        config: Configuration of the run.
+        mesh: Mesh of the run.
+        data: Its documents.
+        costs: Costs of a stage, the same on every rank.
+        control: Group over all ranks for objects.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        data: Dataset,
+        *,
+        costs: StepCosts,
+        control: ProcessGroup,
+    ) -> None:
+        self._data, self._control = data, control
+        self._batch = config.train.global_batch_size
+        stage = mesh.layout.stages[0]
+        self.planner = Planner(
+            costs,
+            Pipeline(mesh.layout.pp, stage.dp * stage.cp, planned_tokens(config)),
+            team=stage.cp,
+            heads=config.mesh.heads_degree,
+            unit=stage.tp,
+            split_backward=splits_backward(config),
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="step plan")
+        self._ahead: dict[int, Future[PlannedStep]] = {}
+
+    def __str__(self) -> str:
+        pipeline, teams = self.planner.pipeline, self.planner.num_teams
+        return (
+            f"{pipeline.num_stages} stages of {teams} x {pipeline.ranks // teams} ranks, memory "
+            f"for {pipeline.tokens} tokens of each"
+        )
+
+    def take(self, first: int, *, steps: int) -> PlannedStep:
+        """Return the plan of a step that all ranks have made alike. All ranks call this together.
+
+        Args:
+            first: Global index of the first sequence of its batch.
+            steps: Steps of the run that are left, this one included.
+
+        Raises:
+            ConfigError: When the documents do not fit the memory.
+            DataError: On every rank, when some have made another plan.
+        """
+        wanted = [first + i * self._batch for i in range(min(steps, 1 + _AHEAD))]
+        for start in wanted:
+            if start not in self._ahead:
+                self._ahead[start] = self._thread.submit(self.plan, start)
+        for start in self._ahead.keys() - set(wanted):
+            self._ahead.pop(start).cancel()
+        found, error = None, None
+        try:
+            found = self._ahead[first].result()
+        except Exception as failure:  # noqa: BLE001 - every rank must hear of it
+            error = failure
+        self._compare("" if found is None else found.digest, error)
+        assert found is not None
+        return found
+
+    def plan(self, first: int) -> PlannedStep:
+        """Plan the step whose batch begins with a sequence."""
+        pieces = tuple(self._data.pieces(range(first, first + self._batch)))
+        lengths = [piece.length for piece in pieces]
+        plan = self._plan(pieces, lengths)
+        if len(plan.teams) > 1:
+            plan = in_one_order(plan, lengths, self.planner)
+        microbatches = [each for team in plan.teams for each in team.microbatches]
+        positions = sum(each.deal.seq_len for each in microbatches)
+        return PlannedStep(
+            plan,
+            pieces,
+            seconds=max(run.makespan for run in simulated(plan, lengths, self.planner.costs)),
+            padding=1 - sum(lengths) / positions,
+            digest=blake2b(to_text(plan).encode(), digest_size=16).hexdigest(),
+        )
+
+    def close(self) -> None:
+        """Plan nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _plan(self, pieces: Sequence[Piece], lengths: Sequence[int]) -> StepPlan:
+        """The plan, or where there is none, one whose microbatches are the sequences themselves."""
+        try:
+            return self.planner.plan(lengths)
+        except ConfigError:
+            plan = self.planner.of_parts(lengths, self._by_sequence(pieces))
+            if plan is None:
+                raise
+            return plan
+
+    def _by_sequence(self, pieces: Sequence[Piece]) -> list[list[list[int]]]:
+        """The documents of each sequence, which go round the teams; each of these has as many."""
+        of_sequence: dict[int, list[int]] = {}
+        for index, piece in enumerate(pieces):
+            of_sequence.setdefault(piece.sequence, []).append(index)
+        parts, teams = list(of_sequence.values()), self.planner.num_teams
+        return [parts[team::teams] for team in range(teams)]
+
+    def _compare(self, digest: str, error: Exception | None) -> None:
+        everyone = all_gather_json(digest, of=str, group=self._control)
+        if not all(everyone):
+            agree(error, group=self._control, where="step plan")
+        usual = Counter(everyone).most_common(1)[0][0]
+        differing = [rank for rank, other in enumerate(everyone) if other != usual]
+        if differing:
+            problem = DataError(
+                f"ranks {differing} must plan the step as all others do: lengths of documents, "
+                "costs or versions differ"
+            )
+            mark_agreed(problem, range(len(everyone)))
+            raise problem
