@@ -175,7 +175,7 @@ def _rank(
     static, planned = make("best_fit"), make("planned", plan_costs=str(path))
     if seconds:
         for trainer in (static, planned):
-            _let_sleep(trainer, StepCosts.equal(**slept).stages[0])
+            _let_sleep(trainer, StepCosts.equal(token=slept["token"], pair=slept["pair"]).stages[0])
     took: dict[str, list[float]] = {"static": [], "planned": [], "pipeline": [], "predicted": []}
     for step in range(steps + 1):
         for name, trainer in (("static", static), ("planned", planned)):

@@ -228,16 +228,35 @@ def lazy(job: Job) -> None:
         optimizer.step()
 
 
+class Beside(torch.autograd.Function):
+    """Something that is looked at and gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, looked_at: Tensor) -> Tensor:
+        """The first of both."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """None for what is looked at."""
+        return grads[0], None
+
+
 class Masked(nn.Module):
     """Some words are never said."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.guess = nn.Linear(WORDS, WORDS)
+
     def forward(self, logits: Tensor) -> Tensor:
         """Logits, of which some are minus infinity."""
-        return logits.masked_fill(torch.arange(WORDS) % 7 == 3, -torch.inf)
+        said: Tensor = Beside.apply(logits, self.guess(logits))
+        return said.masked_fill(torch.arange(WORDS) % 7 == 3, -torch.inf)
 
 
 def masked(job: Job) -> None:
-    """Outputs that are not finite; weights made of others."""
+    """Outputs that are not finite, or get no gradient; weights made of others."""
     norm, turn = weight_norm(nn.Linear(8, 8)), orthogonal(nn.Linear(8, 8))
     net = nn.Sequential(nn.Embedding(WORDS, 8), norm, turn, nn.Linear(8, WORDS), Masked())
 

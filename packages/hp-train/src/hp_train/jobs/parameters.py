@@ -276,8 +276,8 @@ class ParameterRecorder(ABC):
             hook.__torch_unserializable__ = True  # type: ignore[attr-defined] # quiet pickles
             parameter.register_hook(hook)
 
-    def _own_gradient(self, parameter: Tensor, slices: list[Slice], grad: Tensor) -> None:
-        if not self._is_wanted():
+    def _own_gradient(self, parameter: Tensor, slices: list[Slice], grad: Tensor | None) -> None:
+        if grad is None or not self._is_wanted():
             return
         local = grad.to_local() if is_dtensor(grad) else grad
         held = parameter.to_local() if is_dtensor(parameter) else parameter

@@ -264,7 +264,12 @@ class Recorder(ParameterRecorder):
         samples, index = call.samples, call.index
         self._sample(call.phase, name, tensor, samples, index)
         if tensor.requires_grad and call.phase == ev.FORWARD:
-            tensor.register_hook(lambda grad: self._sample(ev.BACKWARD, name, grad, samples, index))
+
+            def noted(grad: Tensor | None) -> None:
+                if grad is not None:  # autograd knows that it is zero
+                    self._sample(ev.BACKWARD, name, grad, samples, index)
+
+            tensor.register_hook(self._tried(noted))
 
     def _sample(
         self, phase: str, name: str, tensor: Tensor, samples: Samples | None, index: int
