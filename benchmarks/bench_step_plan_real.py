@@ -222,7 +222,7 @@ def _trainer(
 def _length(trainer: Trainer) -> float:
     """Seconds between the first and the last thing that this rank did in the last step."""
     spans = [*trainer.timeline]
-    return max(span.end for span in spans) - min(span.start for span in spans)
+    return float(max(span.end for span in spans) - min(span.start for span in spans))
 
 
 def _largest(value: float) -> float:

@@ -232,12 +232,12 @@ class Beside(torch.autograd.Function):
     """Something that is looked at and gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, looked_at: Tensor) -> Tensor:
+    def forward(_: Any, x: Tensor, _looked_at: Tensor) -> Tensor:
         """The first of both."""
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """None for what is looked at."""
         return grads[0], None
 
@@ -251,7 +251,7 @@ class Masked(nn.Module):
 
     def forward(self, logits: Tensor) -> Tensor:
         """Logits, of which some are minus infinity."""
-        said: Tensor = Beside.apply(logits, self.guess(logits))
+        said: Tensor = Beside.apply(logits, self.guess(logits))  # type: ignore[no-untyped-call]
         return said.masked_fill(torch.arange(WORDS) % 7 == 3, -torch.inf)
 
 
