@@ -249,9 +249,10 @@ def test_kernels_of_experts_read_weights_once_however_many_tokens_there_are() ->
     assert read == pytest.approx(2 * weights, rel=1e-3)  # and where each expert's rows begin
 
 
-def test_experts_in_fp32_are_products_one_by_one_that_are_shared_out() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_experts_in_full_precision_are_products_that_are_shared_out(dtype: str) -> None:
     model = MODELS["experts"]
-    config = with_keys(Config(model=model), {"data.seq_len": 64, "train.dtype": "float32"})
+    config = with_keys(Config(model=model), {"data.seq_len": 64, "train.dtype": dtype})
     (found,) = kernels(config, VOCAB, num_stages=1)
     forward, backward = (
         [(k, t) for k, t in way.items() if k.kind == "product" and k.is_expert] for way in found[:2]

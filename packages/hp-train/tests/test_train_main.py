@@ -82,7 +82,8 @@ class _Behind:
 
 def test_no_rank_is_busy_for_longer_than_its_pipeline_runs() -> None:
     trainer: Any = SimpleNamespace(
-        batches=SimpleNamespace(cut=lambda *_, **__: ([], [], [], 0)),
+        batches=SimpleNamespace(cut=lambda *_, **__: ([], [], [], 0, ())),
+        planning=None,
         step=0,
         _beat=lambda *_, **__: None,
         runner=SimpleNamespace(run_microbatches=lambda *_: _Behind(), loss_scale=1.0),

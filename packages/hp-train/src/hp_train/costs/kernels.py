@@ -157,6 +157,8 @@ def learn(
     with DryDevice() as device, answering(evenly):
         stage = build(layers=layers, first=True, last=True)
         stage.to_empty(device="cuda")
+        if dtype == "float64":  # no weight is narrower than what is computed in
+            stage.to(torch.float64)
         stage.share_casts()
         run = partial(_loss, stage, model, seq_len=seq_len)
         # What later runs find: casts and gradients; where segments of a mask begin, by sizes.

@@ -209,7 +209,7 @@ def judge_all(runs: Runs, layouts: Sequence[Config], *, has_oracle: bool) -> Ite
     if has_oracle:
         yield runs.judge(reference, None)
     for layout in layouts:
-        yield runs.judge(layout, replace(reference, data=layout.data))
+        yield runs.judge(layout, one_process(replace(runs.base, data=layout.data)))
     for first, *others in families(layouts):
         for other in others:
             yield runs.judge(other, first)
