@@ -332,7 +332,10 @@ ODD: dict[str, Callable[[Job], None]] = {
 def exchanged_narrow(job: Job) -> None:
     """Gradients that ranks exchange in bfloat16, by a hook of DDP."""
 
-    def narrow(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def narrow(
+        _: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined] # DDP looks at it
+    ) -> torch.futures.Future[Tensor]:
         held = bucket.buffer().bfloat16() / job.size
         work = dist.all_reduce(held, async_op=True)
         assert work is not None
