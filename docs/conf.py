@@ -68,7 +68,7 @@ nitpicky = True
 # type variables of our own signatures.
 _ELSEWHERE = ["torch", "numpy", "tokenizers", "safetensors", *sorted(sys.stdlib_module_names)]
 _OF_RESULTS = ["Store", "Belonging", "Header", "Manifest", "WeightCasts", "Places", "CountedSlice"]
-_OF_RESULTS += ["TurnHolder", "Held", "Repeat", "Kept", "Parameter"]
+_OF_RESULTS += ["TurnHolder", "Held", "Repeat", "Kept", "Parameter", "Balanced"]
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),
     ("py:.*", r"(.*\.)?([A-Z]|\w+T)(_co)?"),
