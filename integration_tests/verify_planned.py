@@ -104,7 +104,10 @@ CASES: Mapping[str, Case] = {
         ({**_PP_CP, "mesh.dp_shard": 2}, {**_PP_CP, "mesh.ep": 2, "mesh.ep_buffer": 1.2}),
     ),
     "much longer than sequences": Case(
-        lambda r: r.uniform(90, 1000), _LATE, {"model.num_experts": 0}, ({"mesh.cp": 3},)
+        lambda r: r.uniform(90, 1000),
+        _LATE,
+        {"model.num_experts": 0},
+        ({"mesh.cp": 3, "mesh.cp_heads": 1},),
     ),
     "more than half a sequence": Case(
         lambda r: r.uniform(25, 40), _MANY, {**_MLA, "model.dropout": 0.2}, (_PP_CP,)
