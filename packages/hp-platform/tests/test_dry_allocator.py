@@ -249,6 +249,17 @@ def check_segment(segment: Segment, *, expandable: bool) -> None:
     assert not segment.is_small or expandable or total == 2 * MIB
 
 
+@example(  # blocks of an expandable segment that are as large as what is never split
+    [
+        (62914561, 1, False, 0),
+        (83886081, 0, False, 1),
+        (41942529, 0, False, 0),
+        (83885569, 0, False, 1),
+    ],
+    True,
+    41943040,
+    250,
+)
 @example(  # a hole in an expandable segment, found by chance
     [
         *[(1, 0, False, 0)] * 5,

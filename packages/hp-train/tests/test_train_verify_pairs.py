@@ -149,7 +149,7 @@ def test_families_are_what_must_be_bitwise_equal() -> None:
         resolve("quickstart", env={}).config, 60, seed=0, num_processes=range(2, 3)
     ).layouts
     turned = {"none": "full"}.get(layouts[0].train.recompute, "none")
-    layouts = [*layouts, with_keys(layouts[0], {"train.recompute": turned})]
+    layouts = (*layouts, with_keys(layouts[0], {"train.recompute": turned}))
     found = families(layouts)
     assert sorted(map(id, itertools.chain(*found))) == sorted(map(id, layouts))
     assert 1 < max(map(len, found)) < 20

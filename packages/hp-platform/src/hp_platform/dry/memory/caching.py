@@ -99,7 +99,7 @@ class CachingAllocator:
     def give_back_oversized(self, num_bytes: int, stream: int) -> bool:
         """Give back as many blocks of `max_split` and more as make room for a large request."""
         size = round_up(num_bytes)
-        if self.max_split is None:
+        if self.max_split is None or self.expandable:  # of which torch gives back pages alone
             return False
         pool = self._small if size <= _SMALL_BYTES else self._large
         wanted = max(size, self.max_split)
