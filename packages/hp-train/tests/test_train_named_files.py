@@ -21,6 +21,7 @@ from hp_train.errors import HpError
 from hp_train.jobs import events
 from hp_train.jobs.rules import read_rules
 from hp_train.plan.command import known_machine
+from hp_train.step_plan.costs_file import read_costs
 from hp_train.step_plan.generators import read_lengths
 
 CONFIG = resolve(shipped()[0], env={}).config
@@ -30,6 +31,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "machine": (".toml", lambda path: known_machine(str(path))),
     "rules": (".toml", read_rules),
     "lengths": (".txt", read_lengths),
+    "costs": (".toml", lambda path: read_costs(path, windows=(None,))),
     "skew": (".json", lambda path: parse_skew(str(path), CONFIG.model)),
     "names": (".json", lambda path: _names(str(path))),
     "manifest": (".json", read_listing),

@@ -378,6 +378,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         every = self.full_attention_every
         return self.sliding_window > 0 and not (every and (layer + 1) % every == 0)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many keys before its own a query of each layer sees; None: all."""
+        layers, before = range(self.num_layers), self.sliding_window - 1
+        return tuple(before if self.has_window(layer) else None for layer in layers)
+
 
 class DataConfig(Struct, frozen=True, kw_only=True):
     """The text to train on."""

@@ -22,9 +22,7 @@ from hp_train.errors import HpError
 from hp_train.jobs import events as ev
 from hp_train.jobs import strays
 from hp_train.jobs.adapters import adapters
-from hp_train.jobs.calls import (
-    apart,
-)
+from hp_train.jobs.calls import apart
 from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.launches import Launches
 from hp_train.jobs.names import Renaming, plain

@@ -112,17 +112,12 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
 
 
 def _batches(options: argparse.Namespace) -> list[list[int]]:
-    from hp_train.step_plan.generators import batches_of, draw, read_lengths  # noqa: PLC0415
+    from hp_train.step_plan.generators import draw, read_batches  # noqa: PLC0415
 
     size, longest = options.tokens, options.pack
     if options.lengths:
-        lengths = read_lengths(Path(options.lengths))
-        batches = batches_of(lengths, tokens=size, longest=longest)[: options.batches]
-        if not batches:
-            raise ConfigError(
-                f"{options.lengths} must have at least --tokens ({size}), not {sum(lengths)}"
-            )
-        return batches
+        path = Path(options.lengths)
+        return read_batches(path, tokens=size, longest=longest)[: options.batches]
     seeds = range(options.seed, options.seed + options.batches)
     name = options.distribution
     return [draw(name, tokens=size, longest=longest, seed=seed) for seed in seeds]

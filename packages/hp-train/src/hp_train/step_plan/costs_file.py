@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from hp_train.base.folder import read_named, why_not
 from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import StepCosts
 
@@ -21,9 +22,11 @@ def read_costs(path: Path, *, windows: tuple[int | None, ...]) -> StepCosts:
         ConfigError: When it cannot be read, lacks one, or has something else.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.plan_costs ({path}) must be a TOML file: {error}") from None
+        values = tomllib.loads(read_named(path).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"data.plan_costs ({path}) must be a TOML file: {why_not(error)}"
+        ) from None
     for name, value in values.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if name not in _NAMES or not is_number or not 0 <= value < float("inf"):

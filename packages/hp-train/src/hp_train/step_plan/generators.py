@@ -2,7 +2,7 @@
 
 import math
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -109,3 +109,37 @@ def batches_of(lengths: Sequence[int], *, tokens: int, longest: int) -> list[lis
             batch.append(rest)
             left -= rest
     return batches
+
+
+def read_batches(path: Path, *, tokens: int, longest: int) -> list[list[int]]:
+    """Read global batches of so many tokens, as `batches_of` cuts them.
+
+    Args:
+        path: File of lengths, see `read_lengths`.
+        tokens: Tokens of a batch.
+        longest: Longer documents are cut to it.
+
+    Raises:
+        ConfigError: When the file cannot be read, or has less than a batch.
+    """
+    lengths = read_lengths(path)
+    found = batches_of(lengths, tokens=tokens, longest=longest)
+    if not found:
+        raise ConfigError(f"{path} must have at least {tokens} tokens, not {sum(lengths)}")
+    return found
+
+
+def stream(lengths: Iterable[int], *, seq_len: int) -> list[list[int]]:
+    """Documents in sequences that are cut wherever they are full; the last may have less."""
+    found: list[list[int]] = [[]]
+    room = seq_len
+    for length in lengths:
+        rest = length
+        while rest:
+            piece = min(rest, room)
+            found[-1].append(piece)
+            rest, room = rest - piece, room - piece
+            if not room:
+                found.append([])
+                room = seq_len
+    return found if found[-1] else found[:-1]

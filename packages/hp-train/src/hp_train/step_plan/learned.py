@@ -58,9 +58,7 @@ def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepC
         link = edge_link(config, layout, machine, source=0, destination=1)
         tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
         message = link.bytes / link.link.bandwidth / tokens
-    of_layers = range(model.num_layers)
-    windows = [model.sliding_window - 1 if model.has_window(i) else None for i in of_layers]
-    return StepCosts(tuple(stages), node=machine.node_size, message=message, windows=tuple(windows))
+    return StepCosts(tuple(stages), node=machine.node_size, message=message, windows=model.windows)
 
 
 def step_layout(config: Config, *, stages: int, ranks: int) -> Config:

@@ -5,7 +5,7 @@ end of a document: of it counts what the documents of a microbatch have. Planned
 tokens, in microbatches of their own (`planner`), and the same before and after the pipeline.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
@@ -24,13 +24,12 @@ from hp_schedule import (
 from hp_train.config import Config
 from hp_train.costs.machine import Machine
 from hp_train.data.packing import best_fit
-from hp_train.errors import ConfigError
 from hp_train.layout.schedules import count_stages
 from hp_train.price.estimate import Plan
 from hp_train.price.prices import Prices
 from hp_train.price.traffic import Spread
 from hp_train.step_plan.costs import Seconds, StepCosts
-from hp_train.step_plan.generators import GENERATORS, batches_of, draw, read_lengths
+from hp_train.step_plan.generators import GENERATORS, draw, read_batches, stream
 from hp_train.step_plan.learned import learned_costs
 from hp_train.step_plan.plan import Team
 from hp_train.step_plan.planner import Planner
@@ -94,27 +93,7 @@ def drawn(source: str, *, tokens: int, longest: int, number: int) -> list[list[i
     if source in GENERATORS:
         seeds = range(number)
         return [draw(source, tokens=tokens, longest=longest, seed=seed) for seed in seeds]
-    lengths = read_lengths(Path(source))
-    found = batches_of(lengths, tokens=tokens, longest=longest)[:number]
-    if not found:
-        raise ConfigError(f"{source} must have at least {tokens} tokens, not {sum(lengths)}")
-    return found
-
-
-def stream(lengths: Iterable[int], *, seq_len: int) -> Sequences:
-    """Sequences that are cut wherever they are full."""
-    found: Sequences = [[]]
-    room = seq_len
-    for length in lengths:
-        rest = length
-        while rest:
-            piece = min(rest, room)
-            found[-1].append(piece)
-            rest, room = rest - piece, room - piece
-            if not room:
-                found.append([])
-                room = seq_len
-    return found if found[-1] else found[:-1]
+    return read_batches(Path(source), tokens=tokens, longest=longest)[:number]
 
 
 def whole(lengths: Sequence[int], *, seq_len: int) -> Sequences:

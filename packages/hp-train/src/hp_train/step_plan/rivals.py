@@ -17,6 +17,7 @@ from hp_context import DealCost
 from hp_context.batch.deal_cost import Piece, Work
 from hp_schedule import one_f_one_b, search, simulate
 from hp_train.step_plan.costs import Seconds, StepCosts
+from hp_train.step_plan.generators import stream
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.price import stage_costs
 from hp_train.step_plan.work import Pipeline, pairs_of
@@ -101,18 +102,7 @@ class Rivals:
         return self._priced("Megatron's rule, 1F1B", [microbatches])
 
     def _static_packs(self, lengths: Sequence[int]) -> list[list[_Microbatch]]:
-        packs: list[list[int]] = [[]]
-        room = self._pack
-        for length in lengths:
-            rest = length
-            while rest:
-                piece = min(rest, room)
-                packs[-1].append(piece)
-                rest, room = rest - piece, room - piece
-                if not room:
-                    packs.append([])
-                    room = self._pack
-        shared = [self._shared(pack) for pack in packs if pack]
+        shared = [self._shared(pack) for pack in stream(lengths, seq_len=self._pack)]
         return [shared[group :: self._groups] for group in range(self._groups)]
 
     def _shared(self, pack: Sequence[int]) -> _Microbatch:

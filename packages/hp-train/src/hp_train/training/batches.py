@@ -19,7 +19,6 @@ from hp_train.layout.sequence import SequenceShare
 from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.model.attention import Limits
 from hp_train.model.block import Balanced
-from hp_train.step_plan import PlannedMicrobatch
 from hp_train.training.joined import Joined, join
 from hp_train.training.planned import PlannedStep
 
@@ -57,10 +56,6 @@ class Batches:
         self, config: Config, mesh: Mesh, sequence: SequenceShare, *, device: torch.device
     ) -> None:
         self._config, self._mesh, self._sequence, self._device = config, mesh, sequence, device
-        model = config.model
-        layers = range(model.num_layers)
-        window = model.sliding_window - 1
-        self._windows = tuple(window if model.has_window(layer) else None for layer in layers)
 
     def cut(self, data: Dataset, first: int, *, step: int | None = None) -> Share:
         """Return this rank's share of the global batch that starts at a sequence.
@@ -130,43 +125,44 @@ class Batches:
         for each in planned.plan.teams[self._mesh.dp_index].microbatches:
             documents = [pieces[document] for document in each.documents]
             joined = join(data, documents, padding=each.padding, num_ahead=num_ahead)
-            microbatch, tokens = self._of_plan(each, joined, num_tokens=num_tokens, step=step)
+            sequence = self._sequence.of_deal(each.deal)
+            here = sequence.shard(joined.places)
+            microbatch = self._of_plan(joined, sequence, here, num_tokens=num_tokens, step=step)
             assert microbatch.targets is not None
-            share.args.append((tokens,))
+            share.args.append((self._to_device(sequence.shard(joined.tokens)),))
             share.kwargs.append({"microbatch": microbatch})
             share.targets.append(microbatch.targets)
-            places.append(self._sequence.of_deal(each.deal).shard(joined.places)[2:])
+            places.append(here[2:])
         return share
 
     def _of_plan(
-        self, each: PlannedMicrobatch, joined: Joined, *, num_tokens: int, step: int
-    ) -> tuple[Microbatch, Tensor]:
-        """This rank's part of a planned microbatch, and its tokens [1, S]."""
-        config, sequence = self._config, self._sequence.of_deal(each.deal)
+        self, joined: Joined, sequence: SequenceShare, here: Tensor, *, num_tokens: int, step: int
+    ) -> Microbatch:
+        """This rank's part of a planned microbatch, of whose places some are here [4, S]."""
+        config = self._config
 
         def take(x: Tensor) -> Tensor:
             return self._to_device(sequence.shard(x))
 
-        places = take(joined.places)
+        places = self._to_device(here)
         document, _, of_sequence, place = self._between(places)
-        lengths = joined.lengths[: len(each.documents)]
+        lengths = joined.lengths[: joined.num_documents]
         is_one = len(joined.lengths) == 1 and self._mesh.size("cp") == 1
-        microbatch = Microbatch(
+        return Microbatch(
             config.train.global_batch_size,
             DropoutKey(config.run.seed, step, of_sequence[None], place),
             positions=places[1],
             documents=None if is_one else (sequence.limits(joined.lengths),),
-            padding=(document < 0)[None] if each.padding else None,
+            padding=(document < 0)[None] if len(lengths) < len(joined.lengths) else None,
             balanced=Balanced(document, self._to_device(torch.tensor(lengths)), num_tokens),
             targets=take(joined.targets),
             ahead=joined.ahead and joined.ahead.map(take),
         )
-        return microbatch, take(joined.tokens)
 
     def _dealt(self, lengths: tuple[int, ...]) -> SequenceShare:
         """This rank's positions of a sequence of documents that are dealt out."""
         return self._sequence.dealt(
-            lengths, windows=self._windows, heads=self._config.mesh.heads_degree
+            lengths, windows=self._config.model.windows, heads=self._config.mesh.heads_degree
         )
 
     def _mine(self, x: Tensor, *, dealt: Sequence[SequenceShare]) -> Tensor:

@@ -22,6 +22,7 @@ class Joined(NamedTuple):
         targets: The token after each, int64 [1, S]; -1 where none is to be learned.
         ahead: What is predicted further ahead; None: nothing.
         lengths: Tokens of each document, and at last positions of padding if there are some.
+        num_documents: How many of these are of documents.
         places: int64 [4, S]: the document of each position, -1 of padding; its place in it; the
             global index of its sequence in the data, and its place there.
     """
@@ -30,6 +31,7 @@ class Joined(NamedTuple):
     targets: Tensor
     ahead: Ahead | None
     lengths: tuple[int, ...]
+    num_documents: int
     places: Tensor
 
 
@@ -63,7 +65,7 @@ def join(
     tokens, targets = (torch.cat(part, dim=1) for part in zip(*documents, strict=True))
     lengths = tuple(len(row[0]) for row in rows)
     whole = torch.from_numpy(np.concatenate([row[2] for row in rows], axis=1))
-    return Joined(tokens, targets, ahead, lengths, whole)
+    return Joined(tokens, targets, ahead, lengths, len(pieces), whole)
 
 
 def _places(index: int, piece: Piece) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":

@@ -136,13 +136,11 @@ def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCost
     Raises:
         ConfigError: When `data.plan_costs` is no file of costs.
     """
-    model, path = config.model, config.data.plan_costs
+    path = config.data.plan_costs
     machine = machine_of(runtime) if runtime.device.type == "cuda" else MACHINES["cpu"]
     if not path:
         return learned_costs(config, machine, vocab_size=vocab_size)
-    of_layers = range(model.num_layers)
-    windows = [model.sliding_window - 1 if model.has_window(i) else None for i in of_layers]
-    return read_costs(Path(path), windows=tuple(windows))
+    return read_costs(Path(path), windows=config.model.windows)
 
 
 def machine_of(runtime: Runtime) -> Machine:
