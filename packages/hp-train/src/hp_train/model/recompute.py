@@ -80,7 +80,24 @@ def _other(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-class _First(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """One of the two runs of a part.
+
+    Args:
+        kept: What is kept for the second run.
+    """
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As those of torch: what is compiled inside may run below it."""
+        return True
+
+
+class _First(_Mode):
     """Keeps what some operators give, and runs all.
 
     Note [Kept results]. What an operator has given may be overwritten: parts of attention are added
@@ -95,14 +112,8 @@ class _First(TorchDispatchMode):
     """
 
     def __init__(self, kept: _Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        super().__init__(kept)
         self._by_storage: dict[int, _Result] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As those of torch: what is compiled inside may run below it."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -137,21 +148,8 @@ class _First(TorchDispatchMode):
         self._by_storage.clear()
 
 
-class _Again(TorchDispatchMode):
-    """Gives what was kept of some operators, each once, and runs all others.
-
-    Args:
-        kept: What was kept; it is emptied.
-    """
-
-    def __init__(self, kept: _Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As in `_First`."""
-        return True
+class _Again(_Mode):
+    """Gives what was kept of some operators, each once, and runs all others."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
