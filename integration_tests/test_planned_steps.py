@@ -107,7 +107,7 @@ def rank_counts_groups(encoded: bytes, directory: str, address: str) -> list[str
         orders = {team.schedule.steps for team in planned.plan.teams}
         assert len(planned.plan.teams) == 2
         assert metrics.microbatches == len(planned.plan.teams[0].microbatches)
-        found.append(f"{planned.digest} {problems} {len(orders)}")
+        found.append(f"{planned.plan.digest} {problems} {len(orders)}")
     made = len(distributed_c10d._world.pg_map) - groups
     trainer.close()
     return [f"{made} groups", *found]

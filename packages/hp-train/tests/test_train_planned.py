@@ -17,7 +17,6 @@ from hp_train.model.ahead import look_ahead
 from hp_train.plan.command import run as run_plan
 from hp_train.step_plan import Pipeline, Planner, StepCosts, prove
 from hp_train.step_plan.costs_file import read_costs
-from hp_train.step_plan.one_order import in_one_order
 from hp_train.training.joined import join
 
 PLAIN = {f"mesh.{axis}": 1 for axis in ("pp", "dp_replicate", "ep")}
@@ -119,9 +118,16 @@ def test_teams_take_their_microbatches_in_one_order(split_backward: bool) -> Non
     pipeline = Pipeline(2, 4, 900)
     costs = StepCosts.equal(token=1e-5, pair=1e-7, microbatch=1e-4)
     planner = Planner(
-        costs, pipeline, effort=4, team=2, heads=2, unit=3, split_backward=split_backward
+        costs,
+        pipeline,
+        effort=4,
+        team=2,
+        heads=2,
+        unit=3,
+        split_backward=split_backward,
+        one_order=True,
     )
-    plan = in_one_order(planner.plan(lengths), lengths, planner)
+    plan = planner.plan(lengths)
     assert prove(plan, lengths, costs, pipeline) == ()
     assert len(plan.teams) == 2
     assert plan.teams[0].schedule is plan.teams[1].schedule
@@ -133,11 +139,13 @@ def test_teams_take_their_microbatches_in_one_order(split_backward: bool) -> Non
 def test_an_order_that_does_not_fit_is_refused() -> None:
     lengths = [400, 400, 400, 400]
     costs = StepCosts.equal(token=1e-5, pair=1e-7)
-    planner = Planner(costs, Pipeline(2, 2, 400), team=1)
-    plan = planner.plan(lengths)
-    tight = Planner(costs, Pipeline(2, 2, 300), team=1)
-    with pytest.raises(ConfigError, match="must fit 300 tokens in one order of 2 teams"):
-        in_one_order(plan, lengths, tight)
+    parts = [[[0], [1]], [[2], [3]]]
+    planner = Planner(costs, Pipeline(2, 2, 400), team=1, one_order=True)
+    assert planner.of_parts(lengths, parts) is not None
+    tight = Planner(costs, Pipeline(2, 2, 300), team=1, one_order=True)
+    assert tight.of_parts(lengths, parts) is None
+    with pytest.raises(ConfigError, match="must fit 2 ranks with memory for 300 tokens"):
+        tight.plan(lengths)
 
 
 def _data(tmp_path: Path) -> Dataset:

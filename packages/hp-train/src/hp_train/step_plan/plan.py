@@ -62,6 +62,11 @@ class StepPlan:
     origin: str = ""
 
     @cached_property
+    def digest(self) -> str:
+        """What stands for all of it, as its text has it."""
+        return _digest(_body(self))
+
+    @cached_property
     def ranks_per_team(self) -> int:
         """Ranks of a team in every stage."""
         return len(self.teams[0].microbatches[0].deal.parts)
@@ -69,6 +74,10 @@ class StepPlan:
 
 def to_text(plan: StepPlan) -> str:
     """Write a plan, one line for each microbatch and each rank of it, and schedules as CSV."""
+    return f"{_body(plan)}digest {plan.digest}\n"
+
+
+def _body(plan: StepPlan) -> str:
     lines = [f"step plan 1, {plan.num_documents} documents"]
     for number, team in enumerate(plan.teams):
         lines.append(f"team {number}")
@@ -82,8 +91,7 @@ def to_text(plan: StepPlan) -> str:
         lines.append("schedule")
         lines += to_csv(team.schedule).rstrip("\n").split("\n")
         lines.append("end")
-    text = "\n".join(lines) + "\n"
-    return f"{text}digest {_digest(text)}\n"
+    return "\n".join(lines) + "\n"
 
 
 def from_text(text: str) -> StepPlan:

@@ -16,7 +16,6 @@ Note [How a step is planned]
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from math import fsum
 from typing import NamedTuple
 
@@ -73,6 +72,10 @@ class _Work(NamedTuple):
         )
 
 
+_Dealt = tuple[PlannedMicrobatch, tuple[Seconds, ...]]
+"""A microbatch, and its seconds in each of `StepCosts.stages`."""
+
+
 class Planner:
     """Plans steps, the same on every rank; see Note [How a step is planned].
 
@@ -88,6 +91,8 @@ class Planner:
         heads: So many of them share heads in every microbatch; None: as it takes less.
         unit: Positions of a rank in a microbatch are a multiple of it.
         split_backward: Whether weight gradients may be put off.
+        one_order: Whether all teams take their microbatches in one order, that of the dearest of
+            each place: ranks of several teams exchange in every forward and backward then.
     """
 
     def __init__(
@@ -102,25 +107,20 @@ class Planner:
         heads: int | None = None,
         unit: int = 1,
         split_backward: bool = True,
+        one_order: bool = False,
     ) -> None:
         self.costs, self.pipeline = costs, pipeline
-        self._heads, self._unit, self.split_backward = heads, unit, split_backward
+        self._heads, self._unit, self._one_order = heads, unit, one_order
+        self.split_backward = split_backward
         self.effort, self.tries, self.prepared = effort, tries, prepared
         sizes = [n for n in range(1, min(TEAM, pipeline.ranks) + 1) if pipeline.ranks % n == 0]
         self._ranks = max(sizes) if team is None else team
         self._stages = costs.of_stages(pipeline.num_stages)
-        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def num_teams(self) -> int:
         """Teams of ranks of a stage."""
         return self.pipeline.ranks // self._ranks
-
-    def start(self, lengths: Sequence[int]) -> "Future[StepPlan]":
-        """Plan in a thread, a step or more ahead of when it is needed; in the order of calls."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="step plan")
-        return self._thread.submit(self.plan, tuple(lengths))
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Plan a step.
@@ -160,10 +160,11 @@ class Planner:
         work = self._work(lengths)
         teams = self._teams(work)
         shape = next(self._shapes(work, teams), None)
-        found = shape and self._made([teams[number]], shape, num_documents=len(lengths))
+        wanted = teams if self._one_order else teams[number : number + 1]
+        found = shape and self._made(wanted, shape, num_documents=len(lengths))
         if not found:
             raise self._too_much(lengths)
-        return found[1].teams[0]
+        return found[1].teams[number if self._one_order else 0]
 
     def of_parts(
         self, lengths: Sequence[int], parts: Sequence[Sequence[Sequence[int]]]
@@ -295,22 +296,30 @@ class Planner:
         self, teams: Sequence[Sequence[_Work]], shape: _Shape, *, num_documents: int
     ) -> tuple[float, StepPlan] | None:
         """The same of microbatches of each team."""
+        every = [[self._dealt(part) for part in parts] for parts in teams]
         slowest, found, origin = 0.0, [], ""
-        for parts in teams:
-            microbatches, seconds = zip(*map(self._dealt, parts), strict=True)
-            tokens = [max(each.deal.sizes) for each in microbatches]
-            scheduled = self._scheduled(self._costs_of(seconds, tokens), len(parts), shape)
+        for alike in [every] if self._one_order else [[dealt] for dealt in every]:
+            scheduled = self._scheduled(self._dearest(alike), len(alike[0]), shape)
             if scheduled is None:
                 return None
             makespan, schedule, origin = scheduled
             slowest = max(slowest, makespan)
-            found.append(Team(microbatches, schedule))
+            found += [Team(tuple(each for each, _ in dealt), schedule) for dealt in alike]
         return slowest, StepPlan(num_documents, tuple(found), origin)
+
+    def _dearest(self, teams: Sequence[Sequence[_Dealt]]) -> Costs:
+        """What the dearest microbatches of each place cost."""
+        seconds, tokens = [], []
+        for place in zip(*teams, strict=True):
+            of_stages = zip(*(of_team for _, of_team in place), strict=True)
+            seconds.append([Seconds(*map(max, zip(*stage, strict=True))) for stage in of_stages])
+            tokens.append(max(max(each.deal.sizes) for each, _ in place))
+        return self._costs_of(seconds, tokens)
 
     def _costs_of(self, seconds: Sequence[Sequence[Seconds]], tokens: Sequence[int]) -> Costs:
         return stage_costs(seconds, tokens, self.costs, num_stages=self.pipeline.num_stages)
 
-    def _dealt(self, part: _Work) -> tuple[PlannedMicrobatch, tuple[Seconds, ...]]:
+    def _dealt(self, part: _Work) -> _Dealt:
         """Deal out documents: keys are fetched or, where that takes less, nodes share heads."""
         node = self.costs.node
         if self._heads is not None:
@@ -331,9 +340,7 @@ class Planner:
             best = min(best, by_heads, key=_longest)
         return best
 
-    def _dealt_by(
-        self, part: _Work, *, node: int | None = None, heads: int = 1
-    ) -> tuple[PlannedMicrobatch, tuple[Seconds, ...]]:
+    def _dealt_by(self, part: _Work, *, node: int | None = None, heads: int = 1) -> _Dealt:
         padding = -sum(part.lengths) % (self._ranks * self._unit)
         lengths = [*part.lengths, padding] if padding else part.lengths
         deal = deal_documents(
@@ -376,7 +383,7 @@ class Planner:
         return best
 
 
-def _longest(dealt: tuple[PlannedMicrobatch, tuple[Seconds, ...]]) -> float:
+def _longest(dealt: _Dealt) -> float:
     """Seconds of a microbatch in the stage that takes longest."""
     return max(each.total for each in dealt[1])
 

@@ -14,20 +14,23 @@ Note [A planned step]
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
 
 from hp_platform import agree, all_gather_json, mark_agreed
+from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config
 from hp_train.data.dataset import Dataset, Piece
 from hp_train.errors import ConfigError, DataError
 from hp_train.layout.mesh import Mesh
 from hp_train.layout.schedules import planned_tokens, splits_backward
-from hp_train.step_plan import Pipeline, Planner, StepCosts, StepPlan, to_text
-from hp_train.step_plan.one_order import in_one_order
+from hp_train.model.loss import loss_of
+from hp_train.model.parallelize import Pipeline
+from hp_train.step_plan import Pipeline as Ranks
+from hp_train.step_plan import Planner, StepCosts, StepPlan
 from hp_train.step_plan.price import simulated
+from hp_train.training.metrics import StepMetrics
 
 _AHEAD = 2
 """Steps that are planned while one runs."""
@@ -42,14 +45,12 @@ class PlannedStep:
         pieces: Documents of the global batch.
         seconds: What the costs say the pipeline takes.
         padding: Share of positions that hold nothing.
-        digest: Digest of the plan.
     """
 
     plan: StepPlan
     pieces: tuple[Piece, ...]
     seconds: float
     padding: float
-    digest: str
 
     @property
     def num_microbatches(self) -> int:
@@ -61,10 +62,25 @@ class PlannedStep:
         """Where the documents of each sequence of the data end there, by its global index."""
         return {piece.sequence: piece.start + piece.length for piece in self.pieces}
 
-    def __str__(self) -> str:
-        return (
-            f"{len(self.pieces)} documents in {self.num_microbatches} microbatches, "
-            f"{self.padding:.2%} padding, {self.seconds * 1e3:.3g} ms planned"
+    def runner(self, pipeline: Pipeline, mesh: Mesh) -> PipelineScheduleRuntime:
+        """What runs the step on this rank.
+
+        Args:
+            pipeline: This rank's stages.
+            mesh: Mesh of the run.
+        """
+        team, place = self.plan.teams[mesh.dp_index], mesh.index("cp")
+        sizes = [each.deal.sizes[place] for each in team.microbatches]
+        between = [size // mesh.size("tp") for size in sizes]
+        return pipeline.runner(len(sizes), 1, loss_of, team.schedule, positions=between)
+
+    def told_in(self, metrics: StepMetrics) -> StepMetrics:
+        """Metrics that also say what was planned."""
+        return replace(
+            metrics,
+            planned_seconds=self.seconds,
+            padding=self.padding,
+            microbatches=self.num_microbatches,
         )
 
 
@@ -93,11 +109,12 @@ class StepPlanning:
         stage = mesh.layout.stages[0]
         self.planner = Planner(
             costs,
-            Pipeline(mesh.layout.pp, stage.dp * stage.cp, planned_tokens(config)),
+            Ranks(mesh.layout.pp, stage.dp * stage.cp, planned_tokens(config)),
             team=stage.cp,
             heads=config.mesh.heads_degree,
             unit=stage.tp,
             split_backward=splits_backward(config),
+            one_order=True,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="step plan")
         self._ahead: dict[int, Future[PlannedStep]] = {}
@@ -131,7 +148,7 @@ class StepPlanning:
             found = self._ahead[first].result()
         except Exception as failure:  # noqa: BLE001 - every rank must hear of it
             error = failure
-        self._compare("" if found is None else found.digest, error)
+        self._compare("" if found is None else found.plan.digest, error)
         assert found is not None
         return found
 
@@ -140,8 +157,6 @@ class StepPlanning:
         pieces = tuple(self._data.pieces(range(first, first + self._batch)))
         lengths = [piece.length for piece in pieces]
         plan = self._plan(pieces, lengths)
-        if len(plan.teams) > 1:
-            plan = in_one_order(plan, lengths, self.planner)
         microbatches = [each for team in plan.teams for each in team.microbatches]
         positions = sum(each.deal.seq_len for each in microbatches)
         return PlannedStep(
@@ -149,7 +164,6 @@ class StepPlanning:
             pieces,
             seconds=max(run.makespan for run in simulated(plan, lengths, self.planner.costs)),
             padding=1 - sum(lengths) / positions,
-            digest=blake2b(to_text(plan).encode(), digest_size=16).hexdigest(),
         )
 
     def close(self) -> None:

@@ -165,7 +165,12 @@ class Trainer:
         self.data = self._open("train", seed=config.run.seed)
         self.held_out = self._open("eval", seed=None)
         require_same_data((self.data.digest, self.held_out.digest), control=runtime.control)
-        self.planning = self._make_planning() if config.data.packing == "planned" else None
+        self.planning: StepPlanning | None = None
+        if config.data.packing == "planned":
+            costs = step_costs(config, runtime, vocab_size=self.pipeline.vocab_size)
+            self.planning = StepPlanning(
+                config, self.mesh, self.data, costs=costs, control=runtime.control
+            )
         self.planned: PlannedStep | None = None
         self.checkpointer = self._make_checkpointer(timeout)
 
@@ -336,12 +341,7 @@ class Trainer:
             skipped=skipped,
         )
         if self.planned is not None:
-            metrics = replace(
-                metrics,
-                planned_seconds=self.planned.seconds,
-                padding=self.planned.padding,
-                microbatches=self.planned.num_microbatches,
-            )
+            metrics = self.planned.told_in(metrics)
         return metrics if self._compiled is None else self._with_compile_cost(metrics), stops > 0
 
     def _with_compile_cost(self, metrics: StepMetrics) -> StepMetrics:
@@ -446,15 +446,7 @@ class Trainer:
         left = self.config.train.steps - self.step
         with doing("step plan"):
             self.planned = planned = planning.take(self.next_sequence, steps=left)
-        team, place = planned.plan.teams[self.mesh.dp_index], self.mesh.index("cp")
-        sizes = [each.deal.sizes[place] for each in team.microbatches]
-        self.ran = self.pipeline.runner(
-            len(sizes),
-            1,
-            loss_of,
-            team.schedule,
-            positions=[size // self.mesh.size("tp") for size in sizes],
-        )
+        self.ran = planned.runner(self.pipeline, self.mesh)
         return self.ran, self.batches.planned(self.data, planned, step=self.step)
 
     def evaluate(self) -> float | None:
@@ -518,13 +510,6 @@ class Trainer:
         self.skips = Skips(position.skipped, position.skipped_in_a_row)
         set_optimizer_steps(self.optimizer, self.step - self.skips.total)
         return [*notes, f"resumed from {loaded.path}"]
-
-    def _make_planning(self) -> StepPlanning:
-        """What plans steps ahead."""
-        size = self.pipeline.vocab_size
-        costs = step_costs(self.config, self.runtime, vocab_size=size)
-        control = self.runtime.control
-        return StepPlanning(self.config, self.mesh, self.data, costs=costs, control=control)
 
     def _make_checkpointer(self, timeout: timedelta) -> Checkpointer:
         """What saves and loads; it has a group of its own, so that a save can run behind a step."""
