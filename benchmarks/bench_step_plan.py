@@ -30,9 +30,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--packs", type=int, default=32)
-    parser.add_argument("--effort", type=int, default=0)
-    parser.add_argument("--tries", type=int, default=4)
-    parser.add_argument("--prepared", type=int, default=24)
     parser.add_argument("--only", choices=GENERATORS)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--inner", action="store_true", help="all stages as one in the middle")
@@ -44,9 +41,9 @@ def main() -> None:
     if options.inner:
         costs = replace(costs, stages=costs.stages[1:2])
     if options.planner is not None:
-        _planner(costs, options)
+        _planner(costs, options.planner)
         return
-    planner = _made(costs, RANKS, options)
+    planner = Planner(costs, Pipeline(STAGES, RANKS, MEMORY))
     every: list[Comparison] = []
     for name in [options.only] if options.only else GENERATORS:
         found = [
@@ -65,16 +62,6 @@ def main() -> None:
     below = sum(each.searched_bound < _planned(each) for each in every)
     print(f"{len(every)} batches; worse than one of the others: {worse}; ", end="")
     print(f"above the bound of any schedule of static packs: {below}")
-
-
-def _made(costs: StepCosts, ranks: int, options: argparse.Namespace) -> Planner:
-    return Planner(
-        costs,
-        Pipeline(STAGES, ranks, MEMORY),
-        effort=options.effort,
-        tries=options.tries,
-        prepared=options.prepared,
-    )
 
 
 def _planned(each: Comparison) -> float:
@@ -100,13 +87,12 @@ def _print(name: str, found: list[Comparison]) -> None:
     )
 
 
-def _planner(costs: StepCosts, options: argparse.Namespace) -> None:
+def _planner(costs: StepCosts, of_stage: list[int]) -> None:
     """Time the planner by ranks of a stage, with up to 4,096 documents a step."""
-    for ranks in options.planner or [16, 64, 256]:
-        planner = _made(costs, ranks, options)
+    for ranks in of_stage or [16, 64, 256]:
+        planner = Planner(costs, Pipeline(STAGES, ranks, MEMORY))
         documents = draw("lognormal-2k", tokens=PACK * 256, longest=PACK, seed=0)[:4096]
-        if options.prepared:  # which a run does once
-            planner.plan([each + 2 for each in documents])
+        planner.plan([each + 2 for each in documents])  # templates are made once
         began = time.process_time()
         plan = planner.plan(documents)
         took = time.process_time() - began

@@ -437,7 +437,7 @@ def test_the_command_compares_draws_and_writes(
     path, svg, text = tmp_path / "lengths", tmp_path / "plan.svg", tmp_path / "plan.txt"
     path.write_text("\n".join(map(str, draw("mock", tokens=600 * K, longest=8 * K, seed=0))))
     sizes = "--stages 2 --ranks 4 --degree 2 --tokens 262144 --pack 32768 --memory 65536"
-    arguments = ["step-plan", "llama-3.1-8b", *sizes.split(), "--prepared", "1"]
+    arguments = ["step-plan", "llama-3.1-8b", *sizes.split()]
     files = ["--lengths", str(path), "--svg", str(svg), "--plan", str(text)]
     assert main([*arguments, *files]) == 0
     shown = capsys.readouterr().out

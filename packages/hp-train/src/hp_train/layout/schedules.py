@@ -44,7 +44,8 @@ def count_stages(config: Config) -> int:
 def splits_backward(config: Config) -> bool:
     """Whether some schedule of a run may compute weight gradients later than input gradients."""
     if config.data.packing == "planned":
-        return config.mesh.gather != "block"  # by block, parameters are gone by then
+        # One rank waits for nobody; by block, parameters are gone by then.
+        return config.mesh.pp > 1 and config.mesh.gather != "block"
     return KINDS[config.pipeline.schedule].splits_backward or config.pipeline.overlap
 
 

@@ -28,11 +28,7 @@ _COUNTS = {
     "pack": (128 * _K, "tokens of a pack, and of the longest document"),
     "degree": (8, "ranks that share a pack in the plans of others"),
     "batches": (4, "batches that are drawn, or read, at most"),
-    "effort": (0, "schedules that are searched for the costs of each step"),
-    "tries": (4, "shares of microbatches that are looked at in each step"),
-    "prepared": (24, "schedules that are looked at once for all steps that are alike"),
 }
-_MAY_BE_ZERO = ("effort", "prepared")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (default, what) in _COUNTS.items():
         parser.add_argument(
             f"--{name}",
-            type=whole(f"--{name}", least=int(name not in _MAY_BE_ZERO), largest=2**40),
+            type=whole(f"--{name}", least=1, largest=2**40),
             default=default,
             metavar="N",
             help=f"{what} (default: {default})",
@@ -86,13 +82,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     layout = step_layout(resolved.config, stages=options.stages, ranks=options.ranks)
     costs = learned_costs(layout, machine, vocab_size=known_vocab_size(layout))
     pipeline = Pipeline(options.stages, options.ranks, options.memory)
-    planner = Planner(
-        costs,
-        pipeline,
-        effort=options.effort,
-        tries=options.tries,
-        prepared=options.prepared,
-    )
+    planner = Planner(costs, pipeline)
     found = [compare(batch, planner, pack=options.pack, degree=options.degree) for batch in batches]
     if options.plan:
         write_named("--plan", options.plan, to_text(planner.plan(batches[0])))

@@ -27,6 +27,8 @@ _DIGITS = 2
 """Decimals of what parts of the work are taken to be."""
 _LOOKED_AT, _KEPT = 4, 3
 """Schedules for each kind of front and back; those that are tried with other numbers, too."""
+_VARIED, _NEAR = 8, 2
+"""Changes of shares for each schedule that is looked at; numbers next to the best that are tried."""
 
 
 class _Ends(NamedTuple):
@@ -39,6 +41,18 @@ class _Ends(NamedTuple):
         """Shares of so many microbatches."""
         middle = count - len(self.front) - len(self.back)
         return _scaled((*self.front, *[1.0] * middle, *self.back))
+
+
+    def alike(self) -> Iterator["_Ends"]:
+        """Yield these, and such that are shorter or longer at one end."""
+        yield self
+        if len(self.front) > 1:
+            yield self._replace(front=(self.front[0] ** 2 / self.front[1], *self.front))
+        if self.front:
+            yield self._replace(front=self.front[1:])
+        for back in _BACK:
+            if back != self.back:
+                yield self._replace(back=back)
 
 
 class Kind(NamedTuple):
@@ -71,7 +85,7 @@ class Kind(NamedTuple):
         """Nearly the same, as others are too; memory is a bit less, since lengths vary."""
         return self._replace(
             stages=tuple(Seconds(*(round(x, _DIGITS) for x in each)) for each in self.stages),
-            each=tuple(Seconds(*map(_coarse, each)) for each in self.each),
+            each=tuple(Seconds(*(_coarse(x, 4) for x in each)) for each in self.each),
             least=tuple(Seconds(*map(_coarse, each)) for each in self.least),
             latency=_coarse(self.latency),
             memory=_below(self.memory * 0.96),
@@ -92,6 +106,13 @@ class Template(NamedTuple):
     schedule: Schedule
 
 
+class _Found(NamedTuple):
+    """Ends, and what was found for them."""
+
+    ends: _Ends
+    template: Template
+
+
 @lru_cache(maxsize=64)
 def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
     """Search templates for a rounded kind of steps, one for each number of microbatches.
@@ -104,39 +125,59 @@ def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
         The best first; none if nothing fits.
     """
     counts = _counts(kind)
-    ends = list(_all_ends(counts[-1]))
-    best: dict[int, Template] = {}
+    ends = list(_fronts(counts[-1]))
+    best: dict[int, _Found] = {}
     for count in reversed(counts):
-        found = []
-        for each in ends:
-            if len(each.front) + len(each.back) < count:
-                template = _searched(kind, each.shares(count), _LOOKED_AT)
-                found += [] if template is None else [(template.seconds, each, template)]
-        found.sort(key=lambda one: one[0])
-        if found:
-            best[count] = found[0][2]
-            ends = [each for _, each, _ in found[:_KEPT]] + [_Ends()]
-    closely = [_searched(kind, each.shares, effort) or each for each in best.values()]
-    return tuple(sorted((_varied(kind, each, effort) for each in closely), key=_seconds))
+        kept = _best_ends(kind, count, ends)
+        if kept:
+            best[count] = kept[0]
+            ends = [each.ends for each in kept] + [_Ends()]
+    if best:
+        count, found = min(best.items(), key=lambda each: each[1].template.seconds)
+        for near in range(max(counts[0], count - _NEAR), min(counts[-1], count + _NEAR) + 1):
+            kept = [] if near in best else _best_ends(kind, near, list(found.ends.alike()))
+            if kept:
+                best[near] = kept[0]
+    every = sorted((each.template for each in best.values()), key=_seconds)
+    closely = [_closely(kind, each, effort) for each in every[:_KEPT]]
+    return tuple(sorted([*closely, *every[_KEPT:]], key=_seconds))
+
+
+def _best_ends(kind: Kind, count: int, ends: Sequence[_Ends]) -> list[_Found]:
+    """The best of some ends for so many microbatches, the best first."""
+    found = []
+    for each in ends:
+        if len(each.front) + len(each.back) < count:
+            template = _searched(kind, each.shares(count), _LOOKED_AT)
+            if template is not None:
+                found.append(_Found(each, _varied(kind, template, _VARIED)))
+    return sorted(found, key=lambda one: one.template.seconds)[:_KEPT]
+
+
+def _closely(kind: Kind, template: Template, effort: int) -> Template:
+    """Look at more schedules for a template, and at more shares."""
+    found = _searched(kind, template.shares, effort)
+    template = template if found is None else min(template, found, key=_seconds)
+    return _varied(kind, template, _VARIED * effort)
 
 
 def _counts(kind: Kind) -> list[int]:
     """Numbers of microbatches from twice the stages, or what the memory asks for, up."""
-    fewest = max(2 * kind.num_stages, math.ceil(kind.num_stages / kind.memory))
-    most = min(kind.most, max(7 * kind.num_stages, 3 * fewest))
+    stages = kind.num_stages
+    fewest = max(2 * stages if stages > 1 else 1, math.ceil(stages / kind.memory))
+    most = min(kind.most, max(7 * stages, 3 * fewest))
     fewest = min(fewest, most)
     steps = range(_COUNTS)
     return sorted({round(fewest + (most - fewest) * i / (_COUNTS - 1)) for i in steps})
 
 
-def _all_ends(count: int) -> Iterator[_Ends]:
+def _fronts(count: int) -> Iterator[_Ends]:
     yield _Ends()
     for growth in _GROWTH:
-        for back in _BACK:
-            for length in range(2, count - len(back)):
-                if growth**-length < _SMALLEST:
-                    break
-                yield _Ends(tuple(growth**-place for place in range(length, 0, -1)), back)
+        for length in range(2, count - len(_BACK[-1])):
+            if growth**-length < _SMALLEST:
+                break
+            yield _Ends(tuple(growth**-place for place in range(length, 0, -1)), _BACK[-1])
 
 
 def _scaled(shares: Sequence[float]) -> tuple[float, ...]:
@@ -197,9 +238,9 @@ def _seconds(template: Template) -> float:
     return template.seconds
 
 
-def _coarse(value: float) -> float:
-    """The next power of the square root of two."""
-    return 0.0 if value <= 0 else 2.0 ** (round(2 * math.log2(value)) / 2)
+def _coarse(value: float, numbers: int = 2) -> float:
+    """The nearest of so many numbers from each power of two to the next."""
+    return 0.0 if value <= 0 else 2.0 ** (round(numbers * math.log2(value)) / numbers)
 
 
 def _below(value: float) -> float:

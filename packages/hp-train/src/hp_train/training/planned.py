@@ -156,29 +156,37 @@ class StepPlanning:
         """Plan the step whose batch begins with a sequence."""
         pieces = tuple(self._data.pieces(range(first, first + self._batch)))
         lengths = [piece.length for piece in pieces]
-        plan = self._plan(pieces, lengths)
+        seconds, plan = self._plan(pieces, lengths)
         microbatches = [each for team in plan.teams for each in team.microbatches]
         positions = sum(each.deal.seq_len for each in microbatches)
-        return PlannedStep(
-            plan,
-            pieces,
-            seconds=max(run.makespan for run in simulated(plan, lengths, self.planner.costs)),
-            padding=1 - sum(lengths) / positions,
-        )
+        return PlannedStep(plan, pieces, seconds=seconds, padding=1 - sum(lengths) / positions)
 
     def close(self) -> None:
         """Plan nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _plan(self, pieces: Sequence[Piece], lengths: Sequence[int]) -> StepPlan:
-        """The plan, or where there is none, one whose microbatches are the sequences themselves."""
+    def _plan(self, pieces: Sequence[Piece], lengths: Sequence[int]) -> tuple[float, StepPlan]:
+        """The plan and its seconds; or one whose microbatches are the sequences themselves.
+
+        These fit where nothing else does, and where there are fewer of them they may take less.
+        """
+        by_sequence = self._by_sequence(pieces)
         try:
-            return self.planner.plan(lengths)
+            plan = self.planner.plan(lengths)
         except ConfigError:
-            plan = self.planner.of_parts(lengths, self._by_sequence(pieces))
-            if plan is None:
+            packed = self.planner.of_parts(lengths, by_sequence)
+            if packed is None:
                 raise
-            return plan
+            return self._seconds(packed, lengths), packed
+        found = self._seconds(plan, lengths), plan
+        if len(by_sequence[0]) < len(plan.teams[0].microbatches):
+            packed = self.planner.of_parts(lengths, by_sequence)
+            if packed is not None:
+                found = min(found, (self._seconds(packed, lengths), packed), key=lambda x: x[0])
+        return found
+
+    def _seconds(self, plan: StepPlan, lengths: Sequence[int]) -> float:
+        return max(run.makespan for run in simulated(plan, lengths, self.planner.costs))
 
     def _by_sequence(self, pieces: Sequence[Piece]) -> list[list[list[int]]]:
         """The documents of each sequence, which go round the teams; each of these has as many."""
