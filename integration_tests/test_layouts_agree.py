@@ -95,6 +95,11 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "mesh": {"pp": 2, "stage_tp": [1, 2]},
         "pipeline": {"schedule": "1f1b"},
     },
+    "pp2-fsdp2-uneven": {
+        "mesh": {"pp": 2, "dp_shard": 2, "ep": 2},
+        "pipeline": {"schedule": "zero_bubble", "stage_layers": [3, 1]},
+        "model": RICH,
+    },
     "stages2-1-ep-interleaved": {
         "mesh": {"pp": 2, "stage_tp": [2, 1], "stage_ep": [2, 1]},
         "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},

@@ -42,6 +42,11 @@ from hp_train.config.render import to_toml
             ("mesh.stage_tp ([1, 2, 1]) must have a size for each of mesh.pp (2) pipeline ranks"),
         ),
         (
+            "pipeline.stage_layers=[1,2]",
+            "pipeline.stage_layers ([1, 2]) must have a number for each of 4 stages, which "
+            "sum to model.num_layers (4)",
+        ),
+        (
             "mesh.stage_ep=[1,2]",
             "mesh.ep (2) must be 1 with mesh.stage_ep ([1, 2])",
         ),

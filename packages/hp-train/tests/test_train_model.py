@@ -210,6 +210,16 @@ def test_layers_are_shared_out_evenly(layers: int, stages: int) -> None:
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
 
 
+def test_layers_are_shared_out_as_given() -> None:
+    assert split_layers(7, 3, (4, 2, 1)) == [range(4), range(4, 6), range(6, 7)]
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (4, 2, 2)])
+def test_sizes_of_other_stages_or_layers_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"one for each of num_stages \(3\), which sum to"):
+        split_layers(7, 3, sizes)
+
+
 def test_fewer_layers_than_stages_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_layers \(2\) must be at least num_stages \(3\)"):
         split_layers(2, 3)

@@ -115,11 +115,30 @@ def test_the_best_layout_is_the_best_of_all(num: int) -> None:
                 best[words] = min(one.seconds, best.get(words, one.seconds))
         least = sorted(best.values())[:8]
         assert choice.is_complete
-        assert [one.seconds for one in choice.best] == pytest.approx(least)
+        even = [with_keys(one.config, {"pipeline.stage_layers": ()}) for one in choice.best]
+        seconds = [estimate(one, H100, vocab_size=VOCAB).seconds for one in even]
+        assert sorted(seconds) == pytest.approx(least)
+        assert [one.seconds for one in choice.best] == sorted(one.seconds for one in choice.best)
         assert choice.num_laid_out < len(found) / 4
         for one in choice.best:
             rules.check(one.config)
             assert one.config.world_size == num
+
+
+def test_a_long_last_stage_gives_layers_away() -> None:
+    """It has the output matrix and the loss, here of a large vocabulary."""
+    values = {"model.num_layers": 8, "train.global_batch_size": 16, "mesh.pp": 2}
+    config = with_keys(config_of(), values)
+    vocab_size = 40_000
+    choice = choose(config, 2, H100, vocab_size=vocab_size, count=40)
+    uneven = [one for one in choice.best if one.config.pipeline.stage_layers]
+    assert uneven
+    for one in uneven:
+        rules.check(one.config)
+        assert one.config.pipeline.stage_layers[-1] < one.config.pipeline.stage_layers[0]
+        even = with_keys(one.config, {"pipeline.stage_layers": ()})
+        assert one.seconds < estimate(even, H100, vocab_size=vocab_size).seconds
+        assert name(one).count("layers") == 1
 
 
 def test_blocks_are_gathered_where_a_stage_does_not_fit() -> None:

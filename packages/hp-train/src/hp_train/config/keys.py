@@ -190,6 +190,13 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     stages_per_rank: Annotated[
         Count, _help("Stages that each pipeline rank holds; what schedules allow is in the docs.")
     ] = 1
+    stage_layers: Annotated[
+        tuple[Count, ...],
+        _help(
+            "Layers of each stage, in order. []: as even as can be; the last stage also has the "
+            "output matrix and the loss, and may take fewer."
+        ),
+    ] = ()
     overlap: Annotated[
         bool, _help("Run a backward and the next forward at once, to hide exchanges of experts.")
     ] = False

@@ -62,6 +62,7 @@ AXES = (
     Axis("mesh.reduce_once", (False, True)),
     Axis("pipeline.schedule"),
     Axis("pipeline.stages_per_rank", (1, 2, 3)),
+    Axis("pipeline.stage_layers", ((), (3, 5), (1, 2, 3, 2))),
     Axis("pipeline.overlap", (False, True)),
     Axis("pipeline.retention"),
     Axis("pipeline.keep_microbatches", (1, 2)),

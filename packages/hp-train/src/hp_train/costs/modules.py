@@ -39,12 +39,18 @@ def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, .
     Names of their parameters are those of the first of them.
     """
     key, tiled = _key(config, vocab_size), is_tiled(config, vocab_size)
-    return _stages(key, config.train.recompute, num_stages, tiled=tiled)
+    return _stages(key, config.train.recompute, _cut(config, num_stages), tiled=tiled)
 
 
 def kernels(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Kernels, ...]:
     """What the stages of a pipeline have a GPU launch; see `hp_train.costs.kernels`."""
-    return _stage_kernels(_key(config, vocab_size), config.train.recompute, num_stages)
+    key = _key(config, vocab_size)
+    return _stage_kernels(key, config.train.recompute, _cut(config, num_stages))
+
+
+def _cut(config: Config, num_stages: int) -> tuple[range, ...]:
+    sizes = config.pipeline.stage_layers
+    return tuple(split_layers(config.model.num_layers, num_stages, sizes))
 
 
 def is_tiled(config: Config, vocab_size: int) -> bool:
@@ -158,11 +164,11 @@ def _behind(model: ModelWork) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1024)
-def _stages(key: Key, recompute: str, num_stages: int, *, tiled: bool) -> tuple[Work, ...]:
+def _stages(key: Key, recompute: str, cut: tuple[range, ...], *, tiled: bool) -> tuple[Work, ...]:
     known: dict[object, Work] = {}
     found = []
-    for index, layers in enumerate(split_layers(key[0].num_layers, num_stages)):
-        ends = index == 0, index == num_stages - 1
+    for index, layers in enumerate(cut):
+        ends = index == 0, index == len(cut) - 1
         kinds = (_kinds(key, layers), *ends)
         if kinds not in known:
             first, last = ends
@@ -183,15 +189,15 @@ def _learned(key: Key) -> tuple[dict[str, Kernels], dict[int, int]]:
 
 
 @lru_cache(maxsize=1024)
-def _stage_kernels(key: Key, recompute: str, num_stages: int) -> tuple[Kernels, ...]:
+def _stage_kernels(key: Key, recompute: str, cut: tuple[range, ...]) -> tuple[Kernels, ...]:
     learned, same = _learned(key)
     found = []
-    for index, layers in enumerate(split_layers(key[0].num_layers, num_stages)):
+    for index, layers in enumerate(cut):
         names = [f"layers.{same[layer]}" for layer in layers]
         parts = [_block_kernels(learned, recompute, name) for name in names]
         if index == 0:
             parts.append(learned["before"])
-        if index == num_stages - 1:
+        if index == len(cut) - 1:
             parts += [_block_kernels(learned, recompute, name) for name in _further(learned)]
             if "loss" in learned:  # of logits that a stage returns it is counted in front
                 parts.append(learned["loss"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hp_train.base.dtypes import BYTES
 from hp_train.layout.ranks import Axis, Layout, StageLayout
-from hp_train.layout.schedules import KINDS, placement, split_layers
+from hp_train.layout.schedules import KINDS, layers_of_stages, placement
 from hp_vtp import Edge, PipelineLayout, Sharded, StepKind, plan_edge
 from hp_vtp import StageLayout as ReplicaLayout
 
@@ -113,9 +113,9 @@ def held(config: Config, rank: int, *, node_size: int) -> Held:
     if is_equal:
         size = (1, 1, 1)  # nothing depends on how large messages are
     stages = placement(pipeline, num_ranks=mesh.pp)
-    return _held(
-        _Run(mesh, stages, is_equal, config.model, size, config.pipeline.overlap), rank, node_size
-    )
+    layers = tuple(layers_of_stages(config))
+    run = _Run(mesh, stages, is_equal, config.model, layers, size, pipeline.overlap)
+    return _held(run, rank, node_size)
 
 
 class _Run(NamedTuple):
@@ -126,6 +126,7 @@ class _Run(NamedTuple):
         stages: Pipeline rank of each stage.
         has_equal_edges: Whether each rank sends to one rank of the next stage.
         model: The model.
+        layers: Layers of each stage.
         size: Sequences, positions and bytes of a number of what travels between stages.
         overlap: Whether a microbatch's forward runs beside another's backward.
     """
@@ -134,6 +135,7 @@ class _Run(NamedTuple):
     stages: tuple[int, ...]
     has_equal_edges: bool
     model: ModelConfig
+    layers: tuple[range, ...]
     size: tuple[int, int, int]
     overlap: bool
 
@@ -209,8 +211,7 @@ def _of_uneven_edges(config: _Run, layout: Layout, rank: int) -> Iterator[Sequen
 def _has_experts(config: _Run, index: int, stages: Sequence[int]) -> bool:
     """Whether a pipeline rank has a layer of experts."""
     model = config.model
-    layers = split_layers(model.num_layers, len(stages))
-    last = max(layers[stage][-1] for stage, at in enumerate(stages) if at == index)
+    last = max(config.layers[stage][-1] for stage, at in enumerate(stages) if at == index)
     if index == stages[-1]:
         last += model.num_mtp_modules
     return not model.is_dense(last)

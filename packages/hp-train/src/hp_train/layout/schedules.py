@@ -7,6 +7,7 @@ last. So it has in a U-shape, where the other ranks have one.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -70,16 +71,34 @@ def placement(config: PipelineConfig, *, num_ranks: int) -> tuple[int, ...]:
     return KINDS[config.schedule].build(num_ranks, 1, config.stages_per_rank).stage_to_rank
 
 
-def split_layers(num_layers: int, num_stages: int) -> list[range]:
+def layers_of_stages(config: Config) -> list[range]:
+    """Layers of each stage of a config's pipeline."""
+    sizes = config.pipeline.stage_layers
+    return split_layers(config.model.num_layers, count_stages(config), sizes)
+
+
+def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] = ()) -> list[range]:
     """Layers of each stage: as even as can be, the longer runs first.
 
+    Args:
+        num_layers: Layers of the model.
+        num_stages: Number of stages.
+        sizes: Layers of each stage in place of even ones; empty: even ones.
+
     Raises:
-        ValueError: When there are fewer layers than stages.
+        ValueError: When there are fewer layers than stages, or sizes are not so many or do not sum
+            to the layers.
     """
     if num_layers < num_stages:
         raise ValueError(f"num_layers ({num_layers}) must be at least num_stages ({num_stages})")
+    if sizes and (len(sizes) != num_stages or sum(sizes) != num_layers):
+        raise ValueError(
+            f"sizes ({tuple(sizes)}) must be one for each of num_stages ({num_stages}), which sum "
+            f"to num_layers ({num_layers})"
+        )
     short, longer = divmod(num_layers, num_stages)
-    bounds = [stage * short + min(stage, longer) for stage in range(num_stages + 1)]
+    even = [short + (stage < longer) for stage in range(num_stages)]
+    bounds = itertools.accumulate(sizes or even, initial=0)
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 

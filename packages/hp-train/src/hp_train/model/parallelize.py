@@ -31,8 +31,8 @@ from hp_train.layout.schedules import (
     KINDS,
     count_microbatches,
     count_stages,
+    layers_of_stages,
     planned_tokens,
-    split_layers,
     splits_backward,
     training_schedule,
 )
@@ -216,7 +216,7 @@ def build_pipeline(
         on_progress: Called again and again while weights are made, which may take minutes.
     """
     num_stages = count_stages(config)
-    layers = split_layers(config.model.num_layers, num_stages)
+    layers = layers_of_stages(config)
     schedule = training_schedule(
         config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
     )

@@ -1,5 +1,6 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -8,6 +9,7 @@ from hp_train.config import Config
 from hp_train.config.space import Axis, enumerate_meshes
 from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
+from hp_train.layout.schedules import layers_of_stages
 from hp_train.plan.searching import Search
 from hp_train.price.estimate import Estimate, Plan
 from hp_train.price.gather import fits, room
@@ -99,7 +101,7 @@ def choose(
         config,
         launch=replace(config.launch, num_processes=0),
         mesh=replace(config.mesh, stage_tp=(), stage_ep=(), gather="stage"),
-        pipeline=replace(config.pipeline, retention="keep"),
+        pipeline=replace(config.pipeline, retention="keep", stage_layers=()),
     )
     axes = plan_axes(config, num_devices)
     processes = range(num_devices, num_devices + 1)
@@ -108,8 +110,11 @@ def choose(
         raise ConfigError(f"no layout of {num_devices} processes is allowed for this config")
     search = Search(axes, Prices(machine, vocab_size, spread or Spread()), most=most)
 
+    def laid_out(layout: Config) -> Plan:
+        return Plan(layout, machine, vocab_size=vocab_size, prices=search.prices)
+
     def price(layout: Config) -> Estimate:
-        return Plan(layout, machine, vocab_size=vocab_size, prices=search.prices).estimate()
+        return laid_out(layout).estimate()
 
     found: list[Estimate] = []
     large: list[Estimate] = []
@@ -130,14 +135,37 @@ def choose(
             f"no layout of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
             f"must be at most the memory of a device ({room(nearest.config, machine) / 1e9:.1f} GB)"
         )
+    best = [_evened(estimate, laid_out) for estimate in found[:count]]
     return Choice(
-        best=tuple(found[:count]),
+        best=tuple(sorted(best, key=lambda estimate: estimate.seconds)),
         too_large=nearest,
         num_meshes=len(meshes),
         num_priced=search.num_priced,
         num_laid_out=search.num_laid_out,
         is_complete=search.is_complete,
     )
+
+
+def _evened(best: Estimate, laid_out: Callable[[Config], Plan]) -> Estimate:
+    """Move layers one by one from the stage that takes longest to the one that takes least.
+
+    The last stage also has the output matrix and the loss, the first the embedding.
+    """
+    sizes = [len(layers) for layers in layers_of_stages(best.config)]
+    while best.config.mesh.pp > 1 and max(sizes) > 1:
+        plan = laid_out(best.config)
+        took = [price.forward + price.input_grad + price.weight_grad for price in plan.prices]
+        most = max(range(len(sizes)), key=lambda stage: (sizes[stage] > 1, took[stage]))
+        sizes[most] -= 1
+        sizes[took.index(min(took))] += 1
+        pipeline = replace(best.config.pipeline, stage_layers=tuple(sizes))
+        found = laid_out(replace(best.config, pipeline=pipeline)).estimate()
+        if found.seconds >= best.seconds or not fits(
+            found.config, found.memory.total, plan.machine
+        ):
+            break
+        best = found
+    return best
 
 
 def _put(found: list[Estimate], estimate: Estimate) -> None:

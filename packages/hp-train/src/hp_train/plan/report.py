@@ -1,6 +1,7 @@
 """Plans as text: a table, what the best one consists of, and why it is the best. No torch."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from hp_train.costs.machine import Machine
@@ -119,6 +120,10 @@ def name(estimate: Estimate) -> str:
     pipeline = config.pipeline
     stages = f" x {pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
     schedule = f", {pipeline.schedule}{stages}" if config.mesh.pp > 1 else ""
+    if pipeline.stage_layers:
+        runs = [(size, len([*run])) for size, run in groupby(pipeline.stage_layers)]
+        sizes = ", ".join(f"{times} x {size}" if times > 1 else f"{size}" for size, times in runs)
+        schedule += f" of {sizes} layers"
     size, recompute = config.train.microbatch_size, config.train.recompute
     gathered = ", gathered by block" if config.mesh.gather == "block" else ""
     again = f", recompute {recompute}" if recompute != "none" else ""
@@ -139,6 +144,7 @@ def as_dict(estimate: Estimate) -> Mapping[str, Any]:
             **mesh,
             "pipeline.schedule": config.pipeline.schedule,
             "pipeline.stages_per_rank": config.pipeline.stages_per_rank,
+            "pipeline.stage_layers": config.pipeline.stage_layers,
             "pipeline.retention": config.pipeline.retention,
             "pipeline.keep_microbatches": config.pipeline.keep_microbatches,
             "train.microbatch_size": config.train.microbatch_size,

@@ -117,7 +117,8 @@ class Prices:
         kernels: Sequence[Kernels | None] = [None] * num
         if self.machine.launch_seconds:
             kernels = modules.kernels(config, self.vocab_size, num_stages=num)
-        layers = map(len, split_layers(config.model.num_layers, num))
+        sizes = config.pipeline.stage_layers
+        layers = map(len, split_layers(config.model.num_layers, num, sizes))
         _, slowed = cores_of(self.machine, Layout.of(config.mesh))
         found: list[StagePrice] = []
         known: dict[tuple[int, int], StagePrice] = {}  # most stages are like others before them

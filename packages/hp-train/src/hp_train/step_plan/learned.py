@@ -16,7 +16,7 @@ from hp_train.costs.machine import Machine
 from hp_train.costs.memory import padding
 from hp_train.costs.work import Kernel, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
-from hp_train.layout.schedules import count_stages, split_layers
+from hp_train.layout.schedules import count_stages, layers_of_stages
 from hp_train.price.prices import aligned
 from hp_train.price.rates import Routed, rates_of
 from hp_train.price.traffic import activation_transfers, edge_link, expert_transfer
@@ -46,7 +46,7 @@ def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepC
     known: dict[object, StageCosts] = {}
     stages = []
     for work, mine, place, layers in zip(
-        works, kernels, places, split_layers(model.num_layers, num), strict=True
+        works, kernels, places, layers_of_stages(config), strict=True
     ):
         key = id(work), place, len(layers)
         if key not in known:

@@ -28,7 +28,7 @@ _DIGITS = 2
 _LOOKED_AT, _KEPT = 4, 3
 """Schedules for each kind of front and back; those that are tried with other numbers, too."""
 _VARIED, _NEAR = 8, 2
-"""Changes of shares for each schedule that is looked at; numbers next to the best that are tried."""
+"""Changes of shares for each schedule that is looked at; how far from the best number others are."""
 
 
 class _Ends(NamedTuple):
@@ -41,7 +41,6 @@ class _Ends(NamedTuple):
         """Shares of so many microbatches."""
         middle = count - len(self.front) - len(self.back)
         return _scaled((*self.front, *[1.0] * middle, *self.back))
-
 
     def alike(self) -> Iterator["_Ends"]:
         """Yield these, and such that are shorter or longer at one end."""

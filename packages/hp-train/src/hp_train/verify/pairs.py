@@ -12,7 +12,7 @@ from hp_train.config.schema import fields, shown
 from hp_train.config.space import with_keys
 from hp_train.config.timeouts import Timeouts
 from hp_train.errors import ConfigError
-from hp_train.layout.schedules import count_stages, placement, split_layers
+from hp_train.layout.schedules import layers_of_stages, placement
 
 EXACT = (
     "pipeline.schedule",
@@ -115,7 +115,7 @@ def must_be_exact(config: Config, other: Config) -> bool:
 def sizes_by_stage(config: Config) -> list[tuple[int, int, int]]:
     """Layers, tensor- and expert-parallel ranks of each stage, which schedules may decide."""
     mesh = config.mesh
-    layers = split_layers(config.model.num_layers, count_stages(config))
+    layers = layers_of_stages(config)
     places = placement(config.pipeline, num_ranks=mesh.pp)
     return [
         (len(held), mesh.tp_sizes[rank], mesh.ep_sizes[rank])

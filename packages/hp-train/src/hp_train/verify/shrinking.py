@@ -34,7 +34,8 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
     heads = kv_heads * min(2, model.num_heads // model.num_kv_heads)
     top_k = min(model.top_k, 2)
     num_experts = dealt * math.ceil(max(top_k + 1, 4) / dealt) if model.num_experts else 0
-    layers = stages + model.num_layers % stages
+    uneven = any(config.pipeline.stage_layers for config in configs)
+    layers = stages + (model.num_layers % stages or uneven)
     rounds = max(2 * config.mesh.pp for config in configs)
     small = {
         "model.num_heads": heads,
@@ -61,6 +62,9 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
     }
     if model.transformers:  # whose folder says its shape
         small = {key: value for key, value in small.items() if not key.startswith("model.")}
+    else:
+        small_layers = [_fewer_layers(config, max(2, layers)) for config in configs]
+        configs = list(map(with_keys, configs, small_layers))
     found = [with_keys(config, small) for config in configs]
     for config in found:
         try:
@@ -68,3 +72,12 @@ def shrink(configs: Sequence[Config]) -> list[Config]:
         except ConfigError as error:
             raise ConfigError(f"the config cannot be shrunk: {error}") from None
     return found
+
+
+def _fewer_layers(config: Config, num_layers: int) -> dict[str, object]:
+    """One layer for each stage, and the others for the one that had the most, if a config says."""
+    sizes = config.pipeline.stage_layers
+    fewer = [1] * len(sizes)
+    if sizes:
+        fewer[sizes.index(max(sizes))] += num_layers - len(sizes)
+    return {"pipeline.stage_layers": tuple(fewer)}

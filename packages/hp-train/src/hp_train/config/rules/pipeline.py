@@ -29,6 +29,12 @@ def pipeline_rules(config: Config) -> Iterator[str]:
             f"model.num_layers ({model.num_layers}) must be at least mesh.pp ({mesh.pp}) x "
             f"pipeline.stages_per_rank ({pipeline.stages_per_rank}){more} = {num_stages}"
         )
+    cut = pipeline.stage_layers
+    if cut and (len(cut) != num_stages or sum(cut) != model.num_layers):
+        yield (
+            f"pipeline.stage_layers ({shown(cut)}) must have a number for each of {num_stages} "
+            f"stages, which sum to model.num_layers ({model.num_layers})"
+        )
     sizes, ends_elsewhere = mesh.stage_tp, KINDS[pipeline.schedule].style == "loop"
     if model.tie_embeddings and ends_elsewhere and sizes and sizes[0] != sizes[-1]:
         yield (
