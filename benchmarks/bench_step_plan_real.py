@@ -159,14 +159,7 @@ def _rank(
     os.sched_setaffinity(0, {info.rank % (os.cpu_count() or 1)} if not seconds else {0, 1})
     runtime = initialize(info)
     make = partial(_trainer, values, Path(folder), info, runtime)
-    learner = make("planned")
-    observed: list[list[float]] = []
-    for step in range(1 + _LEARNING):
-        learner.train_step()
-        if step:  # the first one warms up
-            observed += _observed(learner)
-    costs = _fitted(observed)
-    learner.close_planning()
+    costs = _learned(make("planned"))
     if seconds:
         slept = _timed_costs(values, seconds)
         costs = {name: costs[name] + slept.get(name, 0.0) for name in costs}
@@ -191,6 +184,17 @@ def _rank(
     shutdown()
     static_, planned_, pipeline, predicted = (median(each) for each in took.values())
     return static_, planned_, pipeline, predicted
+
+
+def _learned(trainer: _Trainer) -> dict[str, float]:
+    """What a stage costs, by a few steps."""
+    observed: list[list[float]] = []
+    for step in range(1 + _LEARNING):
+        trainer.train_step()
+        if step:  # the first one warms up
+            observed += _observed(trainer)
+    trainer.close_planning()
+    return _fitted(observed)
 
 
 class _Trainer(Trainer):

@@ -135,7 +135,7 @@ def test_a_long_last_stage_gives_layers_away() -> None:
     assert uneven
     for one in uneven:
         rules.check(one.config)
-        assert one.config.pipeline.stage_layers[-1] < one.config.pipeline.stage_layers[0]
+        assert one.config.pipeline.stage_layers[-1] < max(one.config.pipeline.stage_layers)
         even = with_keys(one.config, {"pipeline.stage_layers": ()})
         assert one.seconds < estimate(even, H100, vocab_size=vocab_size).seconds
         assert name(one).count("layers") == 1

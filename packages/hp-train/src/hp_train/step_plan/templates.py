@@ -28,7 +28,7 @@ _DIGITS = 2
 _LOOKED_AT, _KEPT = 4, 3
 """Schedules for each kind of front and back; those that are tried with other numbers, too."""
 _VARIED, _NEAR = 8, 2
-"""Changes of shares for each schedule that is looked at; how far from the best number others are."""
+"""Changes of shares for each schedule that is looked at; numbers on each side of the best."""
 
 
 class _Ends(NamedTuple):
