@@ -10,10 +10,10 @@ shared by 8 ranks, memory of 4 such packs, exchanges priced. Every plan is prove
 import argparse
 import resource
 import time
-from dataclasses import replace
 from statistics import mean
 
 from hp_train.config.options import resolve
+from hp_train.config.space import with_keys
 from hp_train.costs.machine import MACHINES
 from hp_train.step_plan import Pipeline, Planner, StepCosts, learned_costs, price, step_layout
 from hp_train.step_plan.comparison import Comparison, compare
@@ -32,14 +32,13 @@ def main() -> None:
     parser.add_argument("--packs", type=int, default=32)
     parser.add_argument("--only", choices=GENERATORS)
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--inner", action="store_true", help="all stages as one in the middle")
+    parser.add_argument("--layers", type=int, nargs="*", default=(), help="of each stage")
     parser.add_argument("--planner", type=int, nargs="*")
     options = parser.parse_args()
     layout = step_layout(resolve(options.model, [], env={}).config, stages=STAGES, ranks=RANKS)
+    layout = with_keys(layout, {"pipeline.stage_layers": tuple(options.layers)})
     vocab_size = layout.model.vocab_size
     costs = learned_costs(layout, MACHINES["h100"], vocab_size=vocab_size)
-    if options.inner:
-        costs = replace(costs, stages=costs.stages[1:2])
     if options.planner is not None:
         _planner(costs, options.planner)
         return

@@ -125,19 +125,16 @@ def test_the_best_layout_is_the_best_of_all(num: int) -> None:
             assert one.config.world_size == num
 
 
-def test_a_long_last_stage_gives_layers_away() -> None:
-    """It has the output matrix and the loss, here of a large vocabulary."""
+def test_stages_that_take_longer_give_layers_away() -> None:
     values = {"model.num_layers": 8, "train.global_batch_size": 16, "mesh.pp": 2}
     config = with_keys(config_of(), values)
-    vocab_size = 40_000
-    choice = choose(config, 2, H100, vocab_size=vocab_size, count=40)
+    choice = choose(config, 2, H100, vocab_size=VOCAB, count=40)
     uneven = [one for one in choice.best if one.config.pipeline.stage_layers]
     assert uneven
     for one in uneven:
         rules.check(one.config)
-        assert one.config.pipeline.stage_layers[-1] < max(one.config.pipeline.stage_layers)
         even = with_keys(one.config, {"pipeline.stage_layers": ()})
-        assert one.seconds < estimate(even, H100, vocab_size=vocab_size).seconds
+        assert one.seconds < estimate(even, H100, vocab_size=VOCAB).seconds
         assert name(one).count("layers") == 1
 
 
