@@ -110,7 +110,10 @@ CASES: Mapping[str, Case] = {
         ({"mesh.cp": 3, "mesh.cp_heads": 1},),
     ),
     "more than half a sequence": Case(
-        lambda r: r.uniform(25, 40), _MANY, {**_MLA, "model.dropout": 0.2}, (_PP_CP,)
+        lambda r: r.uniform(25, 40),
+        _MANY,
+        {**_MLA, "model.dropout": 0.2},
+        ({**_PP_CP, "pipeline.stage_layers": (3, 1)},),
     ),
 }
 _OF_A_PLAN = (
