@@ -73,7 +73,7 @@ def destinations(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> Desti
         )
         return Destinations(rank_TW, slots, triton_sorting.count(rank_TW, num_ranks))
     rank_TK = experts_TK.div(num_local, rounding_mode="floor")
-    # A rank more takes slots that were dropped, and another one those that are wrong.
+    # A rank more takes slots that are wrong, and perhaps another one those that were dropped.
     slots = torch.zeros(len(rank_TK), num_ranks + 2, dtype=torch.int32, device=rank_TK.device)
     ones_TK = torch.ones_like(rank_TK, dtype=torch.int32)
     return Destinations(rank_TK, slots.scatter_add_(1, rank_TK, ones_TK)[:, :num_ranks])

@@ -99,12 +99,15 @@ def _sum_by_bags(
     slot is then listed once for the upper and once for the lower half of its weight.
     """
     if weights_TK is not None and weights_TK.dtype != rows_RD.dtype:
-        upper_TK = weights_TK.to(rows_RD.dtype)
         if rows_RD.dtype == torch.bfloat16:
-            lower_TK = (weights_TK - upper_TK).to(rows_RD.dtype)
-            inverse_TK = torch.cat([inverse_TK, inverse_TK], 1)
-            upper_TK = torch.cat([upper_TK, lower_TK], 1)
-        weights_TK = upper_TK
+            T, K = inverse_TK.shape
+            halves_T2K = weights_TK.new_empty(T, 2, K, dtype=rows_RD.dtype)
+            upper_TK = halves_T2K[:, 0].copy_(weights_TK)
+            torch.sub(weights_TK, upper_TK, out=halves_T2K[:, 1])
+            inverse_TK = inverse_TK.repeat(1, 2)
+            weights_TK = halves_T2K.view(T, 2 * K)
+        else:
+            weights_TK = weights_TK.to(rows_RD.dtype)
     if holes:
         return _sum_listed(rows_RD, inverse_TK, weights_TK)
     return F.embedding_bag(inverse_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
