@@ -69,7 +69,7 @@ class _Normalized(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, index, chosen = ctx.saved_tensors
-        grad = torch._softmax_backward_data(grad, weights, -1, weights.dtype)  # noqa: SLF001
+        grad = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)  # noqa: SLF001
         if chosen is not None:
             grad = torch.addcmul(grad, grad, chosen, value=-1)
         return (grad.new_zeros(ctx.shape).scatter_add_(1, index, grad), *[None] * 5)
