@@ -100,3 +100,12 @@ def test_a_layer_of_experts_launches_no_more_than_that_of_torchtitan() -> None:
         for name, make in bench_moe_operators.LAYERS.items()
     }
     assert 10 < found["hp-expert"] <= 30 < found["torchtitan, restated"]
+
+
+def test_a_layer_of_experts_runs_no_more_operators_than_that_of_torchtitan() -> None:
+    found = {
+        name: bench_moe_operators.beside_products(bench_moe_operators.on_cpu(make))
+        for name, make in bench_moe_operators.LAYERS.items()
+    }
+    assert 30 < found["hp-expert"] < found["hp-expert, with load"]
+    assert found["hp-expert, with load"] <= found["torchtitan, restated"]

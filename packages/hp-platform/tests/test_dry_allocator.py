@@ -433,3 +433,6 @@ def test_what_is_split_around_a_tensor_is_needed_beside_it() -> None:
     assert least == pytest.approx(180 * MIB, rel=0.001)
     assert replay(trace, total_bytes=least).out_of_memory is None
     assert replay(trace, total_bytes=int(0.997 * least)).out_of_memory is not None
+    # A segment that grows does so behind what is free at its end.
+    growing = replay(trace, expandable_segments=True)
+    assert least_bytes(trace, growing, expandable_segments=True) == 120 * MIB

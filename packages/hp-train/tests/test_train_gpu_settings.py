@@ -68,6 +68,17 @@ def test_a_dry_run_knows_whether_nccl_will_keep_the_order() -> None:
     assert not keeps_launch_order({})
 
 
+def test_a_dry_run_knows_whether_segments_will_grow() -> None:
+    assert gpu_settings.grows_segments({}, ALONE)
+    assert not gpu_settings.grows_segments({})
+    options = "max_split_size_mb:512, expandable_segments:true"
+    assert gpu_settings.grows_segments({"PYTORCH_CUDA_ALLOC_CONF": options})
+    assert not gpu_settings.grows_segments({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, ALONE)
+    assert not gpu_settings.grows_segments({"PYTORCH_ALLOC_CONF": ""}, ALONE)
+    registering = {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}
+    assert not gpu_settings.grows_segments(registering, ALONE)
+
+
 @pytest.mark.parametrize("allocator", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_what_the_user_has_set_stays(allocator: str) -> None:
     given = {allocator: "", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}

@@ -91,6 +91,22 @@ def test_rotation_depends_on_the_distance_of_positions_alone(pairs: str) -> None
     assert torch.allclose(scores.diagonal(3), scores[0, 3].expand(9), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("width", "first"), [(WIDTH + 8, 8), (WIDTH + 8, 7), (WIDTH + 9, 9)])
+def test_a_part_of_the_channels_turns_as_a_copy_of_it(width: int, first: int) -> None:
+    turn = rotation(_config(rope_pairs="neighbours"), torch.arange(12))
+    heads = torch.randn(2, 12, 3, width, requires_grad=True)
+    part = heads[..., first : first + WIDTH]
+    copy = part.detach().clone().requires_grad_()
+    turned, expected = turn.apply(part)[0], turn.apply(copy)[0]
+    assert torch.equal(turned, expected)
+    grads = torch.randn(2, 12, 3, width)
+    turned.backward(grads[..., first : first + WIDTH])
+    expected.backward(grads[..., first : first + WIDTH].contiguous())
+    assert heads.grad is not None
+    assert copy.grad is not None
+    assert torch.equal(heads.grad[..., first : first + WIDTH], copy.grad)
+
+
 def test_positions_of_a_part_of_a_sequence_turn_as_in_the_whole() -> None:
     whole = rotation(_config(), torch.arange(12))
     part = rotation(_config(), torch.tensor([7, 3]))

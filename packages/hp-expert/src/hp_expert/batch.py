@@ -14,11 +14,12 @@ from torch import Tensor
 
 from hp_expert.kernels import kernels_for
 from hp_expert.kernels.triton_sorting import Starts
-from hp_expert.permute import SlotCounts, count_slots, invalid_experts, invert, sort_counted
+from hp_expert.permute import SlotCounts, count_slots, invalid_experts, sort_counted
 from hp_platform.host_reads import arrived, require_on_device
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of rows and routing weights."""
+_MOST_INT32: Final = torch.iinfo(torch.int32).max
 _GROUPED_PRODUCTS_SINCE = (9, 0)
 """Compute capability from which on `grouped_mm` takes the ends of its groups from the device."""
 
@@ -86,6 +87,16 @@ class ExpertBatch(NamedTuple):
         """Slots of the rows, listed or not: N * F."""
         return self.rows.shape[0] * self.num_slots_per_row
 
+    @property
+    def narrow(self) -> torch.dtype:
+        """In what numbers of slots are kept for long: int32 unless there are too many."""
+        return torch.int32 if self.num_slots <= _MOST_INT32 else torch.int64
+
+    @property
+    def all_listed(self) -> bool:
+        """Whether every slot is known to have a position, and every position a slot."""
+        return self.counts is not None and self.order.numel() == self.num_slots
+
     def valid(self) -> Tensor | None:
         """Which positions are no padding, bool [P]; None if none is."""
         if self.counts is not None:
@@ -99,7 +110,9 @@ class ExpertBatch(NamedTuple):
         return self.order if valid is None else self.order.where(valid, padding)
 
     def row_at(self) -> Tensor:
-        """Row of the slot at each position, int64 [P]; some row where there is padding."""
+        """Row of the slot at each position, an integer [P]; some row where there is padding."""
+        if self.placed is not None and self.counts is not None:
+            return self.placed.row
         slot, slots_per_row = self.order, self.num_slots_per_row
         if self.counts is None:
             slot = self.slot_at()
@@ -108,9 +121,12 @@ class ExpertBatch(NamedTuple):
     def at_slots(self, values_P: Tensor, *, default: float) -> Tensor:
         """Put a value for each position to its slot: [N * F]; `default` where a slot has none."""
         num_slots = self.num_slots
+        slot_P = self.slot_at(num_slots).to(torch.int64)
+        if self.all_listed:
+            return torch.empty_like(values_P).scatter_(0, slot_P, values_P)
         # One slot more than there are takes what belongs to padding.
         values = values_P.new_full((num_slots + 1,), default)
-        return values.scatter_(0, self.slot_at(num_slots), values_P)[:-1]
+        return values.scatter_(0, slot_P, values_P)[:-1]
 
     def weight_at(self) -> Tensor | None:
         """Routing weight of the slot at each position [P], fp32 or wider; None: all are one."""
@@ -126,17 +142,17 @@ class ExpertBatch(NamedTuple):
         grad_S = self.at_slots(grad_P, default=0)
         return grad_S.view(self.weights.shape).to(self.weights.dtype)
 
-    def positions(self) -> tuple[Tensor, bool]:
-        """Position of each slot [N, F], -1 for one that has none, and whether there may be such."""
-        slots_per_row = self.num_slots_per_row
-        num_listed, num_slots = self.order.numel(), self.rows.shape[0] * slots_per_row
-        all_listed = self.counts is not None and num_listed == num_slots
-        if all_listed:
-            position_S = invert(self.order)
-        else:
-            positions = torch.arange(num_listed, device=self.order.device)
-            position_S = self.at_slots(positions, default=-1)
-        return position_S.view(-1, slots_per_row), not all_listed
+    def positions(self, dtype: torch.dtype = torch.int64) -> tuple[Tensor, bool]:
+        """Position of each slot [N, F], -1 for one that has none, and whether there may be such.
+
+        Args:
+            dtype: Dtype of the positions, unless they are known.
+        """
+        if self.placed is not None:
+            return self.placed.position, not self.all_listed
+        positions = torch.arange(self.order.numel(), device=self.order.device, dtype=dtype)
+        position_S = self.at_slots(positions, default=-1)
+        return position_S.view(-1, self.num_slots_per_row), not self.all_listed
 
     def places(self) -> Places:
         """Find out all at once."""
@@ -189,7 +205,7 @@ class LocalRead:
             like: The copy, int64 [E + 2].
         """
         without = self.num_tokens * self.top_k - sum(slots)
-        return torch.tensor([*slots, without, 0], dtype=like.dtype, device="cpu")
+        return torch.tensor([*slots, 0, without], dtype=like.dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +235,13 @@ class LocalDispatcher:
         counts: tuple[int, ...] | None = None
         if stays_on_device(x):
             message = f"experts must be in [0, num_experts ({self.num_experts})), or -1 for none"
-            require_on_device(counted.counts[-1] == 0, message)
+            require_on_device(counted.counts[self.num_experts] == 0, message)
         else:
             found = counted.counts
             if found.is_cuda:
                 read = LocalRead(len(x), experts.shape[1], self.num_experts)
                 found = arrived(found.cpu(), purpose=read)
-            *numbers, _, invalid = found.tolist()
+            *numbers, invalid, _ = found.tolist()
             if invalid:
                 raise invalid_experts(invalid, self.num_experts)
             order, counts = order[: sum(numbers)], tuple(numbers)

@@ -21,7 +21,7 @@ class SlotCounts(NamedTuple):
     """Where slots go, and how many go there.
 
     Attributes:
-        keys: Expert of each slot; E where it was dropped (-1), E + 1 where there is no such expert.
+        keys: Expert of each slot; E where there is no such expert, E + 1 where it was dropped (-1).
             Of the narrowest dtype that holds it, which sorts fastest: [T, K].
         experts: The same, int64 [T, K].
         counts: Slots of each key, int64 [E + 2].
@@ -36,18 +36,16 @@ class SlotCounts(NamedTuple):
 
 
 def count_slots(experts_TK: Tensor, num_experts: int) -> SlotCounts:
-    """Count the slots of each expert, those of none, and those of experts that do not exist."""
+    """Count the slots of each expert, those of experts that do not exist, and those of none."""
     experts_TK = experts_TK.contiguous()  # or what is made of it would have its strides
     if fuses(experts_TK):
         starts = triton_sorting.count(experts_TK, num_experts)
         return SlotCounts(experts_TK, experts_TK, starts.counts, starts)
-    exists = (experts_TK >= 0) & (experts_TK < num_experts)
-    bucket_TK = experts_TK.to(torch.int64).where(exists, num_experts + 1)
-    bucket_TK = bucket_TK.masked_fill_(experts_TK == -1, num_experts)
-    counts = bucket_TK.new_zeros(num_experts + 2)
-    bucket_S = bucket_TK.view(-1)
-    counts.scatter_add_(0, bucket_S, torch.ones_like(bucket_S))
-    return SlotCounts(narrowed(bucket_TK, num_experts + 2), bucket_TK, counts)
+    num_keys = num_experts + 2
+    # Of what a clamp leaves, -1 is the last of so many keys, and -2 one before it, as E is.
+    bucket_TK = experts_TK.to(torch.int64).clamp(-2, num_experts).remainder_(num_keys)
+    counts = bucket_TK.new_zeros(num_keys).scatter_(0, bucket_TK.view(-1), 1, reduce="add")
+    return SlotCounts(narrowed(bucket_TK, num_keys), bucket_TK, counts)
 
 
 def narrowed(keys: Tensor, num_keys: int) -> Tensor:

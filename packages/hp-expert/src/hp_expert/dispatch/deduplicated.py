@@ -73,10 +73,9 @@ def destinations(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> Desti
         )
         return Destinations(rank_TW, slots, triton_sorting.count(rank_TW, num_ranks))
     rank_TK = experts_TK.div(num_local, rounding_mode="floor")
-    # A rank more takes slots that were dropped, and another one those that are wrong.
+    # A rank more takes slots that are wrong, and perhaps another one those that were dropped.
     slots = torch.zeros(len(rank_TK), num_ranks + 2, dtype=torch.int32, device=rank_TK.device)
-    ones_TK = torch.ones_like(rank_TK, dtype=torch.int32)
-    return Destinations(rank_TK, slots.scatter_add_(1, rank_TK, ones_TK)[:, :num_ranks])
+    return Destinations(rank_TK, slots.scatter_(1, rank_TK, 1, reduce="add")[:, :num_ranks])
 
 
 def sort_rows(where: Destinations) -> Permutation:
@@ -85,7 +84,7 @@ def sort_rows(where: Destinations) -> Permutation:
     if where.starts is not None:
         return placed(where.rank, where.starts)
     ranks = torch.arange(num_ranks, device=where.slots.device)
-    keys_TW = torch.where(where.slots > 0, ranks, num_ranks)
+    keys_TW = ranks.expand_as(where.slots).masked_fill(where.slots == 0, num_ranks)
     return sort_slots(narrowed(keys_TW, num_ranks + 1))
 
 
@@ -104,10 +103,10 @@ def sort_codes(
     permutation = sort_slots(narrowed(where.rank, num_ranks + 2))
     rank_S = where.rank.view(-1).index_select(0, permutation.order)
     expert_S = counted.experts.view(-1).index_select(0, permutation.order)
-    row_S = rank_S * where.rank.shape[0] + permutation.token
+    row_S = torch.add(permutation.token, rank_S, alpha=where.rank.shape[0])
     begins_S = torch.ones_like(row_S)
-    begins_S[1:] = row_S[1:] != row_S[:-1]
-    code_S = (expert_S - rank_S * num_local) * 2 + begins_S
+    torch.ne(row_S[1:], row_S[:-1], out=begins_S[1:])
+    code_S = torch.add(begins_S, expert_S.remainder_(num_local), alpha=2)
     return permutation, code_S.to(dtype)
 
 
@@ -118,11 +117,10 @@ def unpack(codes_P: Tensor, *, num_slots_per_row: int) -> tuple[Tensor, Tensor]:
         Slot of each code, row * F + choice, and the slot at each position of expert order; both
         int64 [P].
     """
-    begins_P = (codes_P & 1).to(torch.bool)
+    begins_P, F = codes_P & 1, num_slots_per_row
     place_P = torch.arange(codes_P.numel(), device=codes_P.device)
-    row_P = begins_P.cumsum(0) - 1
-    begin_P = place_P.where(begins_P, 0).cummax(0).values if codes_P.numel() else place_P
-    slot_P = row_P * num_slots_per_row + (place_P - begin_P)
+    begin_P = (place_P * begins_P).cummax(0).values if codes_P.numel() else place_P
+    slot_P = torch.add(place_P, begins_P.cumsum(0), alpha=F).sub_(begin_P).sub_(F)
     return slot_P, slot_P.index_select(0, (codes_P >> 1).argsort(stable=True))
 
 

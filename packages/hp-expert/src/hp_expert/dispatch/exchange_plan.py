@@ -237,7 +237,7 @@ def count_block(
     sent[:, TOKENS] = num_tokens
     if counted is not None:
         num_experts = num_ranks * num_local
-        sent[:, INVALID] = counted.counts[num_experts + 1]
+        sent[:, INVALID] = counted.counts[num_experts]
         sent[:, COUNTS : COUNTS + num_local] = counted.counts[:num_experts].view(num_ranks, -1)
     if where is not None:
         sent[:, ROWS], sent[:, MOST] = where.num_rows(), where.most_slots()

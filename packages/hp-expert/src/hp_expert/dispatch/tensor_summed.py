@@ -122,7 +122,7 @@ def _count_block(
     """Return what this rank tells all others, int64 [B]."""
     sent = torch.full((block_size(_COUNTS + num_experts),), header.code, device=x.device)
     if counted is not None:
-        sent[_INVALID], sent[_TOKENS] = counted.counts[num_experts + 1], x.shape[0]
+        sent[_INVALID], sent[_TOKENS] = counted.counts[num_experts], x.shape[0]
         sent[_COUNTS : _COUNTS + num_experts] = counted.counts[:num_experts]
     return sent
 

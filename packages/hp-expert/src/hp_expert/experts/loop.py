@@ -27,16 +27,17 @@ _ROWS = 1024
 
 
 def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute the output [N, D]; keep the pre-activations of each chunk."""
-    rows, row_at, kernels = batch.rows, batch.row_at(), kernels_for(batch.rows)
+    """Compute the output [N, D]; keep where slots are, and the pre-activations of each chunk."""
+    rows, kernels = batch.rows, kernels_for(batch.rows)
+    row_P, (position_NF, holes) = batch.row_at(), batch.positions(batch.narrow)
     y_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].mT.unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.mT.unbind(0), experts.activation
     output_bias = experts.biases.down if experts.adds_output_bias else None
-    kept: list[Tensor] = []
+    kept: list[Tensor] = [position_NF]
     for positions, run in _chunks(batch):
-        x_RD = kernels.gather_rows(rows, row_at[positions], holes=False)
+        x_RD = kernels.gather_rows(rows, row_P[positions], holes=False)
         pre = [_times(x_RD, w, run) for w in weights]
         for piece, (i, part) in zip(pre, pieces, strict=True):
             if (bias := experts.biases.gate_up[i]) is not None:
@@ -48,7 +49,6 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
         if output_bias is not None:
             _add_bias(y_RD, output_bias, run)
         kept += pre
-    position_NF, holes = batch.positions()
     out = kernels.sum_rows(y_PD, position_NF, batch.weights, holes=holes)
     return out, tuple(kept)
 
@@ -62,33 +62,32 @@ def backward(
     wanted: WeightGradients,
 ) -> InputGradients:
     """Compute the gradients of rows and weights; hand the factors of the others to `wanted`."""
-    rows, row_at, kernels = batch.rows, batch.row_at(), kernels_for(batch.rows)
-    dx_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
-    scale_P = batch.weight_at()
+    (position_NF, *kept_pre), row_P, holes = kept, batch.row_at(), not batch.all_listed
+    rows, kernels = batch.rows, kernels_for(batch.rows)
+    dx_PD = rows.new_empty(row_P.numel(), rows.shape[1])
+    scale_P = by_P = batch.weight_at()
     grad_scale = None if scale_P is None else torch.empty_like(scale_P)
+    if by_P is not None and rows.dtype != torch.float16:  # small weights are out of its range
+        by_P = by_P.to(rows.dtype)  # a product of two dtypes takes thrice as long
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.unbind(0), experts.activation
     output_bias = experts.biases.down if experts.adds_output_bias else None
     for index, (positions, run) in enumerate(_chunks(batch)):
-        row_R = row_at[positions]
+        row_R = row_P[positions]
         x_RD = kernels.gather_rows(rows, row_R, holes=False)
         dy_RD = kernels.gather_rows(grad_out, row_R, holes=False)
         dh_RH = _times(dy_RD, down, run)
-        pre = kept[index * len(weights) : (index + 1) * len(weights)]
+        pre = kept_pre[index * len(weights) : (index + 1) * len(weights)]
         gate_RH, up_RH = pre if len(pre) > 1 else pre[0].chunk(2, 1)
         gated_RH = activation.gate(gate_RH)
         h_RH = activation.product(gated_RH, up_RH)
-        one_R1 = dy_RD.new_ones(dy_RD.shape[0], 1)
-        scale_R1 = one_R1
-        if scale_P is not None and grad_scale is not None:
-            scale_R1 = scale_P[positions, None]
-            if rows.dtype != torch.float16:  # small weights are out of its range
-                scale_R1 = scale_R1.to(rows.dtype)  # a product of two dtypes takes thrice as long
-            grad_R = _dot(dh_RH, h_RH, scale_P.dtype)
+        scale_R1 = None
+        if by_P is not None and grad_scale is not None:
+            scale_R1 = by_P[positions, None]
+            grad_R = _dot(dh_RH, h_RH, out=grad_scale[positions])
             if output_bias is not None:
-                grad_R += _dot_bias(dy_RD, output_bias, run, scale_P.dtype)
-            grad_scale[positions] = grad_R
+                grad_R += _dot_bias(dy_RD, output_bias, run, grad_R.dtype)
             dh_RH.mul_(scale_R1)
             h_RH.mul_(scale_R1)
         # Where they are, if they need not be in one tensor: memory is used again while it is warm.
@@ -101,13 +100,16 @@ def backward(
         for left, (i, part) in zip(dpre, pieces, strict=True):
             wanted.weights.gate_up[i].add(left, x_RD, run, part)
             if (bias := wanted.biases.gate_up[i]) is not None:
-                bias.add(left, one_R1, run, part)
+                bias.add(left, _ones(left), run, part)
         wanted.weights.down.add(dy_RD, h_RH, run, slice(None))
         if wanted.biases.down is not None:
-            wanted.biases.down.add(dy_RD, scale_R1, run, slice(None))
-    position_NF, holes = batch.positions()
+            scale = _ones(dy_RD) if scale_R1 is None else scale_R1
+            wanted.biases.down.add(dy_RD, scale, run, slice(None))
     dx = kernels.sum_rows(dx_PD, position_NF, None, holes=holes)
-    return InputGradients(dx, batch.weight_gradient(grad_scale))
+    if grad_scale is None or batch.weights is None:
+        return InputGradients(dx, None)
+    grad_S = kernels.gather_rows(grad_scale, position_NF.view(-1), holes=holes)
+    return InputGradients(dx, grad_S.view_as(batch.weights).to(batch.weights.dtype))
 
 
 class _Chunk(NamedTuple):
@@ -173,15 +175,16 @@ def _add_bias(y_RM: Tensor, bias_LM: Tensor, run: ExpertRun) -> None:
         y_n.add_(bias_LM[expert])
 
 
-def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply rows with rows, and add up in `dtype`."""
+def _ones(like_RX: Tensor) -> Tensor:
+    """What rows are multiplied with where they count once: [R, 1]."""
+    return like_RX.new_ones(like_RX.shape[0], 1)
+
+
+def _dot(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Multiply rows with rows, and add up in the dtype of `out` [R]."""
     if a.dtype == torch.float16:  # products may be out of its range
-        a, b = a.to(dtype), b.to(dtype)
-    total_R = a.new_empty(a.shape[0], dtype=dtype)
-    # Few enough rows at a time that products are in the cache when they are summed.
-    for a_n, b_n, total_n in zip(a.split(128), b.split(128), total_R.split(128), strict=True):
-        torch.sum(a_n * b_n, 1, dtype=dtype, out=total_n)
-    return total_R
+        a, b = a.to(out.dtype), b.to(out.dtype)
+    return torch.sum(a * b, 1, dtype=out.dtype, out=out)
 
 
 def _dot_bias(dy_RD: Tensor, bias_LD: Tensor, run: ExpertRun, dtype: torch.dtype) -> Tensor:

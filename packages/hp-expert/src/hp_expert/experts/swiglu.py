@@ -39,7 +39,6 @@ from hp_platform import wait_tensor
 T = TypeVar("T")
 _GROUPED: Final = Grouped()
 _PLACED: Final = 4  # tensors, which `Places` begins with
-_MOST_INT32: Final = torch.iinfo(torch.int32).max
 
 
 class _Options(NamedTuple):
@@ -177,15 +176,12 @@ class _RoutedSwiGLU(torch.autograd.Function):
         batch = batch._replace(rows=rows, weights=slot_weights)
         experts = _cast(_here(parameters), parameters, rows.dtype, options)
         out, kept = backend.forward(batch, experts)
-        where: tuple[Tensor, ...] = (batch.order,)
-        if batch.placed is not None:
-            where = batch.placed[:_PLACED]
-        elif rows.shape[0] * batch.num_slots_per_row <= _MOST_INT32:
-            where = (batch.order.to(torch.int32),)
+        placed = batch.placed
+        where = (batch.order.to(batch.narrow),) if placed is None else placed[:_PLACED]
         ctx.save_for_backward(rows, slot_weights, *where, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing, placed=None)
-        ctx.places = None if batch.placed is None else batch.placed[_PLACED:]
+        ctx.places = None if placed is None else placed[_PLACED:]
         ctx.backend, ctx.options = backend, options
         # The saved ones may be copies of the parameters; see Note [Now or later].
         ctx.parameters = parameters
@@ -196,7 +192,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         num_parameters = len(ctx.parameters)
         rows, slot_weights, order, *saved = ctx.saved_tensors
-        order, placed = order.to(torch.int64), None
+        placed = None
         if ctx.places is not None:
             placed = Places(order, *saved[: _PLACED - 1], *ctx.places)
             saved = saved[_PLACED - 1 :]

@@ -99,12 +99,15 @@ def _sum_by_bags(
     slot is then listed once for the upper and once for the lower half of its weight.
     """
     if weights_TK is not None and weights_TK.dtype != rows_RD.dtype:
-        upper_TK = weights_TK.to(rows_RD.dtype)
         if rows_RD.dtype == torch.bfloat16:
-            lower_TK = (weights_TK - upper_TK).to(rows_RD.dtype)
-            inverse_TK = torch.cat([inverse_TK, inverse_TK], 1)
-            upper_TK = torch.cat([upper_TK, lower_TK], 1)
-        weights_TK = upper_TK
+            T, K = inverse_TK.shape
+            halves_T2K = weights_TK.new_empty(T, 2, K, dtype=rows_RD.dtype)
+            upper_TK = halves_T2K[:, 0].copy_(weights_TK)
+            torch.sub(weights_TK, upper_TK, out=halves_T2K[:, 1])
+            inverse_TK = inverse_TK.repeat(1, 2)
+            weights_TK = halves_T2K.view(T, 2 * K)
+        else:
+            weights_TK = weights_TK.to(rows_RD.dtype)
     if holes:
         return _sum_listed(rows_RD, inverse_TK, weights_TK)
     return F.embedding_bag(inverse_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
@@ -118,13 +121,13 @@ def _sum_listed(rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) 
     inverse_S = inverse_TK.reshape(-1)
     is_there_S = inverse_S >= 0
     ends_S = is_there_S.cumsum(0)
-    # Many slots may lack a position: they all write to the place that is cut off.
-    place_S = (ends_S - 1).where(is_there_S, T * K)
-    listed_S = inverse_S.new_zeros(T * K + 1).scatter_(0, place_S, inverse_S)[:-1]
+    # Many slots may lack a position: they all write to the last place, and none to the first.
+    place_S = ends_S.where(is_there_S, T * K + 1)
+    listed_S = inverse_S.new_zeros(T * K + 2).scatter_(0, place_S, inverse_S)[1:-1]
     weight_S = None
     if weights_TK is not None:
-        weight_S = weights_TK.new_zeros(T * K + 1)
-        weight_S = weight_S.scatter_(0, place_S, weights_TK.reshape(-1))[:-1]
+        weight_S = weights_TK.new_zeros(T * K + 2)
+        weight_S = weight_S.scatter_(0, place_S, weights_TK.reshape(-1))[1:-1]
     ends = F.pad(ends_S.view(T, K)[:, -1], (1, 0))
     bags = F.embedding_bag(listed_S, rows_RD, ends, mode="sum", per_sample_weights=weight_S)
     # Not a view: autograd forbids to change one that a Function returns.

@@ -64,7 +64,7 @@ def tell(counts: Tensor, columns: Columns, *, code: int, num_ranks: int, size: i
     """Return the block for each rank, int64 [W, B].
 
     Args:
-        counts: Slots of each expert, of none, and of experts that do not exist, int64 [E + 2].
+        counts: Slots of each expert, of experts that do not exist, and of none, int64 [E + 2].
         columns: Where numbers go; all others are the code.
         code: Code of the header.
         num_ranks: W.

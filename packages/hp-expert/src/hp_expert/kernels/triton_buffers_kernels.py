@@ -32,7 +32,7 @@ def tell(  # noqa: PLR0917  # Triton's launch passes them by position
     table = tl.load(counts + rank * L + local, mask=(rank < W) & (local < L), other=0)
     column = tl.arange(0, BLOCK_B)
     value = tl.zeros((BLOCK_B,), dtype=tl.int64) + code
-    value = tl.where(column == INVALID, tl.load(counts + W * L + 1), value)
+    value = tl.where(column == INVALID, tl.load(counts + W * L), value)
     value = tl.where(column == TOKENS, 0, value)
     value = tl.where(column == MOST, tl.max(tl.sum(table, axis=1), axis=0), value)
     expert = column - COUNTS

@@ -25,7 +25,7 @@ class Starts(NamedTuple):
 
     Attributes:
         starts: Where slots go, as `place` wants it, int32 [B + 1, N].
-        counts: Slots of each expert, of none, and of experts that do not exist, int64 [E + 2].
+        counts: Slots of each expert, of experts that do not exist, and of none, int64 [E + 2].
         ends: Where the positions of each expert end, int32 [E].
         run: How many experts were counted as one.
     """

@@ -5,7 +5,7 @@ blocks; `count` counts the keys of each block, `scan` adds up blocks, and so fin
 slot of each key goes, in all and in each block, and `place` writes every slot where it belongs.
 Slots of one key stay in order, an output has one writer, and nothing is added by atomics.
 
-Of E experts there are E + 2 keys: E of a slot that was dropped, E + 1 where there is no such one.
+Of E experts there are E + 2 keys: E where there is no such one, E + 1 of a slot that was dropped.
 Runs of DIV experts may share a key: those of a rank.
 
 Shape symbols: S slots, K choices per token, E experts, B blocks, N keys or more.
@@ -26,7 +26,7 @@ def _key_of(
     """Key of each slot; -1 where there is no slot."""
     expert = tl.load(experts + slot, mask=slot < num_slots, other=0).to(tl.int64)
     exists = (expert >= 0) & (expert < E * DIV)
-    key = tl.where(exists, expert // DIV, tl.where(expert == -1, E, E + 1)).to(tl.int32)
+    key = tl.where(exists, expert // DIV, tl.where(expert == -1, E + 1, E)).to(tl.int32)
     return tl.where(slot < num_slots, key, -1)
 
 

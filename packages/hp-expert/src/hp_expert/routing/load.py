@@ -1,6 +1,6 @@
 """How many slots went to each expert.
 
-Note [Counted in backward]. A router counts what it decided when the gradient of its scores is
+Note [Counted in backward]. A router counts what it decided when the gradient of its weights is
 computed. That is once per token that is trained on, however often its forward runs: with either
 kind of activation checkpointing, and in schedules that run a forward without gradients first. What
 has no backward is not counted: evaluation, with gradients disabled or not asked for.
@@ -23,16 +23,22 @@ from torch import Tensor
 _lock = threading.Lock()
 
 
-def count_in_backward(scores: Tensor, experts: Tensor, total: Tensor) -> Tensor:
-    """Return the scores; count the experts when their gradient is computed.
+def count_in_backward(
+    weights: Tensor, experts: Tensor, total: Tensor, *, all_exist: bool = False
+) -> Tensor:
+    """Return the weights; count the experts when their gradient is computed.
 
     Args:
-        scores: fp32 or wider [T, E].
+        weights: Weight of each chosen expert, fp32 or wider [T, K].
         experts: The chosen experts, int64 [T, K]; those outside [0, E) are not counted.
         total: The counter, int64 [E].
+        all_exist: Whether none is outside; one that is nevertheless raises, on CUDA on the device.
     """
-    counts = count_by_sequence(experts.reshape(1, -1), num_experts=total.numel())[0]
-    marked: Tensor = _CountInBackward.apply(scores, counts, total)
+    slots = None
+    if not all_exist:
+        slots = (experts >= 0) & (experts < total.numel())
+        experts = experts.clamp(0, total.numel() - 1)
+    marked: Tensor = _CountInBackward.apply(weights, experts, slots, total)
     return marked
 
 
@@ -56,14 +62,21 @@ class _CountInBackward(torch.autograd.Function):
     """See Note [Counted in backward]."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, counts: Tensor, total: Tensor) -> Tensor:
-        ctx.counts, ctx.total = counts, total
-        return scores.view_as(scores)
+    def forward(
+        ctx: Any, weights: Tensor, experts: Tensor, slots: Tensor | None, total: Tensor
+    ) -> Tensor:
+        ctx.experts, ctx.slots, ctx.total = experts.view(-1), slots, total
+        return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        counts: Tensor = ctx.counts
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        total: Tensor = ctx.total
+        experts: Tensor = ctx.experts
+        slots: Tensor | None = ctx.slots
         with nullcontext() if torch.compiler.is_compiling() else _lock:
             # Atomic on CUDA, where the lock does not keep two streams apart.
-            ctx.total.index_add_(0, torch.arange(counts.numel(), device=counts.device), counts)
-        return grad, None, None
+            if slots is None:
+                total.scatter_(0, experts, 1, reduce="add")
+            else:
+                total.scatter_add_(0, experts, slots.view(-1).to(total.dtype))
+        return grad, None, None, None

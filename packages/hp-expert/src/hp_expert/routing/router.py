@@ -19,6 +19,7 @@ from hp_expert.routing.fused import route
 from hp_expert.routing.load import count_in_backward
 from hp_expert.routing.recompute import decide, is_routing_saved
 from hp_expert.routing.replay import check_replay, check_replay_shape
+from hp_expert.routing.weighed import normalized
 from hp_platform import linear
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -203,14 +204,16 @@ class TopKRouter(nn.Module):
                 return self._route_fused(logits_TE, rule, sequence_length, replay=given)
         softmax = self.score_function == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if softmax else logits_TE.sigmoid()
-        make = partial(self._choose, scores_TE.detach(), sequence_length)
+        make = partial(self._choose, scores_TE.detach(), logits_TE.detach(), sequence_length)
         if padding is not None:
             replay = self._without(padding, replay, make)
         choice = decide(self, make) if replay is None else _Choice(replay, replay)
-        load = self._counter(scores_TE)
+        replayed = replay is not None
+        weights_TK = self._weigh(scores_TE, logits_TE, choice, replayed=replayed)
+        load = self._counter(weights_TK)
         if load is not None:
-            scores_TE = count_in_backward(scores_TE, choice.chosen, load)
-        weights_TK = self._weigh(scores_TE, choice, replayed=replay is not None)
+            made = replay is None
+            weights_TK = count_in_backward(weights_TK, choice.chosen, load, all_exist=made)
         drops = choice.experts is not choice.chosen
         before_drop = choice.chosen if drops else None
         return Routing(weights_TK, choice.experts, scores_TE, logits_TE, before_drop)
@@ -271,7 +274,7 @@ class TopKRouter(nn.Module):
         return self.load if self.load.device == scores.device else self._load_on(scores)
 
     @torch.no_grad()
-    def _choose(self, scores_TE: Tensor, sequence_length: int) -> _Choice:
+    def _choose(self, scores_TE: Tensor, logits_TE: Tensor, sequence_length: int) -> _Choice:
         ranked_TE = scores_TE
         if self.correction_bias is not None:
             ranked_TE = scores_TE + self.correction_bias.to(scores_TE.dtype)
@@ -282,10 +285,11 @@ class TopKRouter(nn.Module):
                 num_limited_groups=self.num_limited_groups,
                 group_score=self.group_score,
             )
-        chosen_TK = top_k_experts(ranked_TE, self.top_k)
+        is_softmax = ranked_TE is scores_TE and self.score_function == "softmax"
+        chosen_TK = top_k_experts(ranked_TE, self.top_k, is_softmax=is_softmax)
         if self.capacity_factor is None:
             return _Choice(chosen_TK, chosen_TK)
-        weigh = partial(self._weigh, scores_TE, _Choice(chosen_TK, chosen_TK))
+        weigh = partial(self._weigh, scores_TE, logits_TE, _Choice(chosen_TK, chosen_TK))
         return self._drop(chosen_TK, weigh, sequence_length)
 
     def _drop(
@@ -307,19 +311,29 @@ class TopKRouter(nn.Module):
         )
         return _Choice(chosen_TK.masked_fill(~has_room_TK, -1), chosen_TK)
 
-    def _weigh(self, scores_TE: Tensor, choice: _Choice, *, replayed: bool = False) -> Tensor:
+    def _weigh(
+        self, scores_TE: Tensor, logits_TE: Tensor, choice: _Choice, *, replayed: bool = False
+    ) -> Tensor:
         """What each slot's expert counts, [T, K]."""
-        index_TK = choice.chosen
+        index_TK, absent_TK = choice.chosen, None
         if replayed:
             # Experts that do not exist must not be read; the dispatcher will refuse them.
             index_TK = index_TK.clamp(0, self.num_experts - 1)
-        weights_TK = scores_TE.gather(1, index_TK)
-        if replayed:
-            weights_TK = weights_TK.masked_fill(index_TK != choice.chosen, 0.0)
+            absent_TK = index_TK != choice.chosen
         if self.normalize:
-            # All K sigmoids may round to zero.
-            tiny = torch.finfo(weights_TK.dtype).tiny
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp_min(tiny)
+            sigmoid = self.score_function == "sigmoid"
+            weights_TK = normalized(
+                logits_TE,
+                scores_TE,
+                index_TK,
+                sigmoid=sigmoid,
+                absent_TK=absent_TK,
+                best=self.correction_bias is None and not replayed,
+            )
+        else:
+            weights_TK = scores_TE.gather(1, index_TK)
+            if absent_TK is not None:
+                weights_TK = weights_TK.masked_fill(absent_TK, 0.0)
         if self.scaling_factor != 1:
             weights_TK = weights_TK * self.scaling_factor
         if choice.experts is not choice.chosen:
@@ -363,19 +377,26 @@ class TopKRouter(nn.Module):
 
 
 @torch.no_grad()
-def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
+def top_k_experts(scores_TE: Tensor, top_k: int, *, is_softmax: bool = False) -> Tensor:
     """Return the indices of the highest scores, best first; the lower index wins ties.
 
     `torch.topk` breaks ties arbitrarily, and a stable sort takes twice the time of K maxima, whose
-    index is that of the first one.
+    index is that of the first one. The bits of fp32 numbers that are not negative are whole numbers
+    in the same order, which leave room for the index: of such keys no two are equal.
 
     Args:
         scores_TE: Finite, or -inf for no more than E - K experts [T, E].
         top_k: Number of experts per token, K.
+        is_softmax: Whether scores are a softmax: none is negative, and of a token all are numbers,
+            or none is.
 
     Returns:
         int64 [T, K].
     """
+    if is_softmax and top_k > 1 and scores_TE.dtype == torch.float32:
+        bits_TE = scores_TE.view(torch.int32)
+        last_first_E = torch.arange(scores_TE.shape[1] - 1, -1, -1, device=scores_TE.device)
+        return torch.add(last_first_E, bits_TE, alpha=1 << 32).topk(top_k, dim=-1).indices
     left_TE = scores_TE.clone() if top_k > 1 else scores_TE
     chosen = []
     for choice in range(top_k):

@@ -27,7 +27,7 @@ from hp_train.launch.task import Worker
 from hp_train.layout.vocabulary import logit_tile
 from hp_train.model.parallelize import vocabulary_of
 from hp_train.price.gather import in_words
-from hp_train.training.gpu_settings import keeps_launch_order
+from hp_train.training.gpu_settings import grows_segments, keeps_launch_order
 from hp_train.training.startup import connect, vocab_size_of
 from hp_train.training.train import Trainer
 
@@ -110,6 +110,7 @@ def _train(job: Job, worker: Worker) -> Any:
         num_parameters=sum(p.local.numel() for p in trainer.parameters),
         saved=saved,
         keeps_launch_order=keeps_launch_order(os.environ, config),
+        expandable_segments=grows_segments(os.environ, config),
         gathered=in_words(trainer.config),
     )
 
@@ -122,6 +123,7 @@ def report_of(
     saved: Saved | None = None,
     stopped: str = "",
     keeps_launch_order: bool = False,
+    expandable_segments: bool = False,
     gathered: str = "",
 ) -> Any:
     """Look at what a rank did; returns a `RankReport` as plain values.
@@ -133,10 +135,16 @@ def report_of(
         saved: What a checkpoint of this rank would hold; None: not asked.
         stopped: Where a script ended before its end; empty: it did not.
         keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
+        expandable_segments: Whether torch's allocator takes memory in segments that grow.
         gathered: See `RankReport`.
     """
     summary = summarize(
-        trace, skew=skew, usage=replay(trace), num_parameters=num_parameters, saved=saved
+        trace,
+        skew=skew,
+        usage=replay(trace, expandable_segments=expandable_segments),
+        expandable_segments=expandable_segments,
+        num_parameters=num_parameters,
+        saved=saved,
     )
     faults = (
         f"rank {trace.rank}: {event.place}: {event.at}: {event.what}"

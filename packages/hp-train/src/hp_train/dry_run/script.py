@@ -23,7 +23,7 @@ from hp_train.dry_run.rank import report_of
 from hp_train.dry_run.rehearsal import run_classes, summary_of
 from hp_train.dry_run.summary import Summary
 from hp_train.errors import ConfigError
-from hp_train.training.gpu_settings import keeps_launch_order
+from hp_train.training.gpu_settings import grows_segments, keeps_launch_order
 
 MOST_PROCESSES = 16
 """Ranks that are all run, each by itself; of more, some have to be named."""
@@ -79,7 +79,12 @@ def _run(command: list[str]) -> Any:
         handle.remove()
     trace = active_device().trace
     add_labels(trace)
-    return report_of(trace, stopped=stopped, keeps_launch_order=keeps_launch_order(os.environ))
+    return report_of(
+        trace,
+        stopped=stopped,
+        keeps_launch_order=keeps_launch_order(os.environ),
+        expandable_segments=grows_segments(os.environ),
+    )
 
 
 def _label(optimizer: torch.optim.Optimizer, *_: object) -> None:

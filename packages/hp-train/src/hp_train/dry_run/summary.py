@@ -118,6 +118,7 @@ def summarize(
     stands_for: Sequence[int] = (),
     skew: str = "uniform",
     usage: Usage | None = None,
+    expandable_segments: bool = False,
     num_parameters: int = -1,
     saved: Saved | None = None,
 ) -> RankSummary:
@@ -128,10 +129,13 @@ def summarize(
         stands_for: Global ranks of its class; empty: itself.
         skew: Model of the routing.
         usage: The trace replayed through the caching allocator; None: live bytes alone.
+        expandable_segments: As it was replayed.
         num_parameters: Elements of the parameters that it has; -1: not counted.
         saved: What it would write of a checkpoint; None: not asked.
     """
-    least = None if usage is None else least_bytes(trace.events, usage)
+    least = None
+    if usage is not None:
+        least = least_bytes(trace.events, usage, expandable_segments=expandable_segments)
     return RankSummary(
         rank=trace.rank,
         stands_for=tuple(stands_for) or (trace.rank,),

@@ -54,7 +54,10 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, turn: Tensor) -> Tensor:
         ctx.save_for_backward(turn)
-        pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+        *strides, last = x.stride()
+        # A part of the channels of heads is read where it is, if complex numbers can be seen there.
+        in_place = last == 1 and not any(each % 2 for each in (*strides, x.storage_offset()))
+        pairs = torch.view_as_complex((x if in_place else x.contiguous()).unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turn).flatten(-2)
 
     @staticmethod

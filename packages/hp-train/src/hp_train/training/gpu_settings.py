@@ -100,15 +100,32 @@ def keeps_launch_order(env: Mapping[str, str], config: Config | None = None) -> 
         config: Config of a run that sets what it needs, on a machine of which no version is too
             old; None: the environment is all there is.
     """
-    newest = Versions(_ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA, _OVERLAPS_SINCE_CUDA)
-    found = {} if config is None else settings(config, env, newest)
-    return {**env, **found}.get(_ORDER, "0") not in _OFF
+    return _in_run(env, config).get(_ORDER, "0") not in _OFF
+
+
+def grows_segments(env: Mapping[str, str], config: Config | None = None) -> bool:
+    """Whether torch's allocator takes memory of the device in segments that grow.
+
+    Args:
+        env: Same as of `keeps_launch_order`.
+        config: Likewise.
+    """
+    found = _in_run(env, config)
+    options = next((found[name] for name in _ALLOCATOR if name in found), "")
+    values = dict(option.partition(":")[::2] for option in options.replace(" ", "").split(","))
+    return values.get("expandable_segments", "").lower() == "true"
 
 
 def in_force(env: Mapping[str, str]) -> list[str]:
     """What is set, whoever has set it, as `NAME=value`."""
     names = (*_ALLOCATOR, _CONNECTIONS, _ORDER)
     return [f"{name}={env[name]}" for name in names if name in env]
+
+
+def _in_run(env: Mapping[str, str], config: Config | None) -> dict[str, str]:
+    """Environment of a rank, with what a run adds on a machine of which no version is too old."""
+    newest = Versions(_ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA, _OVERLAPS_SINCE_CUDA)
+    return {**env, **({} if config is None else settings(config, env, newest))}
 
 
 def _launches_from_one_thread(config: Config) -> bool:

@@ -147,7 +147,9 @@ def replay(
     return run.usage
 
 
-def least_bytes(trace: Sequence[Event], usage: Usage, *, apart: float = 0.01) -> int:
+def least_bytes(
+    trace: Sequence[Event], usage: Usage, *, apart: float = 0.01, expandable_segments: bool = False
+) -> int:
     """Find the fewest bytes of a device with which torch meets the requests of a trace.
 
     Without a limit the allocator keeps what it has, for requests that may come. With one it gives
@@ -158,16 +160,22 @@ def least_bytes(trace: Sequence[Event], usage: Usage, *, apart: float = 0.01) ->
         trace: Events in the order of the host.
         usage: The same trace, replayed without limit.
         apart: Share by which what is found may be too much.
+        expandable_segments: As `usage` was replayed.
 
     Returns:
         Bytes of the allocator alone; at least `usage.peak_allocated`.
     """
     enough, too_few = usage.peak_reserved, usage.peak_allocated
-    if replay(trace, total_bytes=too_few).out_of_memory is None:
+
+    def suffices(num_bytes: int) -> bool:
+        found = replay(trace, total_bytes=num_bytes, expandable_segments=expandable_segments)
+        return found.out_of_memory is None
+
+    if suffices(too_few):
         return too_few
     while enough - too_few > apart * too_few:
         middle = (enough + too_few) // 2
-        if replay(trace, total_bytes=middle).out_of_memory is None:
+        if suffices(middle):
             enough = middle
         else:
             too_few = middle
