@@ -259,6 +259,9 @@ def _dropout(index: int, mine: Step, theirs: Step) -> str:
 def _batches(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
     if not theirs.rows or mine.rows == theirs.rows:
         return
+    if not mine.rows and mine.is_update:  # compiled as a whole, say
+        result.unaligned[f"step {index}, {ev.INPUT}"] = "no call of the job's models was seen"
+        return
     missing, more = len(theirs.rows - mine.rows), len(mine.rows - theirs.rows)
     if any("." in row for row in mine.rows | theirs.rows):
         result.unaligned[f"step {index}, {ev.INPUT}"] = "no tokens"

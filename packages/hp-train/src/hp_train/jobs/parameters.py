@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hp_platform import outside_graph
 from hp_train.errors import HpError
 from hp_train.jobs import events as ev
 from hp_train.jobs import strays
@@ -66,8 +67,16 @@ class ParameterRecorder(ABC):
         self._is_within = os.environ.get(WITHIN, str(os.getpid())) != str(os.getpid())
         self._had_group = False
 
-    def _tried(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Have what fails in a hook be told, see Note [What a recorder must not do]."""
+    def _tried(
+        self, hook: Callable[..., None], *, breaks_graphs: bool = True
+    ) -> Callable[..., None]:
+        """Have what fails in a hook be told, see Note [What a recorder must not do].
+
+        Args:
+            hook: What listens.
+            breaks_graphs: Whether it is called between graphs where what calls it is compiled; else
+                it is not called there.
+        """
 
         @functools.wraps(hook)
         def tried(*args: Any, **kwargs: Any) -> None:
@@ -82,7 +91,7 @@ class ParameterRecorder(ABC):
                 name = f"({hook.__name__.strip('_').replace('_', ' ')})"
                 self._not_recorded(ev.FORWARD, name, why(error))
 
-        return tried
+        return outside_graph(tried) if breaks_graphs else tried
 
     def _not_recorded(
         self, phase: str, name: str, why: str, shape: tuple[int, ...] = (), index: int = 0
