@@ -93,7 +93,7 @@ def compiled_update(job: Job) -> None:
     net = Words()
     model = job.parallel(net)
     optimizer = Plain(net.parameters(), lr=0.1)
-    update = torch.compile(lambda: optimizer.step(), backend="aot_eager", fullgraph=True)
+    update = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(*job.words()).backward()

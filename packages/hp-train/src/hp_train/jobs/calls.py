@@ -56,7 +56,7 @@ def around(
 
 
 def may_break_graphs() -> None:
-    """Have torch.compile take functions in several graphs that are to be one: we look in between."""
+    """Have torch.compile make several graphs where one is asked for: we look in between."""
     original = torch.compile
 
     @functools.wraps(original)

@@ -168,16 +168,22 @@ class ParameterRecorder(ABC):
             for model in strays.models_of(unknown) if unknown else ():
                 if id(model) not in self._roots:
                     self._meet(model)
-        bare = {}
+        bare, late = {}, None
         for index, p in enumerate(parameters):
             is_used = p.grad is not None or not self._is_called
             if id(p) in self._own_names or not is_used or not p.is_leaf or is_dtensor(p):
                 continue
+            late = self._names_in_roots() if late is None else late
             _, parts = owners.of(p, "")
-            if not parts or any(_BARE in part.name for part in parts):
-                bare[f"{_BARE}{index}"] = p
+            if id(p) in late or not parts or any(_BARE in part.name for part in parts):
+                bare[late.get(id(p), f"{_BARE}{index}")] = p
         if bare:
             self._meet(nn.Module(), bare)
+
+    def _names_in_roots(self) -> dict[int, str]:
+        """What models that are known call their parameters now, in the place of others perhaps."""
+        roots = [*self._roots.values()]
+        return {id(p): plain(name) for root in roots for name, p in root.named_parameters()}
 
     def _name_modules(self, root: nn.Module, renaming: Renaming, inside: str) -> None:
         """Note down what the reference calls a model's modules."""
