@@ -56,6 +56,50 @@ def compiled_step(job: Job) -> None:
     trained(job, net.parameters(), lambda: step(*job.words()))
 
 
+def compiled_whole(job: Job) -> None:
+    """All of a step is compiled, its update with it; one process computes it as it is written."""
+    net = Words()
+    weights = list(net.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=1e-2)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(net(tokens), targets).backward()
+        reduced(job, weights)
+        nn.utils.clip_grad_norm_(weights, 0.5)
+        optimizer.step()
+
+    taken = torch.compile(step, backend="aot_eager") if job.size > 1 else step
+    for _ in range(STEPS):
+        taken(*job.words())
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent, written by a user of torch."""
+
+    def __init__(self, weights: Iterable[Tensor], lr: float) -> None:
+        super().__init__(weights, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _closure: object = None) -> None:  # type: ignore[override]
+        """Update."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.add_(weight.grad, alpha=-group["lr"])
+
+
+def compiled_update(job: Job) -> None:
+    """The update alone is compiled, and must be one graph."""
+    net = Words()
+    model = job.parallel(net)
+    optimizer = Plain(net.parameters(), lr=0.1)
+    update = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(*job.words()).backward()
+        update()
+
+
 def tied_apart(job: Job) -> None:
     """Modules that are called one by one, the last with the first one's weight."""
     first, last = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS, bias=False)
@@ -311,6 +355,8 @@ ODD: dict[str, Callable[[Job], None]] = {
     for loop in (
         whole_again,
         compiled_step,
+        compiled_whole,
+        compiled_update,
         tied_apart,
         method,
         tensors,

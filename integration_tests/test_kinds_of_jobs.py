@@ -5,13 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from hp_train.jobs import events as ev
 from hp_train.jobs.compare import Comparison
 from hp_train.jobs.explain import explain
+from integration_tests.further_kinds_of_jobs import FURTHER
 from integration_tests.kinds_of_jobs import OTHER, SOUND, STEPS, train
 from integration_tests.more_kinds_of_jobs import MORE, short
 from integration_tests.recorded import beside_one
 
-ALL = {**SOUND, **OTHER, **MORE, "short": short}
+ALL = {**SOUND, **OTHER, **MORE, "short": short, **{k: loop for k, (loop, _) in FURTHER.items()}}
+LISTED = {
+    "penalized": "ranks have different terms of it, or parts",  # a gradient within the loss
+    "tied_rows": "shape (9, 10) is not (9, 20) of the reference",
+    "sharpness": "samples of the reference with the same input have other values",
+    "served": "no optimizer of torch updates weights",
+}
+"""Why some outputs, and gradients of a rank that does not update, are listed."""
 
 
 def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
@@ -37,6 +46,27 @@ def test_a_model_that_is_not_reduced_is_found(tmp_path: Path, kind: str) -> None
     step = {"two_models": 2, "critic": 3}.get(kind, 1)
     phase = "forward" if kind == "many_evaluations" else "gradient"
     assert (first.step, first.phase) == (step, phase)
+
+
+@pytest.mark.sample("policies")
+@pytest.mark.parametrize("kind", FURTHER)
+def test_what_computes_the_same_otherwise_is_equal(tmp_path: Path, kind: str) -> None:
+    result = compared(tmp_path, kind)
+    assert not result.differences
+    assert {*result.unaligned.values()} <= {LISTED.get(kind, "")}
+    assert {"first weight", "loss", "gradient", "weight"} - result.largest.keys() <= {"loss"}
+    assert ("loss" in result.largest) == (kind != "surgery")  # which calls autograd itself
+
+
+@pytest.mark.sample("odd_last", "grown")
+@pytest.mark.parametrize("kind", FURTHER)
+def test_a_mistake_of_its_own_is_found_where_it_is(tmp_path: Path, kind: str) -> None:
+    first = compared(tmp_path, kind, "wrong").differences[0]
+    step, phase, name = FURTHER[kind][1]
+    assert (first.step, first.phase) == (step, phase)
+    assert name in first.name
+    if kind == "odd_last":  # a loss that is halved, no mean that should be a sum
+        assert first.origin == ev.BACKWARD
 
 
 def test_a_rank_that_ends_before_others_is_found(tmp_path: Path) -> None:

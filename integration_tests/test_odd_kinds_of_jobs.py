@@ -13,6 +13,7 @@ from integration_tests.odd_kinds_of_jobs import ODD, exchanged_narrow
 from integration_tests.recorded import beside_one
 
 LISTED = {
+    "compiled_whole": "the job has not computed it by this name",
     "tied_apart": "its samples could not be told apart",
     "method": "its samples could not be told apart",
     "by_hand": "no optimizer of torch updates weights",
@@ -21,7 +22,7 @@ LISTED = {
     "lengths": "rows have lengths of their own",
 }
 """Why some outputs, and gradients of weights that no optimizer updates, are listed."""
-UNSEEN = {"compiled_step", "tensors", "per_sample"}
+UNSEEN = {"compiled_step", "compiled_whole", "tensors", "per_sample"}
 """Kinds whose outputs no hook sees."""
 
 

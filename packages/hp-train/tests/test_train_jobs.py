@@ -1,7 +1,7 @@
 """`hp verify -- JOB --against -- REFERENCE`, in parts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,9 @@ from hp_train.base.lifting import Lifting
 from hp_train.cli import main
 from hp_train.errors import ConfigError
 from hp_train.jobs.command import split
-from hp_train.jobs.compare import Comparison, Floor, compare
+from hp_train.jobs.compare import REDUCTION, Comparison, Floor, compare
 from hp_train.jobs.disturbing import Disturbing
-from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, RATE, Event, Log
+from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, OWN, RATE, Event, Log
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Digests, Recording, Step, distance, join
 from hp_train.jobs.names import Renaming, plain
@@ -403,6 +403,43 @@ def test_a_loss_is_as_exact_as_its_dtype() -> None:
     actual.steps[1].dtypes[LOSS] = {"bfloat16"}
 
     assert compare(actual, expected, Floor(expected, [])).first is None
+
+
+def test_a_loss_that_is_zero_but_for_rounding_has_no_digits() -> None:
+    expected, actual = recording(), recording()
+    for made, values in ((expected, [-2e-8]), (actual, [0.18, -0.18 - 4e-8])):
+        made.steps[1].numbers[LOSS] = {"": {f"rank-{i:05d}": [x] for i, x in enumerate(values)}}
+    floor = Floor(expected, [])
+    assert compare(actual, expected, floor).first is None
+
+    actual.steps[1].numbers[LOSS] = {"": {"rank-00000": [0.01]}}
+
+    first = compare(actual, expected, floor).first
+    assert first is not None
+    assert first.phase == LOSS
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_loss_that_is_halved_at_a_later_step_is_no_reduction(*, is_new: bool) -> None:
+    # Ranks average what adds up to twice the reference's; then it adds up to the reference's.
+    expected, actual = (recording_of_own([1.0, 1.0]), recording_of_own([2.0, 1.0]))
+    actual.steps[2].tensors[GRADIENT] = recording({GRADIENT: 0.5}).steps[1].tensors[GRADIENT]
+    if not is_new:
+        actual.steps[1].tensors[OWN] = expected.steps[1].tensors[OWN]
+
+    first = compare(actual, expected, Floor(expected, [])).first
+
+    assert first is not None
+    assert (first.step, first.origin) == (2, BACKWARD if is_new else REDUCTION)
+
+
+def recording_of_own(factors: Sequence[float]) -> Recording:
+    """Steps of one process, whose ranks' own gradients are multiples."""
+    steps = {}
+    for index, factor in enumerate(factors, 1):
+        steps[index] = recording().steps[1]
+        steps[index].tensors[OWN] = recording({GRADIENT: factor}).steps[1].tensors[GRADIENT]
+    return Recording(steps, [{"rank": "0"}])
 
 
 def test_samples_with_one_name_and_other_values_are_listed() -> None:

@@ -55,6 +55,17 @@ def around(
     setattr(place, name, told)
 
 
+def may_break_graphs() -> None:
+    """Have torch.compile make several graphs where one is asked for: we look in between."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "fullgraph": False})
+
+    torch.compile = compiled
+
+
 def kwargs_of_call() -> dict[str, Any]:
     """Keyword arguments of the module's call that a global hook was called from.
 

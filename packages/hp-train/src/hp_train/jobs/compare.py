@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from hp_train.jobs import events as ev
@@ -179,6 +179,8 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
             elif phase != ev.START:
                 _phase(result, index, phase, mine, theirs, floor)
         _list_terms(result, index, theirs, actual.num_ranks)
+        earlier = actual.steps.get(index - 1), expected.steps.get(index - 1)
+        _find_scaled(result, index, *earlier)
         _left(result, index, mine, actual.steps.get(index - 1, Step()))
     for index in sorted(set(expected.steps) ^ set(actual.steps)):
         here = "the job" if index in actual.steps else "the reference"
@@ -259,6 +261,9 @@ def _dropout(index: int, mine: Step, theirs: Step) -> str:
 def _batches(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
     if not theirs.rows or mine.rows == theirs.rows:
         return
+    if not mine.rows and mine.is_update:  # compiled as a whole, say
+        result.unaligned[f"step {index}, {ev.INPUT}"] = "no call of the job's models was seen"
+        return
     missing, more = len(theirs.rows - mine.rows), len(mine.rows - theirs.rows)
     if any("." in row for row in mine.rows | theirs.rows):
         result.unaligned[f"step {index}, {ev.INPUT}"] = "no tokens"
@@ -329,6 +334,30 @@ def _origin(
     if rest <= _TIMES * bound:
         return "" if is_scaled else REDUCTION
     return ev.BACKWARD
+
+
+def _find_scaled(result: Comparison, index: int, mine: Step | None, theirs: Step | None) -> None:
+    """See that ranks' own gradients are multiples which they were not at the step before.
+
+    Where ranks average, a loss that is divided once too often gives gradients that add up to the
+    reference's, as if it were a sum that was not taken.
+
+    Args:
+        result: A step's differences, those of steps before it, and what is known of them.
+        index: The step.
+        mine: The job's step before it.
+        theirs: The reference's.
+    """
+    is_first = mine and theirs and all(place.step == index for place in result.differences)
+    for at, place in enumerate(result.differences if is_first else ()):
+        own, reference = (
+            step.tensors.get(ev.OWN, {}).get(place.name) for step in (mine, theirs) if step
+        )
+        if place.origin == REDUCTION and own and reference and not _why_not(own, reference):
+            factor, rest = _nearest(own, reference)
+            near = [place.rest, rest, abs(factor * place.factor - 1)]
+            if all(error <= _TIMES * place.bound for error in near):
+                result.differences[at] = replace(place, origin=ev.BACKWARD)
 
 
 def scales(mine: Step, theirs: Step) -> dict[str, float]:
@@ -437,11 +466,26 @@ def _numbers(  # noqa: PLR0917
         shortest = max(dtypes or {"float32"}, key=lambda dtype: _EPSILON.get(dtype, 0.0))
         bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else shortest)
         result.num_compared += 1
+        is_zero = max(abs(math.fsum(ours)), abs(math.fsum(expected))) <= _rounding_of_loss(theirs)
+        if phase == ev.LOSS and is_zero:
+            continue  # but for rounding, as where advantages have no mean: no digit is right
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if not error <= bound:
             mean = statistics.fmean(expected) if expected else 0.0
             ratio = statistics.fmean(ours) / mean if mean else math.nan
             result.differences.append(Place(index, phase, name, error, bound, ratio, 0.0))
+
+
+def _rounding_of_loss(step: Step) -> float:
+    """What rounding of outputs, or of weights, makes of a loss, by their gradients."""
+    made = 0.0
+    for values, gradients in ((ev.FORWARD, ev.BACKWARD), (ev.WEIGHT, ev.GRADIENT)):
+        for name, value in step.tensors.get(values, {}).items():
+            gradient = step.tensors.get(gradients, {}).get(name)
+            if gradient is not None and gradient.is_finite and value.is_finite:
+                one = _EPSILON.get(value.dtype, 0.0) * value.norm * gradient.norm
+                made = max(made, one)
+    return _ULPS * made
 
 
 def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> float:

@@ -152,7 +152,8 @@ def join(folder: Path) -> Recording:
         raise NothingRecordedError(
             f"no process of {folder} imported torch and called a module with parameters; "
             "is it Python that reads PYTHONPATH (no -I, -E or -S, and no job that "
-            "sets it anew), with hp-train installed? Steps that are compiled whole are not seen"
+            "sets it anew), with hp-train installed? Updates by hand inside of a graph of "
+            "torch.compile are not seen"
         )
     lines = {path.stem: list(read(path)) for path in files}
     events = [(who, line.event) for who, some in lines.items() for line in some if line.event]

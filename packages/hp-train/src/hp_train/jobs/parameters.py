@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hp_platform import outside_graph
 from hp_train.errors import HpError
 from hp_train.jobs import events as ev
 from hp_train.jobs import strays
@@ -66,8 +67,16 @@ class ParameterRecorder(ABC):
         self._is_within = os.environ.get(WITHIN, str(os.getpid())) != str(os.getpid())
         self._had_group = False
 
-    def _tried(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Have what fails in a hook be told, see Note [What a recorder must not do]."""
+    def _tried(
+        self, hook: Callable[..., None], *, breaks_graphs: bool = True
+    ) -> Callable[..., None]:
+        """Have what fails in a hook be told, see Note [What a recorder must not do].
+
+        Args:
+            hook: What listens.
+            breaks_graphs: Whether it is called between graphs where what calls it is compiled; else
+                it is not called there.
+        """
 
         @functools.wraps(hook)
         def tried(*args: Any, **kwargs: Any) -> None:
@@ -82,7 +91,7 @@ class ParameterRecorder(ABC):
                 name = f"({hook.__name__.strip('_').replace('_', ' ')})"
                 self._not_recorded(ev.FORWARD, name, why(error))
 
-        return tried
+        return outside_graph(tried) if breaks_graphs else tried
 
     def _not_recorded(
         self, phase: str, name: str, why: str, shape: tuple[int, ...] = (), index: int = 0
@@ -159,16 +168,22 @@ class ParameterRecorder(ABC):
             for model in strays.models_of(unknown) if unknown else ():
                 if id(model) not in self._roots:
                     self._meet(model)
-        bare = {}
+        bare, late = {}, None
         for index, p in enumerate(parameters):
             is_used = p.grad is not None or not self._is_called
             if id(p) in self._own_names or not is_used or not p.is_leaf or is_dtensor(p):
                 continue
+            late = self._names_in_roots() if late is None else late
             _, parts = owners.of(p, "")
-            if not parts or any(_BARE in part.name for part in parts):
-                bare[f"{_BARE}{index}"] = p
+            if id(p) in late or not parts or any(_BARE in part.name for part in parts):
+                bare[late.get(id(p), f"{_BARE}{index}")] = p
         if bare:
             self._meet(nn.Module(), bare)
+
+    def _names_in_roots(self) -> dict[int, str]:
+        """What models that are known call their parameters now, in the place of others perhaps."""
+        roots = [*self._roots.values()]
+        return {id(p): plain(name) for root in roots for name, p in root.named_parameters()}
 
     def _name_modules(self, root: nn.Module, renaming: Renaming, inside: str) -> None:
         """Note down what the reference calls a model's modules."""

@@ -5,7 +5,8 @@ next call of a root module with gradients begins another. A root module is one w
 no other module calls. What runs inside a backward is recomputation, and was recorded before. Where
 no module is called, in a compiled function say, a step begins with a backward, or with the second
 update by the same optimizer. Steps are counted over all launches of a job, see Note [Launches of a
-job].
+job]. Of what is compiled, updates, backwards and clipping are looked at between graphs, which they
+break; calls of modules are not.
 """
 
 import atexit
@@ -38,6 +39,7 @@ from hp_train.jobs.calls import (
     is_for_shapes,
     is_unseen,
     kwargs_of_call,
+    may_break_graphs,
 )
 from hp_train.jobs.disturbing import disturb
 from hp_train.jobs.dtensors import is_dtensor
@@ -121,8 +123,10 @@ class Recorder(ParameterRecorder):
         """Register all hooks."""
         tried = self._tried
         self._hooks = [
-            modules.register_module_forward_pre_hook(tried(self._enter)),
-            modules.register_module_forward_hook(tried(self._leave), always_call=True),
+            modules.register_module_forward_pre_hook(tried(self._enter, breaks_graphs=False)),
+            modules.register_module_forward_hook(
+                tried(self._leave, breaks_graphs=False), always_call=True
+            ),
             optimizers.register_optimizer_step_pre_hook(tried(self._before_update)),
             optimizers.register_optimizer_step_post_hook(tried(self._after_update)),
         ]
@@ -133,6 +137,7 @@ class Recorder(ParameterRecorder):
         around(nn.utils, "clip_grads_with_norm_", before=tried(self._before_scaling))
         before, after = tried(self._before_attempt), tried(self._after_attempt)
         around(torch.amp.GradScaler, "step", before=before, after=after)
+        may_break_graphs()
         os.register_at_fork(after_in_child=self._in_child)
         atexit.register(self.close)
 
@@ -269,7 +274,7 @@ class Recorder(ParameterRecorder):
                 if grad is not None:  # autograd knows that it is zero
                     self._sample(ev.BACKWARD, name, grad, samples, index)
 
-            tensor.register_hook(self._tried(noted))
+            tensor.register_hook(self._tried(noted, breaks_graphs=False))
 
     def _sample(
         self, phase: str, name: str, tensor: Tensor, samples: Samples | None, index: int
