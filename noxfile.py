@@ -220,8 +220,17 @@ def integration(session: nox.Session) -> None:
     """Run the packages together, and examples and tools."""
     _install(session, "hp-train", group="test-torch")
     session.run("python", "tools/private_torch_symbols.py", "--installed")
-    ignored = (f"--ignore={file}" for file in (*TEXT_TESTS, LIBRARIES_TEST))
+    elsewhere = (*TEXT_TESTS, *_comparing_tests(), LIBRARIES_TEST)
+    ignored = (f"--ignore={file}" for file in elsewhere)
     _pytest(session, "integration_tests", *ignored, *session.posargs)
+
+
+@nox.session(allow_parallel=True)
+@_recorded
+def comparisons(session: nox.Session) -> None:
+    """Run the tests of `hp verify`: what is equal, and mistakes that it must find."""
+    _install(session, "hp-train", group="test-torch")
+    _pytest(session, *_comparing_tests(), *session.posargs)
 
 
 def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[nox.Session], None]:
@@ -286,6 +295,13 @@ def models_sample(session: nox.Session) -> None:
     _pytest(session, tests, *session.posargs)
 
 
+def _comparing_tests() -> list[str]:
+    """Return the half of the integration tests that is a session of its own."""
+    names = ("test_*verify*.py", "test_*kinds_of_jobs.py", "test_planned_steps.py", "test_zoo.py")
+    files = sorted(str(file) for name in names for file in Path("integration_tests").glob(name))
+    return [file for file in files if file != LIBRARIES_TEST]
+
+
 # What looks at files alone.
 TEXT_TESTS = tuple(
     f"integration_tests/test_{name}.py"
@@ -318,6 +334,7 @@ def whole(session: nox.Session) -> None:
         session.notify(name)
     session.notify("tests-hp-schedule-runtime")
     session.notify("integration")
+    session.notify("comparisons")
 
 
 @nox.session(default=False)

@@ -25,7 +25,7 @@ from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model.loss import loss_of
 from hp_train.model.parameters import Parameter
-from hp_train.training.train import Trainer
+from hp_train.training.train import Losses, Trainer
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {
@@ -157,12 +157,17 @@ def _train_rank(
     if steps:
         trainer.runner = trainer.pipeline.training(loss_of, from_json(steps))
     trainer.resume()
-    trainer.compute_gradients()
-    gradients = _whole(trainer, lambda parameter: parameter.local.grad)
-    trainer.optimizer.zero_grad()
-    losses, ahead, norms = [], [], []
+    gradients: dict[str, torch.Tensor] = {}
+    losses: list[float] = []
+    ahead: list[float] = []
+    norms: list[float] = []
+
+    def keep_first(_losses: Losses, _norm: float) -> None:
+        if not losses:
+            gradients.update(_whole(trainer, lambda parameter: parameter.local.grad))
+
     while trainer.step < (until or config.train.steps):
-        metrics, _ = trainer.train_step()
+        metrics, _ = trainer.train_step(before_update=keep_first)
         losses.append(metrics.loss)
         if metrics.prediction_loss is not None:
             ahead.append(metrics.prediction_loss)
@@ -213,15 +218,18 @@ def _moment(trainer: Trainer, moment: str, parameter: Parameter) -> torch.Tensor
 def _whole(
     trainer: Trainer, part_of: Callable[[Parameter], torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """What parameters have, by name, put together from all ranks; replicas must agree."""
+    """On rank 0: what parameters have, by name, put together; replicas must agree."""
     mine = []
     for parameter in trainer.parameters:
         tensor = part_of(parameter)
         assert tensor is not None
         mine.append((parameter.name, parameter.shape, parameter.span, tensor.cpu().clone()))
-    everyone: list[list[Any]] = [[] for _ in range(trainer.runtime.info.world_size)]
-    dist.all_gather_object(everyone, mine, group=trainer.runtime.control)
+    info = trainer.runtime.info
+    everyone: list[list[Any]] | None = None if info.rank else [[]] * info.world_size
+    dist.gather_object(mine, everyone, dst=0, group=trainer.runtime.control)
     whole: dict[str, torch.Tensor] = {}
+    if everyone is None:
+        return whole
     for name, shape, span, tensor in itertools.chain.from_iterable(everyone):
         if name not in whole:
             whole[name] = torch.full(shape, torch.nan, dtype=tensor.dtype)

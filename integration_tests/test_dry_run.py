@@ -27,6 +27,7 @@ from hp_train.model import model_shapes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = ("model.num_layers=2", "data.seq_len=32", "train.microbatch_size=1")
+SMALL += ("train.global_batch_size=4",)
 LAYOUTS = {
     "fsdp": (),
     "replicated": ("mesh.dp_replicate=2", "mesh.ep=2"),
@@ -50,6 +51,7 @@ LAYOUTS = {
         "pipeline.stages_per_rank=2",
         "pipeline.overlap=true",
         "model.num_layers=4",
+        "train.global_batch_size=8",
     ),
     "unequal": ("mesh.pp=2", "mesh.stage_tp=[1,2]", "mesh.dp_shard=2"),
 }
@@ -154,7 +156,8 @@ def gathered_bytes(
     small = {"mesh.dp_shard": "2", "pipeline.schedule": "1f1b", "train.microbatch_size": "1"}
     small |= {"model.num_layers": "6", "model.dim": "64", "train.global_batch_size": "2"}
     small |= dict(key.split("=") for key in keys)
-    assert main(["dry-run", "debug-llama3", "--json", *map("=".join, small.items())]) == 0
+    command = ["dry-run", "debug-llama3", "--json", "--steps", "1"]
+    assert main([*command, *map("=".join, small.items())]) == 0
     found = json.loads(capsys.readouterr().out)
     bytes_of: Counter[str] = Counter()
     for communicator in found["ranks"][0]["traffic"]["communicators"]:
@@ -173,8 +176,8 @@ def test_what_is_cast_is_gathered_in_half_of_the_bytes_and_reduced_in_all(
     _, narrow = gathered_bytes(f"mesh.gather={gather}", "train.dtype=bfloat16", capsys=capsys)
     assert narrow["reduce_scatter"] == wide["reduce_scatter"]
     assert narrow["all_gather"] == pytest.approx(wide["all_gather"] / 2, rel=0.01)
-    # But norms of 64 numbers, in two steps: two of each of six blocks, and one in no block.
-    times = 12 * (2 if gather == "stage" else 4) + 2
+    # But norms of 64 numbers, in a step: two of each of six blocks, and one in no block.
+    times = 6 * (2 if gather == "stage" else 4) + 1
     assert narrow["all_gather"] - wide["all_gather"] / 2 == 2 * 64 * times
 
 
@@ -183,13 +186,13 @@ def test_what_is_cast_is_gathered_in_half_of_the_bytes_and_reduced_in_all(
 def test_sums_over_copies_of_shards_are_of_all_microbatches_and_of_a_unit_each(
     gather: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = (f"mesh.gather={gather}", "mesh.dp_replicate=2", "train.global_batch_size=12")
+    keys = (f"mesh.gather={gather}", "mesh.dp_replicate=2", "train.global_batch_size=8")
     settings = {"model.num_layers": "6", "model.dim": "64"}
     model = resolve("debug-llama3", [*settings.items()], env={}).config.model
     shapes = model_shapes(replace(model, vocab_size=256)).values()
     _, bytes_of = gathered_bytes(*keys, capsys=capsys, of="dp_replicate")
-    # Of half of the parameters in each of two steps, after one number when ranks meet.
-    assert bytes_of == {"all_reduce": 4 + 2 * 4 * sum(map(math.prod, shapes)) // 2}
+    # Of half of the parameters in a step, after one number when ranks meet.
+    assert bytes_of == {"all_reduce": 4 + 4 * sum(map(math.prod, shapes)) // 2}
 
 
 def test_auto_gathers_by_what_fits_and_takes_less_time(

@@ -124,7 +124,7 @@ def mutants(root: Path, command: str, *arguments: str) -> subprocess.CompletedPr
         text=True,
         check=False,
         timeout=240,
-        env=os.environ | {"PYTHONPATH": ""},
+        env=os.environ | {"PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
 
 

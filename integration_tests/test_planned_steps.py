@@ -22,7 +22,7 @@ from integration_tests.verify_planned import CASES
 
 ROOT = Path(__file__).parent
 PLANNED = {"data": {"packing": "planned", "seq_len": 256}}
-TRAIN = {"steps": 2, "microbatch_size": 1, "dtype": "float64"}
+TRAIN = {"steps": 2, "global_batch_size": 4, "microbatch_size": 1, "dtype": "float64"}
 IS_WHOLE = bool(os.environ.get("HP_WHOLE"))
 
 
@@ -30,11 +30,12 @@ IS_WHOLE = bool(os.environ.get("HP_WHOLE"))
 @pytest.mark.sample("lognormal", "few long")
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_equal_one_process(name: str) -> None:
-    """With HP_WHOLE, 11 layouts of each kind of lengths: 88."""
+    """With HP_WHOLE, 11 layouts of each kind of lengths, 88, and more of both batch and steps."""
+    size = ("--count", "11") if IS_WHOLE else ("--count", "2", "--steps", "2", "--sequences", "2")
     end = subprocess.run(
         [
             *(sys.executable, "-m", "integration_tests.verify_planned", name),
-            *("--count", "11" if IS_WHOLE else "2"),
+            *size,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -79,7 +80,8 @@ def _values(numbers: list[float]) -> list[torch.Tensor]:
 
 
 LAYOUT = config_of(
-    {"mesh": {"pp": 2, "dp_replicate": 2, "cp": 2, "cp_heads": 1, "ep": 4}, **PLANNED},
+    {"mesh": {"pp": 2, "dp_replicate": 2, "cp": 2, "cp_heads": 1, "ep": 4}},
+    data={"packing": "planned", "seq_len": 128},
     train={**TRAIN, "steps": 3, "dtype": "float32"},
 )
 

@@ -157,6 +157,7 @@ def f(x: Any, y: int) -> int:
     assert not is_fragment("...")
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_no_act_goes_further_through_the_house_than_it_has_to() -> None:
     """Bounds are loose: a few more calls per step pass, ten more per layer or tensor do not."""
     bounds = {

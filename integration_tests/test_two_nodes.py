@@ -22,12 +22,12 @@ from hp_train.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-STEPS = 6
+STEPS = 4
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RUN_SECONDS = 180.0
 SETTINGS = (
     *("model.dim=32", "model.expert_hidden=32", "model.vocab_size=260", "data.seq_len=32"),
-    *("train.global_batch_size=16", "train.microbatch_size=2", "train.sample_tokens=0"),
+    *("train.global_batch_size=8", "train.microbatch_size=2", "train.sample_tokens=0"),
     *("train.eval_every=0", f"train.steps={STEPS}"),
     *("launch.threads_per_process=1", "launch.init_timeout_seconds=120"),
 )  # beside the quickstart's pp 2 x dp 2 with ep 2: a stage on each machine

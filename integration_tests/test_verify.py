@@ -44,8 +44,8 @@ def verify(*arguments: str, timeout: float = 280) -> tuple[int, str]:
 def test_generated_layouts_equal_one_process(corpus: str) -> None:
     """A bounded sample; `nox -s verify` runs 150 of them for 20 steps."""
     status, text = verify(
-        *(MODEL, "train.global_batch_size=6", "--data", corpus),
-        *("--generate", "3", "--steps", "2", "--processes", "2:6"),
+        *(MODEL, "model.num_layers=4", "model.num_dense_layers=2", "--data", corpus),
+        *("train.global_batch_size=6", "--generate", "3", "--steps", "2", "--processes", "2:6"),
     )
     assert status == 0, text
     assert "one process equals the oracle" in text
@@ -122,7 +122,8 @@ def test_the_first_difference_is_named_by_step_quantity_and_parameter(corpus: st
         MODEL,
         "--data",
         corpus,
-        *("mesh.dp_replicate=2", "run.name=one_gradient_from_step_six"),
+        *("mesh.dp_replicate=2", "train.global_batch_size=6", "model.num_layers=4"),
+        *("model.num_dense_layers=2", "run.name=one_gradient_from_step_six"),
         "--job",
         "integration_tests.verify_faults:build",
     )
@@ -144,7 +145,7 @@ def test_one_process_is_compared_with_the_oracle_and_everything_is_looked_at(cor
 
 
 def test_fp32_is_compared_with_a_wider_bound_and_the_choices_of_experts(corpus: str) -> None:
-    keys = ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.ep=2"]
+    keys = ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.ep=2", "train.global_batch_size=6"]
     status, text = verify(
         MODEL, "--data", corpus, *keys, "--dtype", "float32", "--shrink", "--steps=3"
     )

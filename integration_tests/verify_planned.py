@@ -34,7 +34,6 @@ _MODEL: Mapping[str, object] = {
     "data.packing": "planned",
     "data.eval_fraction": 0.2,
     "train.steps": 4,
-    "train.global_batch_size": 12,
     "train.microbatch_size": 1,
     "train.warmup_steps": 2,
 }
@@ -135,12 +134,13 @@ def write_documents(case: Case, path: Path) -> Path:
     return path
 
 
-def config_of(case: Case, folder: Path) -> Config:
+def config_of(case: Case, folder: Path, *, sequences: int) -> Config:
     """The config of one process, with files in a folder."""
     documents = write_documents(case, folder / "documents.jsonl")
     (folder / "costs.toml").write_text(case.costs)
     (folder / "plain.toml").write_text("")
     given = {**_MODEL, **case.model, "data.paths": (str(documents),)}
+    given["train.global_batch_size"] = sequences
     resolved = resolve(str(folder / "plain.toml"), [*given.items()])
     return checked_config(resolved.config, dtype="float64")
 
@@ -158,24 +158,29 @@ def layouts_of(case: Case, config: Config, count: int, *, seed: int, costs: Path
     return [*named, another, *drawn.layouts][:count]
 
 
-def verify(name: str, count: int, *, seed: int, having: str = "") -> Iterator[tuple[bool, str]]:
+def verify(
+    name: str, count: int, *, steps: int, sequences: int, seed: int, having: str = ""
+) -> Iterator[tuple[bool, str]]:
     """Train a case in some layouts and compare each with one process; yield what came out.
 
     Args:
         name: Name of the case.
         count: Number of layouts.
+        steps: Number of steps.
+        sequences: Global batch size.
         seed: Seed by which they are drawn.
         having: Only those of them are looked at whose overrides have this text.
     """
     case = CASES[name]
     with tempfile.TemporaryDirectory(prefix="hp-planned-") as scratch:
         folder = Path(scratch)
-        config = Program(steps=4).applied_to(config_of(case, folder))
+        program = Program(steps=steps)
+        config = program.applied_to(config_of(case, folder, sequences=sequences))
         layouts = layouts_of(case, config, count, seed=seed, costs=folder / "costs.toml")
         (folder / "runs").mkdir()
         base = one_process(config)
         layouts = [layout for layout in layouts if having in described(layout, base)]
-        runs = Runs(folder / "runs", base=base, program=Program(steps=4), every_tensor=False)
+        runs = Runs(folder / "runs", base=base, program=program, every_tensor=False)
         for verdict in judge_all(runs, layouts, has_oracle=False):
             why = [] if verdict.comparison else sorted((folder / "runs").glob("*/errors/*"))[-1:]
             told = "".join(f"\n{path.read_text()}" for path in why)
@@ -187,13 +192,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--count", type=int, default=11, help="layouts of each")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=12, help="of a global batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--having", default="", help="only layouts with this in their overrides")
     options = parser.parse_args()
     found = []
     chosen = options.cases or [*CASES]
     for ok, told in chain.from_iterable(
-        verify(name, options.count, seed=options.seed, having=options.having) for name in chosen
+        verify(
+            name,
+            options.count,
+            steps=options.steps,
+            sequences=options.sequences,
+            seed=options.seed,
+            having=options.having,
+        )
+        for name in chosen
     ):
         found.append(ok)
         sys.stdout.write(f"{told}\n")

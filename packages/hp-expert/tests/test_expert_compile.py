@@ -23,7 +23,7 @@ pytestmark = [
 DIM, HEADS, EXPERTS, TOP_K = 16, 2, 8, 2
 # Every graph is compiled twice: for the first size, and once the second one shows that it varies.
 WARM_UP = (7, 12)
-TOKEN_COUNTS = range(13, 63)
+TOKEN_COUNTS = range(13, 63, 5)
 Backend = str | Callable[..., Any]
 
 

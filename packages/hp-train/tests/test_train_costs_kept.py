@@ -1,14 +1,18 @@
 """Costs that were learned are taken by other runs, where nothing of what decides has changed."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hp_expert import deduplication_pays, dispatch_bytes, expected_rows_per_token
+from hp_platform.testing import run_distributed
 from hp_train.config import ModelConfig
 from hp_train.costs import kept as module
 from hp_train.costs.dispatch import RowCosts, row_costs
@@ -147,6 +151,35 @@ def test_rows_of_experts_are_those_of_the_dispatcher() -> None:
         assert (one.plain, one.deduplicated) == cost
         assert one.rows == expected_rows_per_token(48, 4, ep)
         assert one.pays == deduplication_pays(48, 4, ep, row_bytes=128, weight_bytes=4)
+
+
+def _learn_slowly(asked: int, log: Path) -> RowCosts:
+    with log.open("a") as file:
+        file.write(f"{asked}\n")
+    time.sleep(0.5)
+    return RowCosts({})
+
+
+def _ask(log: Path) -> None:
+    for asked in (1, 2):
+        kept([asked], RowCosts, partial(_learn_slowly, asked, log))
+
+
+def test_ranks_that_ask_at_once_wait_for_the_one_that_learns(tmp_path: Path) -> None:
+    run_distributed(_ask, tmp_path / "log", world_size=3)
+    assert sorted((tmp_path / "log").read_text().split()) == ["1", "2"]
+
+
+def test_one_that_never_ends_is_not_waited_for_for_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.1)
+    folder.mkdir(mode=0o700)
+    holder = os.open(folder, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    learned = RowCosts({})
+    assert kept([1], RowCosts, lambda: learned) is learned
+    os.close(holder)
 
 
 def test_a_second_plan_does_not_import_torch(tmp_path: Path) -> None:

@@ -294,6 +294,7 @@ _CLASSES: dict[str, type[Event]] = {
         Fault,
     )
 }
+_NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES.values()}
 
 
 @dataclass(slots=True)
@@ -334,7 +335,7 @@ class Trace:
         with path.open("w") as file:
             file.write(json.dumps(head) + "\n")
             for event in self.events:
-                values = [getattr(event, each.name) for each in fields(event)]
+                values = [getattr(event, name) for name in _NAMES[type(event)]]
                 file.write(json.dumps([type(event).__name__, *values]) + "\n")
 
     @classmethod
@@ -359,9 +360,9 @@ class Trace:
 def _decoded(lines: Iterable[Sequence[Any]]) -> Iterator[Event]:
     for name, *values in lines:
         kind = _CLASSES[name]
-        names = (each.name for each in fields(kind))
-        yield kind(**{key: _frozen(value) for key, value in zip(names, values, strict=True)})
+        frozen = (_frozen(value) if type(value) is list else value for value in values)
+        yield kind(**dict(zip(_NAMES[kind], frozen, strict=True)))
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -2,14 +2,17 @@
 
 An entry is a file of JSON, named by a digest of all that decides about what is in it: what was
 asked, and the sources and versions of what has answered. What cannot be read is learned again, and
-what cannot be written is not kept.
+what cannot be written is not kept. The ranks of a run all ask for the same: while one of this
+user's processes learns, others wait for what it will have written.
 """
 
+import fcntl
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -27,6 +30,8 @@ _SOURCES = ("hp_context", "hp_expert", "hp_platform", "hp_train")
 _PACKAGES = ("torch", "triton")
 _MOST_BYTES = 1 << 24
 _MOST_ENTRIES = 256
+_WAIT_SECONDS = 20.0  # for what others learn; one of them may have been stopped
+_LOOK_SECONDS = 0.02
 
 T = TypeVar("T")
 
@@ -40,14 +45,40 @@ def kept(asked: object, kind: type[T], learn: Callable[[], T]) -> T:
         learn: Learns it.
     """
     name = _name(kind.__name__, asked)
+    found = _read(name, kind)
+    if found is not None:
+        return found
+    with _turn():
+        found = _read(name, kind)
+        if found is None:
+            found = learn()
+            _store(name, msgspec.json.encode(found))
+    return found
+
+
+def _read(name: str, kind: type[T]) -> T | None:
     with opened_own(user_cache(FOLDER)) as folder:
         if folder is not None:
             with suppress(OSError, DamageError, msgspec.DecodeError, RecursionError):
                 found = read_whole(folder, name, limit=_MOST_BYTES)
                 return msgspec.json.decode(found, type=kind)
-    learned = learn()
-    _store(name, msgspec.json.encode(learned))
-    return learned
+    return None
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Have the folder to oneself, where there is one."""
+    with suppress(OSError):
+        make_own(user_cache(FOLDER))
+    with opened_own(user_cache(FOLDER)) as folder:
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while folder is not None and time.monotonic() < deadline:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(_LOOK_SECONDS)
+        yield
 
 
 def _store(name: str, content: bytes) -> None:
