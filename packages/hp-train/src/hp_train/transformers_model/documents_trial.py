@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 
 from hp_context import Documents
 from hp_context.hugging_face.mixers import Comparison, length_of_trial
@@ -79,7 +80,8 @@ class _Trial(Comparison):
         if self._stage.is_first:
             return tokens.to(self.device)
         hidden = hidden_of(tokens.to(self.device), self._stage.outline.width)
-        return hidden.to(self._stage.compute_dtype).flatten(2)
+        hidden = hidden.to(self._stage.compute_dtype).flatten(2)
+        return F.pad(hidden, (0, self._stage.num_columns))
 
     def _sequence_dim(self, x: Tensor) -> int | None:
         # What has queries and keys of a sequence has other keys in each of them.
