@@ -91,4 +91,3 @@ def test_counts_travel_exactly_in_bfloat16(layout: str, base: Path, tmp_path: Pa
     folder, expected = _plainly(base)
     found = train_in(run_of(folder, train__dtype="bfloat16", **LAYOUTS[layout]), tmp_path)
     assert found.balances == pytest.approx(expected.balances, rel=1e-2)
-

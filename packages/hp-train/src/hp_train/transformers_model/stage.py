@@ -480,9 +480,7 @@ def _recomputed_in_call(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
     return recomputed(partial(_in_call, forward, _call.get()), *args, **kwargs)
 
 
-def _in_call(
-    forward: Callable[..., Any], call: _Call | None, *args: Any, **kwargs: Any
-) -> Any:
+def _in_call(forward: Callable[..., Any], call: _Call | None, *args: Any, **kwargs: Any) -> Any:
     token = _call.set(call)
     try:
         return forward(*args, **kwargs)
