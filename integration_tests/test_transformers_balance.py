@@ -1,4 +1,4 @@
-"""The loss that balances experts of a model of transformers is that of one process in any layout."""
+"""In every layout, the loss that balances experts of transformers is that of one process."""
 
 from functools import cache
 from pathlib import Path

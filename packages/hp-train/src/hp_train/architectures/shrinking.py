@@ -56,6 +56,8 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     heads = fields.get("num_attention_heads")
     if heads is not None and fields.get("num_key_value_heads") == heads:  # none are shared
         made["num_key_value_heads"] = HEADS
+    if "output_router_logits" in fields:  # the loss that balances experts is compared, too
+        made["output_router_logits"] = True
     for name, value in fields.items():
         small = _shrunk_one(name, value)
         if small is not None:
@@ -69,8 +71,6 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shrunk_one(name: str, value: Any) -> Any:
     """A field that is shrunk; None: it stays."""
-    if name == "output_router_logits":  # the loss that balances experts is compared, too
-        return True
     if name == "per_layer_config" and isinstance(value, Mapping):
         return {key: some for key, some in value.items() if int(key) < LAYERS}
     if isinstance(value, Mapping) and name.endswith("config"):
