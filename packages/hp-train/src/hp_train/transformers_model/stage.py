@@ -37,9 +37,11 @@ from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import text_config_of
 from hp_train.errors import ConfigError
 from hp_train.model import Microbatch, Stage
+from hp_train.model.counted import Counted
 from hp_train.model.parameters import Parameter
 from hp_train.model.recompute import Recompute, recomputed
 from hp_train.transformers_model.balance import COLUMNS, Balancing, balance_of
+from hp_train.transformers_model.counted import count_attention, count_experts
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.documents_trial import require_documents_apart
 from hp_train.transformers_model.first_weights import fill
@@ -48,7 +50,13 @@ from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
-from hp_train.transformers_model.tensor_parallel import Style, cut, declare_cuts, styles_of
+from hp_train.transformers_model.tensor_parallel import (
+    Alone,
+    Style,
+    cut,
+    declare_cuts,
+    styles_of,
+)
 
 
 class _Call(NamedTuple):
@@ -136,6 +144,7 @@ class TransformersStage(Stage):
         self._outside: list[nn.Module] = []  # modules in none of the blocks
         self._counts_once = True  # losses of a rank whose tokens others have, too, count in one
         self._context: ProcessGroup | None = None
+        self._ranks: Mapping[str, int] = {"tp": 1, "ep": 1}  # that this one stands for
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
                 is_before = index < self.own_layers[0]
@@ -219,6 +228,21 @@ class TransformersStage(Stage):
             declare_experts(self, self.blocks)
         if sizes["tp"] > 1:
             self._plan_tensors(sizes["tp"])
+
+    def stand_alone(self, sizes: Mapping[str, int], exchange: Callable[[float], None]) -> None:
+        """See `Stage.stand_alone`."""
+        if sizes["tp"] > 1:
+            cut(self._listed, self._styles, Alone(sizes["tp"], exchange))
+        for block in self.blocks if sizes["ep"] > 1 else ():
+            if any(True for _ in expert_modules(block)):
+                apply_to_transformers(block)
+        self._ranks = sizes
+
+    def be_counted(self, counted: Counted) -> None:
+        """See `Stage.be_counted`."""
+        count_attention(self.whole, counted)
+        for _, experts in expert_modules(self):
+            count_experts(experts, counted, num_ranks=self._ranks["tp"])
 
     def _plan_tensors(self, num_ranks: int) -> None:
         styles = styles_of(self.whole, self._listed, num_ranks)
