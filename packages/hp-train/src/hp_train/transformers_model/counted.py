@@ -41,7 +41,7 @@ def _attended(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Be an attention function of transformers: of query, key and value [B, N, S, H], and a mask."""
+    """Be an attention function of transformers, of query, key and value [B, N, S, H]."""
     del others
     query, key, value, *_ = inputs
     length = key.shape[2]
