@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from hp_train.config import ModelConfig
+from hp_train.errors import ConfigError
+from hp_train.transformers_model.balance import balance_of
 from integration_tests.layouts import Result, train_in
 from integration_tests.plain_transformers import make_folder, run_of, train_plainly
 from integration_tests.test_transformers_models import require_equal
@@ -84,6 +87,34 @@ def test_documents_of_a_microbatch_are_balanced_together(
     found = train_in(config, tmp_path / "run")
     require_equal(found, expected)
     assert found.balances == pytest.approx(expected.balances, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "why"),
+    [
+        ("dbrx", {}, "does not run without memory"),
+        ("doge", {"is_moe": True, "num_experts": 16}, "does not get logits .tokens, experts."),
+    ],
+)
+def test_a_loss_that_is_another_one_is_refused(
+    name: str, fields: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    from hp_train.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
+
+    config = Tiny(name).config
+    config.update({"output_router_logits": True, **fields})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"output_router_logits \(true\) of .* since .*{why}"):
+        balance_of(ModelConfig(transformers=str(tmp_path)))
+
+
+def test_a_model_without_such_a_loss_has_none(tmp_path: Path) -> None:
+    from hp_train.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
+
+    config = Tiny("deepseek_v3").config
+    config.output_router_logits = True
+    config.save_pretrained(tmp_path)
+    assert balance_of(ModelConfig(transformers=str(tmp_path))) is None
 
 
 @pytest.mark.parametrize("layout", ["pp 2", "ep 2"])

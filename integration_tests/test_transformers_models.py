@@ -29,6 +29,32 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "pp 2 ep 2": {"mesh__pp": 2, "mesh__dp_shard": 2, "mesh__ep": 2, "train__recompute": "full"},
     "tp 2 ep 2": {"mesh__tp": 2, "mesh__ep": 2, "train__recompute": "full"},
     "fsdp 2 tp 2 ep 2": {"mesh__dp_shard": 2, "mesh__tp": 2, "mesh__ep": 2},
+    "ep 2 buffers": {"mesh__dp_shard": 2, "mesh__ep": 2, "mesh__ep_buffer": 1.0},
+    "tp 2 ep 2 buffers": {"mesh__tp": 2, "mesh__ep": 2, "mesh__ep_buffer": 2.0},
+    "pp 2 ep 2 overlap": {
+        "mesh__pp": 2,
+        "mesh__dp_shard": 2,
+        "mesh__ep": 2,
+        "pipeline__schedule": "dualpipe_v",
+        "pipeline__overlap": True,
+        "train__microbatch_size": 1,
+    },
+    "pp 2 tp 2 ep 2 overlap": {
+        "mesh__pp": 2,
+        "mesh__tp": 2,
+        "mesh__ep": 2,
+        "pipeline__schedule": "dualpipe_v",
+        "pipeline__overlap": True,
+        "train__microbatch_size": 1,
+    },
+    "pp 2 cp 2 ep 2 overlap": {
+        "mesh__pp": 2,
+        "mesh__cp": 2,
+        "mesh__ep": 2,
+        "pipeline__schedule": "dualpipe_v",
+        "pipeline__overlap": True,
+        "train__microbatch_size": 1,
+    },
     "hsdp 2 tp 2 ep 4": {"mesh__dp_replicate": 2, "mesh__tp": 2, "mesh__ep": 4},
 }
 SEQUENCES: dict[str, dict[str, Any]] = {
