@@ -17,6 +17,7 @@ from hp_train.costs.kernels import learn
 from hp_train.costs.meta_run import run
 from hp_train.costs.stored import StoredKernels, StoredModel
 from hp_train.costs.work import alike
+from hp_train.model.transformer import build_stage
 
 Key = tuple[ModelConfig, int, int, str, int, int]
 """See `hp_train.costs.modules.Key`."""
@@ -54,6 +55,15 @@ _LEARN: Final[dict[type, Callable[[Key], StoredModel | StoredKernels]]] = {
     StoredModel: _model,
     StoredKernels: _kernels,
 }
+
+
+def require_stages(model: ModelConfig) -> None:
+    """See whether a model can be cut into stages.
+
+    Raises:
+        hp_train.errors.ConfigError: When it cannot.
+    """
+    build_stage(model, model.vocab_size, layers=range(1), first=True, last=False)
 
 
 def main(name: str) -> None:

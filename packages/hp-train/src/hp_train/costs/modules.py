@@ -55,10 +55,9 @@ def require_stages(config: Config) -> None:
     Raises:
         hp_train.errors.ConfigError: When it cannot.
     """
-    from hp_train.model.transformer import build_stage  # noqa: PLC0415 - imports torch
+    from hp_train.costs import learning  # noqa: PLC0415 - imports torch
 
-    model = config.model
-    build_stage(model, model.vocab_size, layers=range(1), first=True, last=False)
+    learning.require_stages(config.model)
 
 
 def is_tiled(config: Config, vocab_size: int) -> bool:

@@ -134,6 +134,8 @@ def draw(
             take(prefix + leaf, buffer)
 
 
+_FILLED = "_is_hf_initialized"
+"""Mark of transformers, of a module that it has filled."""
 _Rule = tuple[nn.Module, Any]
 """A module, and the model that knows how it is filled."""
 
@@ -267,7 +269,7 @@ def _fill(rule: _Rule) -> None:
     from transformers.initialization import guard_torch_init_functions  # noqa: PLC0415
 
     module, owner = rule
-    module._is_hf_initialized = False  # type: ignore[assignment]  # noqa: SLF001 - transformers' own mark
+    setattr(module, _FILLED, False)
     with guard_torch_init_functions():
         owner._initialize_weights(module)  # noqa: SLF001 - what `initialize_weights` calls
 
