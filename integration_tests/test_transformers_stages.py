@@ -283,7 +283,10 @@ def test_keys_follow_from_the_folder_or_are_refused(tmp_path: Path) -> None:
         ({"model.dim": 64}, r"model.dim \(64\) must be 32, as .*config.json says, or be left out"),
         ({"model.transformers": str(tmp_path)}, "must be a folder with config.json"),
         ({"mesh.etp": 2}, "mesh.etp .2. must be 1 with model.transformers"),
-        ({"mesh.ep_buffer": 2.0}, "mesh.ep_buffer .2. must be 0 with model.transformers"),
+        (
+            {"pipeline.overlap": True, "train.recompute": "full"},
+            "pipeline.overlap .true. must be false with model.transformers .*recompute .full",
+        ),
         ({"run.init_from": str(folder)}, "run.init_from .* must be empty with model.transformers"),
         ({"train.recompute": "attention"}, "train.recompute .* must be none or full with"),
     ):
