@@ -19,10 +19,11 @@ from hp_platform.store import Box, Part
 from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.model import Microbatch, Stage
+from hp_train.model import DropoutKey, Microbatch, Stage
 from hp_train.model.compiled import compile_blocks
 from hp_train.model.declared import declared
 from hp_train.model.parameters import Parameter, named_parameters
+from hp_train.model.recompute import Recompute
 from hp_train.model.transformer import build_stage
 from hp_train.transformers_model.export import write_folder
 from hp_train.transformers_model.load import load_folder
@@ -173,6 +174,24 @@ def test_compiled_layers_have_the_same_bits(tmp_path: Path) -> None:
         loss = stage(TOKENS, microbatch=Microbatch(2, targets=TOKENS))
         loss.backward()
         found.append([loss.detach(), *(p.tensor.grad for p in parameters)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("what", ["none", "full"])
+def test_compiled_layers_balance_their_experts_alike(what: Recompute, tmp_path: Path) -> None:
+    fields = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    config = run_of(make_folder("qwen3_moe", tmp_path, **fields))
+    key = DropoutKey(0, 0, torch.arange(2), torch.arange(TOKENS.shape[1]))
+    found = []
+    for compiler in ("none", "aot_eager"):
+        stage, parameters = stage_of(config)
+        stage.recompute(what)
+        compile_blocks(stage, compiler)
+        microbatch = Microbatch(2, key, targets=TOKENS)
+        stage(TOKENS, microbatch=microbatch).backward()
+        (balance,) = microbatch.balance_losses.values()
+        found.append([balance, *(p.tensor.grad for p in parameters)])
+    assert float(found[0][0]) > 0.3
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
