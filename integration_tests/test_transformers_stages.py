@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hp_expert.hugging_face import apply_to_transformers
+from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform.store import Box, Part
 from hp_train.config import Config
 from hp_train.config.options import resolve
@@ -25,6 +27,7 @@ from hp_train.model.declared import declared
 from hp_train.model.parameters import Parameter, named_parameters
 from hp_train.model.recompute import Recompute
 from hp_train.model.transformer import build_stage
+from hp_train.overlap import overlap_experts
 from hp_train.transformers_model.export import write_folder
 from hp_train.transformers_model.load import load_folder
 from hp_train.transformers_model.outline import outline_of
@@ -175,6 +178,17 @@ def test_compiled_layers_have_the_same_bits(tmp_path: Path) -> None:
         loss.backward()
         found.append([loss.detach(), *(p.tensor.grad for p in parameters)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_exchanges_of_all_experts_are_those_that_a_pair_overlaps(tmp_path: Path) -> None:
+    stage, _ = stage_of(run_of(make_folder("qwen3_moe", tmp_path)))
+    apply_to_transformers(stage)
+    before = [part.dispatcher for part in stage.experts]
+    overlap = CommComputeOverlap(HookCoordinator(timeout=5.0))
+    overlap_experts(stage, overlap)
+    after = [part.dispatcher for part in stage.experts]
+    assert len(before) == 4
+    assert not {type(each) for each in before} & {type(each) for each in after}
 
 
 @pytest.mark.parametrize("what", ["none", "full"])
