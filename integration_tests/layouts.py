@@ -66,6 +66,7 @@ class Result:
         first_gradients: Of the first step.
         parameters: After the last step.
         moments: Of AdamW, likewise, ``exp_avg.`` or ``exp_avg_sq.`` before the parameter's name.
+        balances: Losses that balance experts, of each step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Result:
     first_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    balances: list[float] = field(default_factory=list)
 
 
 def config_of(
@@ -161,6 +163,7 @@ def _train_rank(
     losses: list[float] = []
     ahead: list[float] = []
     norms: list[float] = []
+    balances: list[float | None] = []
 
     def keep_first(_losses: Losses, _norm: float) -> None:
         if not losses:
@@ -169,6 +172,7 @@ def _train_rank(
     while trainer.step < (until or config.train.steps):
         metrics, _ = trainer.train_step(before_update=keep_first)
         losses.append(metrics.loss)
+        balances.append(metrics.balance_loss)
         if metrics.prediction_loss is not None:
             ahead.append(metrics.prediction_loss)
         norms.append(metrics.grad_norm)
@@ -183,7 +187,7 @@ def _train_rank(
     trainer.close()
     if info.rank:
         return None
-    return Result(losses, ahead, norms, eval_loss, gradients, parameters, moments)
+    return Result(losses, ahead, norms, eval_loss, gradients, parameters, moments, balances)
 
 
 def trained_a_step(encoded: bytes, directory: str, address: str) -> Trainer:

@@ -142,7 +142,8 @@ def train_plainly(config: Config, directory: Path, model: Any = None) -> Result:
         first = step * train.global_batch_size
         batch = sequences.batch(range(first, first + train.global_batch_size))
         loss = mean_loss(model, batch.tokens, batch.targets, documents=batch.documents)
-        loss.backward()
+        balance = balance_loss(model, batch.tokens, batch.documents, train.microbatch_size)
+        (loss + balance).backward()
         gradients = {n: _or_zero(p) for n, p in named.items()}
         if step == 0:
             found.first_gradients.update({n: g.clone() for n, g in gradients.items()})
@@ -150,6 +151,7 @@ def train_plainly(config: Config, directory: Path, model: Any = None) -> Result:
         for gradient in gradients.values():  # torch's own way divides by the norm + 1e-6
             gradient.mul_(min(1.0, train.max_grad_norm / float(norm)))
         found.losses.append(loss.item())
+        found.balances.append(balance.item())
         found.norms.append(float(norm))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, train)
@@ -189,3 +191,33 @@ def mean_loss(
                 logits = model(input_ids=part[None], use_cache=False).logits[0]
             total = total + F.cross_entropy(logits, its, ignore_index=-1, reduction="sum")
     return total / (targets >= 0).sum()
+
+
+def balance_loss(
+    model: Any, tokens: Tensor, documents: tuple[tuple[int, ...], ...], size: int
+) -> Tensor:
+    """The loss that balances experts, where a config asks for one: the mean over calls.
+
+    Args:
+        model: Model of transformers.
+        tokens: int64 [B, S].
+        documents: Lengths of the documents in each sequence.
+        size: Sequences of a call.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    if not getattr(model.config, "output_router_logits", False):
+        return total
+    for rows, its in zip(tokens.split(size), _split(documents, size), strict=True):
+        positions = None
+        if max(map(len, its)) > 1:
+            parts = [torch.cat([torch.arange(length) for length in row]) for row in its]
+            positions = torch.stack(parts)
+        with lifting():
+            aux = model(input_ids=rows, position_ids=positions, use_cache=False).aux_loss
+        total = total + aux * len(rows) / len(tokens)
+    coefficient: float = model.config.router_aux_loss_coef
+    return total * coefficient
+
+
+def _split(documents: tuple[Any, ...], size: int) -> list[tuple[Any, ...]]:
+    return [documents[start : start + size] for start in range(0, len(documents), size)]

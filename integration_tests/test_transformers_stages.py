@@ -4,22 +4,30 @@ import json
 import shutil
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hp_expert.hugging_face import apply_to_transformers
+from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform.store import Box, Part
 from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.model import Microbatch, Stage
+from hp_train.model import DropoutKey, Microbatch, Stage
 from hp_train.model.compiled import compile_blocks
 from hp_train.model.declared import declared
 from hp_train.model.parameters import Parameter, named_parameters
+from hp_train.model.recompute import Recompute
 from hp_train.model.transformer import build_stage
+from hp_train.overlap import overlap_experts
 from hp_train.transformers_model.export import write_folder
 from hp_train.transformers_model.load import load_folder
 from hp_train.transformers_model.outline import outline_of
@@ -76,6 +84,73 @@ def test_first_weights_are_the_same_however_it_is_cut(name: str, tmp_path: Path)
     assert all(float(t.std()) > 0 for n, t in whole.items() if t.ndim > 1)
 
 
+class Live(TorchDispatchMode):
+    """Counts bytes of tensors on the CPU that operators have made and somebody holds.
+
+    Args:
+        known: Tensors that were there before.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor) and output.device.type == "cpu":
+            storage = output.untyped_storage()
+            if storage.data_ptr() not in self.known:
+                self.known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        return output
+
+    def gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def test_one_parameter_at_a_time_is_whole_while_first_weights_are_drawn(tmp_path: Path) -> None:
+    config = run_of(make_folder("qwen3_moe", tmp_path, weights=False, num_experts=16))
+    stage, parameters = stage_of(config)
+    layer = sum(p.local.nbytes for p in parameters if p.name.startswith("model.layers.0."))
+    largest = max(p.local.nbytes for p in parameters)
+    before = {p.name: p.local.clone() for p in parameters}
+    for parameter in parameters:
+        parameter.local.zero_()
+
+    with Live((*(p.local for p in parameters), *stage.buffers())) as live:
+        stage.initialize(parameters, config.model, seed=3)
+
+    assert all(torch.equal(p.local, before[p.name]) for p in parameters)
+    assert largest <= live.most < 1.1 * largest
+    assert layer > 1.6 * largest
+
+
+def test_a_rule_that_reads_other_parameters_draws_a_layer_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of(make_folder("llama", tmp_path, weights=False))
+    rule = transformers.LlamaForCausalLM._init_weights
+
+    def tied(self: Any, module: Any) -> None:
+        rule(self, module)
+        if hasattr(module, "k_proj"):
+            module.v_proj.weight.data.copy_(2 * module.k_proj.weight)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", tied)
+    for layers in (None, range(1, 4)):
+        _, parameters = stage_of(config, layers)
+        found = values_of(parameters)
+        kept = found["model.layers.2.self_attn.v_proj.weight"]
+        assert torch.equal(kept, 2 * found["model.layers.2.self_attn.k_proj.weight"])
+
+
 def test_bfloat16_over_float32_parameters_has_the_bits_of_the_model_in_bfloat16(
     tmp_path: Path,
 ) -> None:
@@ -102,6 +177,35 @@ def test_compiled_layers_have_the_same_bits(tmp_path: Path) -> None:
         loss = stage(TOKENS, microbatch=Microbatch(2, targets=TOKENS))
         loss.backward()
         found.append([loss.detach(), *(p.tensor.grad for p in parameters)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_exchanges_of_all_experts_are_those_that_a_pair_overlaps(tmp_path: Path) -> None:
+    stage, _ = stage_of(run_of(make_folder("qwen3_moe", tmp_path)))
+    apply_to_transformers(stage)
+    before = [part.dispatcher for part in stage.experts]
+    overlap = CommComputeOverlap(HookCoordinator(timeout=5.0))
+    overlap_experts(stage, overlap)
+    after = [part.dispatcher for part in stage.experts]
+    assert len(before) == 4
+    assert not {type(each) for each in before} & {type(each) for each in after}
+
+
+@pytest.mark.parametrize("what", ["none", "full"])
+def test_compiled_layers_balance_their_experts_alike(what: Recompute, tmp_path: Path) -> None:
+    fields = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    config = run_of(make_folder("qwen3_moe", tmp_path, **fields))
+    key = DropoutKey(0, 0, torch.arange(2), torch.arange(TOKENS.shape[1]))
+    found = []
+    for compiler in ("none", "aot_eager"):
+        stage, parameters = stage_of(config)
+        stage.recompute(what)
+        compile_blocks(stage, compiler)
+        microbatch = Microbatch(2, key, targets=TOKENS)
+        stage(TOKENS, microbatch=microbatch).backward()
+        (balance,) = microbatch.balance_losses.values()
+        found.append([balance, *(p.tensor.grad for p in parameters)])
+    assert float(found[0][0]) > 0.3
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -157,7 +261,6 @@ def test_a_layer_that_reads_more_than_hidden_states_is_named(tmp_path: Path) -> 
     [
         ("gpt2", {"attn_pdrop": 0.1}, r"attn_dropout \(0.1\) of GPT2LMHeadModel must be 0"),
         ("llama", {"attention_dropout": 0.2}, r"attention_dropout \(0.2\) of .* must be 0"),
-        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits .true. .* be false"),
     ],
 )
 def test_what_depends_on_the_layout_is_refused(
@@ -213,7 +316,10 @@ def test_keys_follow_from_the_folder_or_are_refused(tmp_path: Path) -> None:
         ({"model.dim": 64}, r"model.dim \(64\) must be 32, as .*config.json says, or be left out"),
         ({"model.transformers": str(tmp_path)}, "must be a folder with config.json"),
         ({"mesh.etp": 2}, "mesh.etp .2. must be 1 with model.transformers"),
-        ({"mesh.ep_buffer": 2.0}, "mesh.ep_buffer .2. must be 0 with model.transformers"),
+        (
+            {"pipeline.overlap": True, "train.recompute": "full"},
+            "pipeline.overlap .true. must be false with model.transformers .*recompute .full",
+        ),
         ({"run.init_from": str(folder)}, "run.init_from .* must be empty with model.transformers"),
         ({"train.recompute": "attention"}, "train.recompute .* must be none or full with"),
     ):
@@ -304,6 +410,31 @@ def test_a_trial_finds_nothing_where_documents_stay_apart(
 ) -> None:
     stage, _ = stage_of(run_of(make_folder(name, tmp_path, weights=False)), dtype=dtype)
     stage.try_documents()
+
+
+def test_a_trial_finds_keys_that_are_chosen_in_other_documents(tmp_path: Path) -> None:
+    from hp_train.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
+
+    Tiny("glm_moe_dsa").make(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"  # which chooses more keys than a trial has
+    path.write_text(json.dumps({**json.loads(path.read_text()), "index_topk": 2048}))
+    stage, _ = stage_of(run_of(tmp_path / "model", data__documents="separate"))
+    stage.try_documents()
+    indexer = stage.get_submodule("model.layers.1.self_attn.indexer")
+    indexer.forward = partial(_blind, indexer.forward)
+    with pytest.raises(
+        ConfigError, match=r"layers.1.self_attn \(GlmMoeDsaAttention\) computes for"
+    ):
+        stage.try_documents()
+
+
+def _blind(forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Be what chooses keys, and see those of all documents."""
+    size = hidden.shape[1]
+    mask = torch.ones(size, size, dtype=torch.bool).tril()[None]
+    known = [mask if isinstance(x, Tensor) and x.shape[-2:] == (size, size) else x for x in args]
+    kwargs = {n: mask if n == "attention_mask" else x for n, x in kwargs.items()}
+    return forward(hidden, *known, **kwargs)
 
 
 def test_code_of_a_folder_runs_only_when_asked_for(

@@ -21,11 +21,11 @@ from hp_context.hugging_face.attention import SpreadAttention
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_train.architectures import task
 from hp_train.architectures.examine import examine, prepare, run_in_fork
-from hp_train.model import stage
 from hp_train.model.recompute import recomputed
 from hp_train.training import train
 from hp_train.training.batches import Batches, Share
 from hp_train.training.gradients import reduce_gradients
+from hp_train.transformers_model import stage as transformers_stage
 from hp_train.transformers_model import tensor_parallel
 from hp_train.transformers_model.stage import TransformersStage
 
@@ -61,7 +61,7 @@ def recomputed_is_other(_rank: int) -> Iterator[None]:
 
         return recomputed(counted, *args, **kwargs)
 
-    with patch.object(stage, "recomputed", off):
+    with patch.object(transformers_stage, "recomputed", off):
         yield
 
 

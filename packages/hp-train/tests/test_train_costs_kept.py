@@ -46,7 +46,7 @@ def test_what_was_learned_is_taken_and_what_was_damaged_is_learned_again(folder:
 
 
 def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -> None:
-    key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16")
+    key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16", 1, 1)
     _model.cache_clear()
     learned = StoredModel.of(_model(key))
     assert kept([1], StoredModel, lambda: learned) is learned
@@ -126,7 +126,7 @@ def test_only_so_many_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_models_and_kernels_are_the_same_when_they_were_kept() -> None:
-    key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16")
+    key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16", 1, 1)
     first = _model(key), _learned(key)
     for cached in (_model, _learned, _stage, _stages):
         cached.cache_clear()

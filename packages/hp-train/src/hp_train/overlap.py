@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hp_expert import AllToAllDispatcher, GroupedExperts
+from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_overlap import CommComputeOverlap
 from hp_schedule import MetaStep, MetaStepType
 from hp_schedule.runtime import PipelineContext, PipelineScheduleRuntime
@@ -31,7 +32,7 @@ def overlap_experts(
             its rows then does not wait for rows of the other; None: it does.
     """
     for part in module.modules():
-        if isinstance(part, GroupedExperts):
+        if isinstance(part, GroupedExperts | DispatchedExperts):
             dispatcher = part.dispatcher
             if small_group is not None and isinstance(dispatcher, AllToAllDispatcher):
                 dispatcher = replace(dispatcher, small_group=small_group)

@@ -36,6 +36,10 @@ def _pipeline(schedule: str) -> Kind:
     return Kind(ranks=2, keys={"mesh.pp": 2, "pipeline.schedule": schedule})
 
 
+SIZES = (1, 2, 4)
+"""Sequences of a microbatch, of which experts are balanced together."""
+PACKED = 2
+"""Those where a sequence has several documents."""
 _WHOLE = {"train.microbatch_size": 4}
 _HALF = {"train.microbatch_size": 2}
 _BLOCKS = {"mesh.gather": "block"}

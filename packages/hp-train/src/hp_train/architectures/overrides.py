@@ -43,7 +43,10 @@ _DOTS3 = {
         }
     },
 }
+_UNBALANCED = {"output_router_logits": False}  # what is of no interest, or refused
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "flint": _UNBALANCED,
+    "jetmoe": _UNBALANCED,
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -68,6 +71,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 1, "topk_group": 1},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(_KINDS, _ROPE)},
     "dbrx": {
+        **_UNBALANCED,
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"moe_top_k": 2},
     },

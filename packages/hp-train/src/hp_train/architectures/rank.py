@@ -215,8 +215,8 @@ def _judged(world: World, kind: str, expected: Reference) -> Cell:
     more = {"trust_remote_code": True} if world.trusted else {}
     weights = dict(load(exported, **more).named_parameters())
     steps = list(read_steps(folder / "recorded"))
-    documents = KINDS[kind].keys.get("data.documents", "joined")
-    trained = expected.of(documents)
+    config = world.config(kind)
+    trained = expected.of(config.data.documents, config.train.microbatch_size)
     if trained is None:
         raise RuntimeError("plain transformers cannot compute the documents one by one")
     found = judge(steps, {k: v.detach() for k, v in weights.items()}, trained)

@@ -3,7 +3,7 @@
 Shape symbols: B sequences, S positions, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from hp_train.architectures.cells import PACKED, SIZES
 from hp_train.architectures.task import BATCH, COMMON, STEPS, dataset
 from hp_train.architectures.trained import Trained
 from hp_train.base.lifting import lifting
 from hp_train.data.dataset import Batch
 
 _ATTENTION = ("sdpa", "eager")
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,23 @@ class Reference:
     """What one process computes of a model.
 
     Attributes:
-        joined: Training with each sequence as one document.
-        separate: Training with every document by itself; None: the model cannot have so few tokens.
+        joined: Training with each sequence as one document, by the sequences of a call of which
+            experts are balanced; that of 0: none are.
+        separate: Training with every document by itself, likewise; empty: the model cannot have so
+            few tokens.
         attention: What computes attention.
         has_experts: Whether the model has some.
     """
 
-    joined: Trained
-    separate: Trained | None
+    joined: dict[int, Trained]
+    separate: dict[int, Trained]
     attention: str
     has_experts: bool
 
-    def of(self, documents: str) -> Trained | None:
-        """What belongs to a value of `data.documents`."""
-        return self.separate if documents == "separate" else self.joined
+    def of(self, documents: str, size: int) -> Trained | None:
+        """What belongs to values of `data.documents` and `train.microbatch_size`."""
+        found = self.separate if documents == "separate" else self.joined
+        return found.get(size, found.get(0))
 
     def save(self, path: Path) -> None:
         """Write it for other processes."""
@@ -50,7 +55,7 @@ class Reference:
         """Read what :meth:`save` has written."""
         fields = torch.load(path, weights_only=True)
         for name in ("joined", "separate"):
-            fields[name] = None if fields[name] is None else Trained(**fields[name])
+            fields[name] = {size: Trained(**one) for size, one in fields[name].items()}
         return cls(**fields)
 
 
@@ -63,13 +68,19 @@ def refer(model: Path, data: Path, *, trusted: bool) -> Reference:
         trusted: Whether code in the folder of the model is run.
     """
     first, attention = _loaded(model, trusted=trusted)
-    joined = _train(first, data, _whole, separate=False)
-    second, _ = _loaded(model, trusted=trusted)
-    try:
-        separate = _train(second, data, _by_document, separate=True)
-    except ValueError:  # a sequence must have a length that documents have not
-        separate = None
     has_experts = any(name.endswith("experts") for name, _ in first.named_modules())
+    tokens = dataset(data, separate=False).batch(range(1)).tokens
+    balances = _balance(first, tokens) is not None
+    joined, separate = {}, {}
+    for size in SIZES if balances else (0,):
+        made, _ = _loaded(model, trusted=trusted)
+        joined[size] = _train(made, data, size, separate=False)
+    try:
+        size = PACKED if balances else 0
+        made, _ = _loaded(model, trusted=trusted)
+        separate[size] = _train(made, data, size, separate=True)
+    except (ValueError, TypeError):  # a length that documents have not; no positions
+        pass
     return Reference(joined, separate, attention, has_experts)
 
 
@@ -121,9 +132,32 @@ def _by_document(model: Any, batch: Batch) -> Tensor:
     return torch.cat(rows)
 
 
-def _train(
-    model: Any, data: Path, forward: Callable[[Any, Batch], Tensor], *, separate: bool
-) -> Trained:
+def _balance(model: Any, tokens: Tensor, **more: Any) -> Tensor | None:
+    """The loss that balances experts in one call; None: there is none."""
+    found = getattr(model(input_ids=tokens, use_cache=False, **more), "aux_loss", None)
+    if found is None:
+        return None
+    name = next(name for name in _COEFFICIENTS if hasattr(model, name))
+    return found * getattr(model, name)
+
+
+def _balance_of(model: Any, batch: Batch, size: int) -> Tensor:
+    """The mean of that loss over calls."""
+    total = torch.zeros(())
+    for start in range(0, BATCH if size else 0, size or 1):
+        more = {}
+        lengths = batch.documents[start : start + size]
+        if max(map(len, lengths)) > 1:  # several documents, which positions keep apart
+            rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+            more = {"position_ids": torch.stack(rows)}
+        found = _balance(model, batch.tokens[start : start + size], **more)
+        assert found is not None
+        total = total + found * size / BATCH
+    return total
+
+
+def _train(model: Any, data: Path, size: int, *, separate: bool) -> Trained:
+    forward = _by_document if separate else _whole
     named = dict(model.named_parameters())
     decayed = [p for p in named.values() if p.ndim > 1 and p.requires_grad]
     others = [p for p in named.values() if not (p.ndim > 1 and p.requires_grad)]
@@ -142,7 +176,7 @@ def _train(
         logits.append(forward(model, batch))
         flat, targets = logits[-1].flatten(0, 1), batch.targets.flatten()
         loss = F.cross_entropy(flat, targets, ignore_index=-1)
-        loss.backward()
+        (loss + _balance_of(model, batch, size)).backward()
         for parameter in named.values():  # of what took no part, too
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

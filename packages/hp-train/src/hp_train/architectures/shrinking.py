@@ -56,6 +56,8 @@ def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
     heads = fields.get("num_attention_heads")
     if heads is not None and fields.get("num_key_value_heads") == heads:  # none are shared
         made["num_key_value_heads"] = HEADS
+    if "output_router_logits" in fields:  # the loss that balances experts is compared, too
+        made["output_router_logits"] = True
     for name, value in fields.items():
         small = _shrunk_one(name, value)
         if small is not None:

@@ -10,9 +10,10 @@ from the graph of the others, so that its backward is run, and counted, by itsel
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +137,13 @@ def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def learn(
-    model: ModelConfig, vocab_size: int, layers: Sequence[int], *, seq_len: int, dtype: str
+    model: ModelConfig,
+    vocab_size: int,
+    layers: Sequence[int],
+    *,
+    seq_len: int,
+    dtype: str,
+    sizes: Mapping[str, int] = MappingProxyType({"tp": 1, "ep": 1}),
 ) -> dict[str, Kernels]:
     """Learn the kernels of some layers, and of what is in front of them and behind.
 
@@ -146,6 +153,7 @@ def learn(
         layers: Indices of the layers to run.
         seq_len: Positions of a sequence.
         dtype: Dtype of activations, as `train.dtype` names it.
+        sizes: Ranks that a model is cut over that cuts itself, by axis.
 
     Returns:
         Kernels of each part by its name: `"before"`, `"layers.3.attend"`, `"layers.3.feed"`,
@@ -156,6 +164,8 @@ def learn(
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
     with DryDevice() as device, answering(evenly):
         stage = build(layers=layers, first=True, last=True)
+        stage.expect_ranks(sizes)
+        stage.stand_alone(sizes, lambda _: None)
         stage.to_empty(device="cuda")
         if dtype == "float64":  # no weight is narrower than what is computed in
             stage.to(torch.float64)
@@ -167,6 +177,8 @@ def learn(
         run(3)
         parts = _Parts(device.trace)
         names = {id(module): name for name, module in stage.named_modules()}
+        names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
+        modules = {names[id(block)]: block for block in stage.blocks}
         for block in stage.blocks:
             name = names[id(block)]
             if isinstance(block, Block):
@@ -174,14 +186,20 @@ def learn(
                 block.feed = parts.cut(f"{name}.feed", block.feed)
                 for part in _dense_parts(block):
                     part.forward = parts.cut(f"{name}.dense", part.forward)
+            for part in [part for part in stage.experts if not isinstance(block, Block)]:
+                if any(part is inside for inside in block.modules()):
+                    part.forward = parts.cut(f"{name}.feed", part.forward)
             block.forward = parts.cut(name, block.forward)
         stage.linear_cross_entropy = parts.cut(LOSS, lose)
         fewer, more = (parts.run(partial(run, number)) for number in (2, 3))
     found = {}
     for name, two in fewer.items():
-        module = stage.get_submodule(name.rpartition(".")[0]) if name.endswith(_PARTS) else None
-        is_expert = name.endswith(".feed") and module is not None and bool(_dense_parts(module))
-        read = partial(_kernels, module=module, is_expert=is_expert, seq_len=seq_len)
+        module = modules[name.rpartition(".")[0]] if name.endswith(_PARTS) else None
+        is_expert = name.endswith(".feed") and module is not None
+        is_expert = is_expert and (not isinstance(module, Block) or bool(_dense_parts(module)))
+        # See Note [Costs of a stage that cuts itself]; rows of experts are dealt out.
+        ranks = 1 if is_expert else sizes["tp"]
+        read = partial(_kernels, module=module, is_expert=is_expert, seq_len=seq_len, ranks=ranks)
         forward, backward = map(read, two, more[name])
         found[name] = Kernels(forward, backward, Counter())
     return found
@@ -216,8 +234,12 @@ def _kernels(
     module: nn.Module | None,
     is_expert: bool,
     seq_len: int,
+    ranks: int,
 ) -> Counter[Kernel]:
-    """Compare what two sequences and three of them launch in a part of a block."""
+    """Compare what two sequences and three of them launch in a part of a block.
+
+    Prices divide all but launches by the number of ranks that share it.
+    """
     parts = [] if module is None else list(module.modules())
     seen = [seen_positions(part, seq_len) for part in parts if isinstance(part, Attention)]
     if [each.what for each in two] != [each.what for each in three]:
@@ -233,10 +255,10 @@ def _kernels(
         found[kind if kind == "memory" else place] += Kernel(
             kind=kind,
             launches=first.num_kernels - 2 * more * seq_len,
-            launches_per_token=more,
-            flops=share * (second.flops - first.flops) / seq_len,
-            bytes=per_token,
-            fixed_bytes=max(0.0, first.num_bytes - 2 * per_token * seq_len),
+            launches_per_token=ranks * more,
+            flops=ranks * share * (second.flops - first.flops) / seq_len,
+            bytes=ranks * per_token,
+            fixed_bytes=ranks * max(0.0, first.num_bytes - 2 * per_token * seq_len),
             is_expert=is_expert,
         )
     return Counter(found.values())

@@ -17,9 +17,10 @@ from hp_train.costs.kernels import learn
 from hp_train.costs.meta_run import run
 from hp_train.costs.stored import StoredKernels, StoredModel
 from hp_train.costs.work import alike
+from hp_train.model.transformer import build_stage
 
-Key = tuple[ModelConfig, int, int, str]
-"""Configuration of the model, vocabulary, sequence length and dtype."""
+Key = tuple[ModelConfig, int, int, str, int, int]
+"""See `hp_train.costs.modules.Key`."""
 
 T = TypeVar("T", StoredModel, StoredKernels)
 
@@ -27,7 +28,7 @@ T = TypeVar("T", StoredModel, StoredKernels)
 def learned(kind: type[T], key: Key) -> T:
     """What the parts of a model do, or launch."""
     if not is_dry():
-        return _LEARN[kind](*key)  # type: ignore[return-value]
+        return _LEARN[kind](key)  # type: ignore[return-value]
     answer = subprocess.run(  # noqa: S603 - itself
         [sys.executable, "-m", __name__, kind.__name__],
         input=msgspec.json.encode(key),
@@ -37,26 +38,39 @@ def learned(kind: type[T], key: Key) -> T:
     return msgspec.json.decode(answer.stdout, type=kind)
 
 
-def _model(model: ModelConfig, vocab_size: int, seq_len: int, dtype: str) -> StoredModel:
-    return StoredModel.of(run(model, vocab_size, seq_len=seq_len, dtype=dtype))
+def _model(key: Key) -> StoredModel:
+    model, vocab_size, seq_len, dtype, tp, ep = key
+    sizes = {"tp": tp, "ep": ep}
+    return StoredModel.of(run(model, vocab_size, seq_len=seq_len, dtype=dtype, sizes=sizes))
 
 
-def _kernels(model: ModelConfig, vocab_size: int, seq_len: int, dtype: str) -> StoredKernels:
-    layers = sorted({*alike(model).values()})
-    return StoredKernels.of(learn(model, vocab_size, layers, seq_len=seq_len, dtype=dtype))
+def _kernels(key: Key) -> StoredKernels:
+    model, vocab_size, seq_len, dtype, tp, ep = key
+    layers, sizes = sorted({*alike(model).values()}), {"tp": tp, "ep": ep}
+    found = learn(model, vocab_size, layers, seq_len=seq_len, dtype=dtype, sizes=sizes)
+    return StoredKernels.of(found)
 
 
-_LEARN: Final[dict[type, Callable[[ModelConfig, int, int, str], StoredModel | StoredKernels]]] = {
+_LEARN: Final[dict[type, Callable[[Key], StoredModel | StoredKernels]]] = {
     StoredModel: _model,
     StoredKernels: _kernels,
 }
+
+
+def require_stages(model: ModelConfig) -> None:
+    """See whether a model can be cut into stages.
+
+    Raises:
+        hp_train.errors.ConfigError: When it cannot.
+    """
+    build_stage(model, model.vocab_size, layers=range(1), first=True, last=False)
 
 
 def main(name: str) -> None:
     """Read a key, write what was learned for it."""
     key = msgspec.json.decode(sys.stdin.buffer.read(), type=Key)
     (kind,) = (kind for kind in _LEARN if kind.__name__ == name)
-    sys.stdout.buffer.write(msgspec.json.encode(_LEARN[kind](*key)))
+    sys.stdout.buffer.write(msgspec.json.encode(_LEARN[kind](key)))
 
 
 if __name__ == "__main__":

@@ -420,7 +420,8 @@ def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
         logits, dim = tile.tokens * tile.rows, config.model.dim
         added = logits * size + max(tile) * dim * size
         return max(logits * (wide + copy), added) + tile.tokens * dim * wide
-    return (2 * wide if layout.tp == 1 else wide + size) * tokens * rows
+    is_cut = layout.tp > 1 and not config.model.transformers
+    return (wide + size if is_cut else 2 * wide) * tokens * rows
 
 
 def _recomputed(config: Config, layout: StageLayout) -> int:
@@ -449,5 +450,6 @@ def padding(config: Config, layout: StageLayout) -> float:
 
 def message_bytes(config: Config, layout: StageLayout) -> int:
     """What a rank of a stage sends of a microbatch to the next stage, and of its gradient back."""
-    tokens = config.train.microbatch_size * config.data.seq_len // (layout.cp * layout.tp)
+    sharing = layout.cp if config.model.transformers else layout.cp * layout.tp
+    tokens = config.train.microbatch_size * config.data.seq_len // sharing
     return tokens * config.model.stage_width * BYTES[config.train.dtype]

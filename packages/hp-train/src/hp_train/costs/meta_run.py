@@ -6,14 +6,21 @@ not run, and say instead what their kernels do: attention proper, which keeps it
 output and the logarithm of its denominators; and routed experts, which keep two of their hidden
 rows. In front of and behind blocks is what the first and the last stage have besides.
 
+Note [Costs of a stage that cuts itself]. Tensor-parallel ranks of hp-train's models share out all
+that a layer computes and keeps, and prices divide by their number. A model of transformers says by
+itself what is cut, and most of it stays whole on every rank. So it runs as one of those ranks, and
+what it has is multiplied by their number.
+
 Shape symbols: B sequences, S positions, N query heads, H width of a query head, K experts per
 token, F hidden width of an expert, V vocabulary.
 """
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,9 +34,11 @@ from hp_train.base._internals import FakeTensorMode
 from hp_train.config import ModelConfig
 from hp_train.costs.kernels import seen_positions
 from hp_train.costs.work import BlockWork, ModelWork, Weight, Work, alike
+from hp_train.errors import ConfigError
 from hp_train.layout.vocabulary import LogitTile
 from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.model.block import Block
+from hp_train.model.counted import Counted
 from hp_train.model.declared import Declared, declared
 from hp_train.model.layers import WeightCasts, cast_linear
 from hp_train.model.loss import loss_of, tiled_cross_entropy
@@ -37,10 +46,19 @@ from hp_train.model.stage import Exchanges, Stage
 from hp_train.model.transformer import build_stage
 
 _SEQUENCES = 2
+_OF_RANK = frozenset(("flops", "scores", "kept", "heads", "routed", "logits"))
+"""What prices divide by the number of tensor-parallel ranks."""
 BEFORE, AFTER, LOSS, TILED = "before", "after", "loss", "tiled loss"
 
 
-def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> ModelWork:
+def run(
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    seq_len: int,
+    dtype: str,
+    sizes: Mapping[str, int] = MappingProxyType({"tp": 1, "ep": 1}),
+) -> ModelWork:
     """Run forward and loss of a model; of layers of the same kind, the first stands for all.
 
     Args:
@@ -48,14 +66,17 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
         vocab_size: Rows of the embedding, V.
         seq_len: Positions of a sequence, S.
         dtype: Dtype of activations, as `train.dtype` names it.
+        sizes: Ranks that a model is cut over that cuts itself, by axis.
 
     Raises:
-        hp_train.errors.ConfigError: When `model.factory` makes no stage.
+        hp_train.errors.ConfigError: When `model.factory` makes no stage, or one that cannot be cut
+            so.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
     same = alike(model)
     stage = build(layers=sorted({*same.values()}), first=True, last=True)
     stage.expect_no_values()
+    stage.expect_ranks(sizes)
     names = {id(block): name for name, block in stage.named_modules()}
     names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
     blocks = {names[id(block)]: block for block in stage.blocks}
@@ -65,11 +86,17 @@ def run(model: ModelConfig, vocab_size: int, *, seq_len: int, dtype: str) -> Mod
     }
     cast = _names_of_cast(stage, stage.casting)
     outside = _outside(stage)
-    first = _outside(build(layers=range(1), first=True, last=False))
-    last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True))
+    first, last = outside, dict[str, Declared]()
+    if model.num_layers > 1:
+        with contextlib.suppress(ConfigError):  # one that cannot be cut is one stage
+            first = _outside(build(layers=range(1), first=True, last=False))
+            last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True))
+    exchanged = _Told()
+    stage.stand_alone(sizes, exchanged)
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
-        recorder = _Recorder(stage, is_own=model.is_own)
+        recorder = _Recorder(stage, is_own=model.is_own, num_ranks=sizes["tp"])
+        exchanged.recorder = recorder
         for name, block in blocks.items():
             recorder.watch(name, block, is_layer=block in stage.layers.values())
         kept = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
@@ -132,6 +159,15 @@ def _outside(stage: Stage) -> dict[str, Declared]:
     return {name: found[name] for name, p in stage.named_parameters() if id(p) not in inside}
 
 
+class _Told:
+    """Hears of exchanges before there is who counts them."""
+
+    recorder: "_Recorder"
+
+    def __call__(self, elements: float) -> None:
+        self.recorder.exchange(elements)
+
+
 class _Recorder:
     """Counts what happens in each part of a stage.
 
@@ -140,10 +176,12 @@ class _Recorder:
 
     Args:
         stage: Its exchanges, attention and experts are replaced by what counts them.
-        is_own: Whether it is one of the user's own, without exchanges.
+        is_own: Whether it is one of the user's own, which counts its exchanges by itself.
+        num_ranks: Tensor-parallel ranks that it has cut itself over.
     """
 
-    def __init__(self, stage: Stage, *, is_own: bool) -> None:
+    def __init__(self, stage: Stage, *, is_own: bool, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self.counter = FlopCounterMode(display=False)
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(
             lambda: defaultdict(float)
@@ -159,6 +197,7 @@ class _Recorder:
             summed = partial(self._count, "summed")
             stage.place_exchanges(Exchanges(self._gather, summed, self._lose))
         stage.linear_cross_entropy = self._lose
+        stage.be_counted(Counted(self._attend_seeing, self._mix_others, self.exchange))
         blocks = [block for block in stage.blocks if isinstance(block, Block)]
         self._balanced = {id(block.moe) for block in blocks if block.balance_coefficient}
         for part in stage.modules():
@@ -178,6 +217,9 @@ class _Recorder:
     def work(self, name: str, weights: tuple[Weight, ...] = (), *, tokens: int) -> Work:
         """What was counted in a part, for one of so many tokens."""
         counts: dict[str, Any] = {n: count / tokens for n, count in self._counts[name].items()}
+        if self._num_ranks > 1:  # see Note [Costs of a stage that cuts itself]
+            counts |= {n: counts[n] * self._num_ranks for n in _OF_RANK & counts.keys()}
+            counts.pop("losses", None)
         key = weights, tuple(sorted(counts.items()))
         return self._found.setdefault(key, Work(weights, **counts))  # equal parts are one
 
@@ -258,8 +300,10 @@ class _Recorder:
     ) -> Tensor:
         """[B, S, N, H] of q, k and v to that of the output."""
         del attn_mask
+        return self._attend_seeing(q, k, v, seen_positions(core, q.shape[1]))
+
+    def _attend_seeing(self, q: Tensor, k: Tensor, v: Tensor, seen: float) -> Tensor:
         B, S, N, H = q.shape
-        seen = seen_positions(core, S)
         wide = torch.promote_types(q.dtype, torch.float32)
         shape = (B, S, N, v.shape[3])
         y = _keep(shape, q, k, v, q.new_empty(B, S, N, dtype=wide), with_output=True)
@@ -292,6 +336,24 @@ class _Recorder:
         counts["routed"] += hidden.nbytes
         y = _keep(x.shape, x_TD, hidden, routing.weights, routing.experts)
         return (y if moe.shared is None else y + moe.shared(x)), routing
+
+    def exchange(self, elements: float) -> None:
+        """Count what tensor-parallel ranks put together."""
+        self._counts[self._now]["summed"] += elements
+
+    def _mix_others(
+        self, x: Tensor, experts: Tensor, elements: int, *, kept: int, share: int
+    ) -> Tensor:
+        """See `Counted.mix`; `share` ranks with the same tokens send a part of them each."""
+        T, K = experts.shape
+        counts = self._counts[self._now]
+        counts["flops"] += 2.0 * T * K * elements / share
+        counts["rows"] += T * K
+        if share > 1:  # rows are put together behind, and their gradients and weights in front
+            self.exchange(T * (2 * x.shape[1] + K) / 2)
+        hidden = x.new_empty(-(-T // share), K, kept)
+        counts["routed"] += hidden.nbytes
+        return _keep(x.shape, x, hidden, experts)
 
 
 class _Storages:

@@ -17,8 +17,10 @@ from hp_train.layout.schedules import placement, split_layers
 from hp_train.layout.vocabulary import logit_tile
 
 T = TypeVar("T", StoredModel, StoredKernels)
-Key = tuple[ModelConfig, int, int, str]
-"""What a run of the model depends on: its configuration, vocabulary, sequence length and dtype."""
+Key = tuple[ModelConfig, int, int, str, int, int]
+"""What a run of the model depends on: its configuration, vocabulary, sequence length and dtype;
+and where it cuts itself, how many ranks share its matrices, and whether they share its experts: 2
+where they do, whatever their number."""
 
 
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
@@ -53,11 +55,23 @@ def _cut(config: Config, num_stages: int) -> tuple[range, ...]:
     return tuple(split_layers(config.model.num_layers, num_stages, sizes))
 
 
+def require_stages(config: Config) -> None:
+    """See whether a model can be cut into stages.
+
+    Raises:
+        hp_train.errors.ConfigError: When it cannot.
+    """
+    from hp_train.costs import learning  # noqa: PLC0415 - imports torch
+
+    learning.require_stages(config.model)
+
+
 def is_tiled(config: Config, vocab_size: int) -> bool:
     """Whether a loss holds a tile of the logits at once, see `hp_train.layout.vocabulary`."""
     last = placement(config.pipeline, num_ranks=config.mesh.pp)[-1]
     tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
-    rows = -(-vocab_size // config.mesh.tp_sizes[last])
+    cut = 1 if config.model.transformers else config.mesh.tp_sizes[last]
+    rows = -(-vocab_size // cut)
     return logit_tile(tokens, rows, size=BYTES[config.train.dtype]) is not None
 
 
@@ -80,7 +94,10 @@ def _kept_once(key: Key, tp: int, padded: float) -> float:
 
 
 def _key(config: Config, vocab_size: int) -> Key:
-    return config.model, vocab_size, config.data.seq_len, config.train.dtype
+    asked = config.model, vocab_size, config.data.seq_len, config.train.dtype
+    if not config.model.transformers:
+        return *asked, 1, 1
+    return *asked, config.mesh.tp, min(config.mesh.ep, 2)
 
 
 @lru_cache(maxsize=64)
@@ -106,7 +123,8 @@ def _block(key: Key, recompute: str, name: str) -> Work:
     size = BYTES[key[3]]
     attend, feed, rest = block.attend, block.feed, block.rest
     # Backward stops to run a part again when it has what it needs: before a sum that ends the part.
-    ends_in_sum = feed.summed > 0
+    ends_in_sum = feed.summed > 0 and not model.is_own
+    size *= key[4]  # see Note [Costs of a stage that cuts itself]
     if recompute == "full":
         # Dropout at the end of a layer needs what it drops from.
         last = ends_in_sum and not model.dropout

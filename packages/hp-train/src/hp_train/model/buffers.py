@@ -9,14 +9,13 @@ gradients and run the step again with as much room as it takes: no update is mad
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from hp_expert import (
     BoundedAllToAllDispatcher,
     BufferOverflowError,
-    GroupedExperts,
     rows_per_pair,
 )
 from hp_train.layout.mesh import Mesh
@@ -32,7 +31,7 @@ class ExpertBuffers:
     """
 
     def __init__(
-        self, experts: Sequence[GroupedExperts], dispatcher: BoundedAllToAllDispatcher | None
+        self, experts: Sequence[Any], dispatcher: BoundedAllToAllDispatcher | None
     ) -> None:
         self._experts, self._dispatcher = experts, dispatcher
 
@@ -55,11 +54,10 @@ class ExpertBuffers:
             slots: Tokens of a microbatch on the rank that has most of them, and experts of each.
             device: Device of the rows.
         """
-        parts = [part for stage in stages for part in stage.modules()]
-        experts = [part for part in parts if isinstance(part, GroupedExperts)]
+        experts: list[Any] = [part for stage in stages for part in stage.experts]
         if not factor or not experts or mesh.size("ep") == 1:
             return NO_BUFFERS
-        group, num_experts = mesh.groups["ep"], experts[0].num_experts
+        group, num_experts = mesh.groups["ep"], experts[0].dispatcher.num_experts
         rows = rows_per_pair(*slots, num_experts, group.size(), factor=factor)
         return cls(experts, BoundedAllToAllDispatcher(group, num_experts, rows, device))
 

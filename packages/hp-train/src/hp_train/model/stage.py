@@ -33,6 +33,7 @@ from hp_expert import ExpertParallel, ExpertTensorParallel, GroupedExperts
 from hp_platform import set_fsdp_gather_dtype
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
+from hp_train.model.counted import Counted
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
 from hp_train.model.loss import linear_cross_entropy
@@ -178,6 +179,17 @@ class Stage(nn.Module):
         Args:
             sizes: Ranks by axis: "ep", "tp", "cp".
         """
+
+    def stand_alone(self, sizes: Mapping[str, int], exchange: Callable[[float], None]) -> None:
+        """Be one of so many ranks with nobody there, after :meth:`expect_ranks`, to be counted.
+
+        Args:
+            sizes: As for :meth:`expect_ranks`.
+            exchange: See `hp_train.model.counted.Counted`.
+        """
+
+    def be_counted(self, counted: Counted) -> None:
+        """Let what nobody else knows of be counted instead of computed."""
 
     def try_documents(self) -> None:
         """See that documents of a sequence stay apart, once weights are there.

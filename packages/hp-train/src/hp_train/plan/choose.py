@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from hp_train.config import Config
 from hp_train.config.space import Axis, enumerate_meshes
+from hp_train.costs import modules
 from hp_train.costs.machine import Machine
 from hp_train.errors import ConfigError
 from hp_train.layout.schedules import layers_of_stages
@@ -45,8 +46,10 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
     divisors = tuple(n for n in range(1, num_devices + 1) if num_devices % n == 0)
     of_experts = divisors if config.model.has_experts else (1,)
     sizes_of = dict.fromkeys(_MESH, divisors) | dict.fromkeys(("ep", "etp"), of_experts)
-    if config.model.transformers:  # whose exchanges of tensor-parallel ranks have no price
-        sizes_of["tp"] = (1,)
+    if config.model.transformers:
+        for axis in ("pp", "tp", "ep"):
+            sizes_of[axis] = tuple(n for n in sizes_of[axis] if _can_be_cut(config, axis, n))
+        sizes_of["etp"] = (1,)
     mesh = tuple(Axis(f"mesh.{axis}", sizes) for axis, sizes in sizes_of.items())
     batch = config.train.global_batch_size
     sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
@@ -57,6 +60,20 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
         Axis("train.microbatch_size", tuple(sorted({*sizes, config.train.microbatch_size}))),
         Axis("train.recompute", _recomputes(config)),
     )
+
+
+def _can_be_cut(config: Config, axis: str, size: int) -> bool:
+    """Whether so many ranks can share a model of transformers, which says so when it is made."""
+    mesh = replace(config.mesh, **{"pp": 1, "tp": 1, "ep": 1, axis: size})
+    if axis == "ep" and config.model.num_experts % size:
+        return False
+    try:
+        if axis == "pp" and size > 1:
+            modules.require_stages(config)
+        modules.whole_model(replace(config, mesh=mesh), config.model.vocab_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def _recomputes(config: Config) -> tuple[str, ...]:

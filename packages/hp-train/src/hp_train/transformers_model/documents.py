@@ -27,10 +27,10 @@ from hp_train.transformers_model.outline import Answers, outline_of
 
 _CARRIES = re.compile(
     r"mamba|rwkv|recurrent|rglru|lightning|deltanet|xlstm|shortconv|linearattention"
-    r"|indexer|compressor",
+    r"|compressor",
     re.IGNORECASE,
 )
-"""Names of classes that carry a state from token to token, or choose or join keys of a sequence."""
+"""Names of classes that carry a state from token to token, or join keys of a sequence."""
 
 
 def positions_of(

@@ -6,16 +6,20 @@ documents, a stage runs once on two short sequences. The second document of one 
 other, and the other documents differ. Wherever a tensor enters or leaves a module, what it has of
 the common document must be alike in both: nothing of the document in front may be in it, nor the
 place of the document in its sequence. What differs is made equal there, as in a trial of
-hp-context, so that the module named is the one whose code did it.
+hp-context, so that the module named is the one whose code did it. What chooses more keys than the
+sequences have would choose all of them, and show nothing; there it chooses fewer.
 
 Shape symbols: S positions of the trial, D width of the stream.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hp_context import Documents
 from hp_context.hugging_face.mixers import Comparison, length_of_trial
@@ -40,7 +44,7 @@ def require_documents_apart(stage: "TransformersStage") -> None:
         hp_train.errors.ConfigError: When one document sees another.
     """
     trial = _Trial(stage)
-    with trial.watched(), torch.compiler.set_stance("force_eager"):
+    with trial.watched(), _FewChosen(trial.seq_len), torch.compiler.set_stance("force_eager"):
         stage(trial.inputs(), microbatch=trial.microbatch)
     stage.forget_casts()
     for part in stage.modules():
@@ -53,11 +57,38 @@ def require_documents_apart(stage: "TransformersStage") -> None:
         )
 
 
+class _FewChosen(TorchFunctionMode):
+    """Where all keys of a sequence would be chosen, lets a part of them be the best.
+
+    Args:
+        seq_len: Positions of a sequence, S.
+    """
+
+    def __init__(self, seq_len: int) -> None:
+        super().__init__()
+        self._seq = seq_len
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function."""
+        kwargs = dict(kwargs or {})
+        if func in (torch.topk, Tensor.topk):
+            k = kwargs.pop("k") if "k" in kwargs else args[1]
+            few = max(1, self._seq // 4) if k == self._seq else k
+            return func(args[0], few, *args[2:], **kwargs)
+        return func(*args, **kwargs)
+
+
 class _Trial(Comparison):
     """One run of a stage on two sequences of two documents, one of which they have in common."""
 
     def __init__(self, stage: "TransformersStage") -> None:
-        seq_len = length_of_trial(stage.whole, _LENGTHS)
+        self.seq_len = seq_len = length_of_trial(stage.whole, _LENGTHS)
         self._common = seq_len // 2
         kept = torch.arange(seq_len - self._common, seq_len)
         super().__init__(stage, kept, torch.arange(self._common), seq_len=seq_len)
@@ -79,7 +110,8 @@ class _Trial(Comparison):
         if self._stage.is_first:
             return tokens.to(self.device)
         hidden = hidden_of(tokens.to(self.device), self._stage.outline.width)
-        return hidden.to(self._stage.compute_dtype).flatten(2)
+        hidden = hidden.to(self._stage.compute_dtype).flatten(2)
+        return F.pad(hidden, (0, self._stage.num_columns))
 
     def _sequence_dim(self, x: Tensor) -> int | None:
         # What has queries and keys of a sequence has other keys in each of them.

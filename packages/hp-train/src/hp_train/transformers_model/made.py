@@ -12,14 +12,20 @@ from hp_train.config.schema import shown
 from hp_train.config.transformers_folder import config_of, text_config_of
 from hp_train.errors import ConfigError
 
+_BALANCED = "output_router_logits"
+"""Key of configs of transformers."""
 
-def on_meta(model: ModelConfig, dtype: torch.dtype, *, buffers: bool = False) -> Any:
+
+def on_meta(
+    model: ModelConfig, dtype: torch.dtype, *, buffers: bool = False, balanced: bool = False
+) -> Any:
     """Make `AutoModelForCausalLM` of a folder on the meta device, in training mode.
 
     Args:
         model: Model configuration with the folder.
         dtype: Dtype of parameters.
         buffers: Whether buffers are to have their values, on the CPU.
+        balanced: Whether it is to compute the loss that balances experts, if its config says so.
 
     Raises:
         hp_train.errors.ConfigError: When transformers refuses to make it.
@@ -38,9 +44,18 @@ def on_meta(model: ModelConfig, dtype: torch.dtype, *, buffers: bool = False) ->
             f"model.transformers ({shown(model.transformers)}) must be a causal language model "
             f"that can be made: {text}"
         ) from error
+    for part in (made.config, text_config_of(made.config)) if not balanced else ():
+        if getattr(part, _BALANCED, False):
+            setattr(part, _BALANCED, False)
     if dtype == torch.float64:  # of which torch has no product of groups
         choose_experts(made, "eager")
     return made.train()
+
+
+def is_balanced(model: ModelConfig) -> bool:
+    """Whether the config of a folder asks for a loss that balances experts."""
+    config = config_of(model.transformers, trust=model.trust_remote_code)
+    return any(getattr(part, _BALANCED, False) for part in (config, text_config_of(config)))
 
 
 @contextlib.contextmanager

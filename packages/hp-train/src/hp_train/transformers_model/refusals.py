@@ -6,14 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from hp_train.config.transformers_folder import text_config_of
 from hp_train.errors import ConfigError
 
 _DRAWS = re.compile(r".*(drop(?!less)|jitter).*")
 
 
 def require_same_in_every_layout(model: Any) -> None:
-    """Refuse a model that draws random numbers, or sums what is of one batch.
+    """Refuse a model that draws random numbers.
 
     Raises:
         hp_train.errors.ConfigError: About the first such thing.
@@ -23,13 +22,6 @@ def require_same_in_every_layout(model: Any) -> None:
         raise ConfigError(
             f"{path} ({share:g}) of {kind} must be 0, by its config.json: what torch's generators "
             "draw depends on the layout"
-        )
-    config = text_config_of(model.config)
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            f"output_router_logits (true) of {kind} must be false in its config.json: the loss "
-            "that it adds to balance experts is of the batch of one call, which depends on the "
-            "layout"
         )
 
 

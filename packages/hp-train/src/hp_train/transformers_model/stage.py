@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from hp_context import ContextParallel
 from hp_expert.hugging_face import apply_to_transformers
@@ -36,7 +37,11 @@ from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import text_config_of
 from hp_train.errors import ConfigError
 from hp_train.model import Microbatch, Stage
+from hp_train.model.counted import Counted
 from hp_train.model.parameters import Parameter
+from hp_train.model.recompute import Recompute, recomputed
+from hp_train.transformers_model.balance import COLUMNS, Balancing, balance_of
+from hp_train.transformers_model.counted import count_attention, count_experts
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.documents_trial import require_documents_apart
 from hp_train.transformers_model.first_weights import fill
@@ -45,7 +50,13 @@ from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
-from hp_train.transformers_model.tensor_parallel import Style, cut, declare_cuts, styles_of
+from hp_train.transformers_model.tensor_parallel import (
+    Alone,
+    Style,
+    cut,
+    declare_cuts,
+    styles_of,
+)
 
 
 class _Call(NamedTuple):
@@ -54,13 +65,15 @@ class _Call(NamedTuple):
     Attributes:
         hidden: What the stage before has sent; None: there is none.
         wants_logits: Whether the output matrix is to be used, and not what it would get.
+        balancing: The loss that balances experts; None: there is none.
     """
 
     hidden: Tensor | None
     wants_logits: bool
+    balancing: Balancing | None = None
 
 
-_call: ContextVar[_Call] = ContextVar("call")
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 class _LeftError(Exception):
@@ -106,10 +119,12 @@ class TransformersStage(Stage):
         super().__init__(compute_dtype=compute_dtype)
         del vocab_size  # the folder has its own
         self.config, self.is_first, self.is_last = config, first, last
-        self.outline = outline_of(config)
+        self.outline, self.balance = outline_of(config), balance_of(config)
         self.own_layers = [*layers]
+        self.num_columns = COLUMNS if self.balance is not None else 0
         if self.outline.width:
-            self.width_sent = prod(self.outline.width)  # of several residual streams, all
+            # Of several residual streams, all.
+            self.width_sent = prod(self.outline.width) + self.num_columns
         if self.outline.num_layers != config.num_layers:
             raise ConfigError(
                 f"num_hidden_layers ({config.num_layers}) of {config.transformers} must be the "
@@ -127,6 +142,9 @@ class TransformersStage(Stage):
         self._styles: Mapping[str, Style] = {}
         self._shares_sequence = self._was_called = False
         self._outside: list[nn.Module] = []  # modules in none of the blocks
+        self._counts_once = True  # losses of a rank whose tokens others have, too, count in one
+        self._context: ProcessGroup | None = None
+        self._ranks: Mapping[str, int] = {"tp": 1, "ep": 1}  # that this one stands for
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
                 is_before = index < self.own_layers[0]
@@ -211,6 +229,21 @@ class TransformersStage(Stage):
         if sizes["tp"] > 1:
             self._plan_tensors(sizes["tp"])
 
+    def stand_alone(self, sizes: Mapping[str, int], exchange: Callable[[float], None]) -> None:
+        """See `Stage.stand_alone`."""
+        if sizes["tp"] > 1:
+            cut(self._listed, self._styles, Alone(sizes["tp"], exchange))
+        for block in self.blocks if sizes["ep"] > 1 else ():
+            if any(True for _ in expert_modules(block)):
+                apply_to_transformers(block)
+        self._ranks = sizes
+
+    def be_counted(self, counted: Counted) -> None:
+        """See `Stage.be_counted`."""
+        count_attention(self.whole, counted)
+        for _, experts in expert_modules(self):
+            count_experts(experts, counted, num_ranks=self._ranks["tp"])
+
     def _plan_tensors(self, num_ranks: int) -> None:
         styles = styles_of(self.whole, self._listed, num_ranks)
         own = {str(index) for index in self.own_layers}
@@ -224,13 +257,14 @@ class TransformersStage(Stage):
         def cut_stage(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
             del stage, vocabulary  # all ranks have all logits
             cut(self._listed, self._styles, group)
+            self._counts_once = group.rank() == 0
 
         return cut_stage
 
     def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
         """See `Stage.spread_attention`: by transformers' registry."""
         spread(self.whole, context, group)
-        self._shares_sequence = True
+        self._shares_sequence, self._context = True, group
         forward = self.whole.forward
         self.whole.forward = update_wrapper(partial(self._in_trial, forward), forward)
 
@@ -281,8 +315,9 @@ class TransformersStage(Stage):
         inputs |= positions_of(
             self.whole, self.config, microbatch, x, is_shared=self._shares_sequence
         )
-        hidden = None if self.is_first else x.unflatten(2, self.outline.width)
-        token = _call.set(_Call(hidden, wants_logits))
+        balancing = self._balancing(x, microbatch)
+        hidden = None if self.is_first else self._received(x, balancing)
+        token = _call.set(_Call(hidden, wants_logits, balancing))
         try:
             y: Tensor = self._computing(self._outside, self._run, inputs, microbatch)
         except ValueError as error:
@@ -292,14 +327,49 @@ class TransformersStage(Stage):
         finally:
             _call.reset(token)
         self._was_called = True
+        if self.is_last and balancing is not None:
+            balancing.finish(x.device, self._context)
         return y
+
+    def _balancing(self, x: Tensor, microbatch: Microbatch) -> Balancing | None:
+        """The loss that balances experts in this call; None outside training."""
+        if self.balance is None:
+            return None
+        rows, columns = x.shape[0] * x.shape[1], self.balance.num_experts
+        if rows < columns and not (self.is_first and self.is_last):
+            raise ConfigError(
+                f"train.microbatch_size x data.seq_len / mesh.cp ({rows}) must be >= "
+                f"model.num_experts ({columns}) with output_router_logits and mesh.pp greater "
+                "than 1: counts of experts travel beside that many hidden states"
+            )
+        if microbatch.key is None:
+            return None
+        weight = x.shape[0] / microbatch.num_sequences
+        name = f"{self.outline.layers}.{self.own_layers[0]}"
+        told = self._counts_once
+        return Balancing(self.balance, microbatch, weight, name=name, is_told=told)
+
+    def _received(self, x: Tensor, balancing: Balancing | None) -> Tensor:
+        """Hidden states of what has arrived."""
+        if balancing is not None:
+            x = balancing.receive(x)
+        elif self.num_columns:
+            x = x[..., : -self.num_columns].contiguous()
+        return x.unflatten(2, self.outline.width)
+
+    def _sent(self, hidden: Tensor) -> Tensor:
+        """What leaves with hidden states [B, S, D]."""
+        call = _call.get()
+        if call is not None and call.balancing is not None:
+            return call.balancing.send(hidden)
+        return F.pad(hidden, (0, self.num_columns)) if self.num_columns else hidden
 
     def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
         try:
             logits: Tensor = self.whole(**inputs, use_cache=False).logits
         except _LeftError as left:
             if not self.is_last:
-                return left.hidden.flatten(2)
+                return self._sent(left.hidden.flatten(2))
             head = self.whole.get_submodule(self.outline.head)
             return self.predict(left.hidden, head.weight, microbatch.targets)
         return logits
@@ -326,7 +396,8 @@ class TransformersStage(Stage):
     def _skip(self, *args: Any, **kwargs: Any) -> Any:
         """Be a layer of a stage before: return what has arrived."""
         del args, kwargs
-        hidden = _call.get().hidden
+        call = _call.get()
+        hidden = None if call is None else call.hidden
         if self.outline.returned is None:
             return hidden
         kind, count = self.outline.returned
@@ -351,6 +422,22 @@ class TransformersStage(Stage):
         for part in (*self.blocks, *spread):
             inside = [p for p in part.modules() if p is part or p not in spread]
             part.forward = partial(self._computing, inside, part.forward)
+        if self.balance is not None:
+            self._balance_blocks(self.balance.routers)
+
+    def _balance_blocks(self, routers: Mapping[str, int | None]) -> None:
+        """Let the loss that balances experts see what routers return, and come along."""
+        for path, place in routers.items():
+            if self.outline.layer_of(path) in self.own_layers:
+                self.whole.get_submodule(path).register_forward_hook(partial(_see, place))
+        for index in self.own_layers:
+            block = self._listed[index]
+            block.forward = partial(_balanced, block.forward, index)
+
+    def recompute(self, what: Recompute) -> None:
+        """See `Stage.recompute`: what runs again finds the call that it is of."""
+        for block in self.blocks if what == "full" else ():
+            block.forward = partial(_recomputed_in_call, block.forward)
 
     def _computing(
         self,
@@ -392,6 +479,39 @@ class TransformersStage(Stage):
         return read
 
 
+def _see(place: int | None, module: nn.Module, args: Any, output: Any) -> None:
+    """Be a hook of a router."""
+    del module, args
+    call = _call.get()
+    if call is not None and call.balancing is not None:
+        call.balancing.see(output if place is None else output[place])
+
+
+def _balanced(forward: Callable[..., Any], index: int, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer, and let the loss of its router come along."""
+    call = _call.get()
+    if call is None or call.balancing is None:
+        return forward(*args, **kwargs)
+    call.balancing.begin()
+    output = forward(*args, **kwargs)
+    if isinstance(output, Tensor):
+        return call.balancing.attach(index, output)
+    return type(output)([call.balancing.attach(index, output[0]), *output[1:]])
+
+
+def _recomputed_in_call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a layer that runs again in backward, in the call that it is of."""
+    return recomputed(partial(_in_call, forward, _call.get()), *args, **kwargs)
+
+
+def _in_call(forward: Callable[..., Any], call: _Call | None, *args: Any, **kwargs: Any) -> Any:
+    token = _call.set(call)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _call.reset(token)
+
+
 def _places_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """Modules and names that have each parameter."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -408,7 +528,8 @@ def _leave(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _head_of(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Be an output matrix that is not to be used, where a loss needs no logits."""
-    if _call.get().wants_logits:
+    call = _call.get()
+    if call is None or call.wants_logits:
         return forward(x)
     raise _LeftError(x)
 

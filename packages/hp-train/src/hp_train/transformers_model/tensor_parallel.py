@@ -34,6 +34,33 @@ Style = Literal["gathered", "columns", "rows", "summed"]
 cut. `rows`: the input is cut, the output is summed. `summed`: nothing is cut; parts of the gradient
 are summed."""
 
+
+class Alone:
+    """Stands for tensor-parallel ranks of which there is the first alone, to be counted.
+
+    Args:
+        size: Number of ranks.
+        exchange: Hears of elements that they put together, half of both directions.
+    """
+
+    def __init__(self, size: int, exchange: Callable[[float], None]) -> None:
+        self._size, self._exchange = size, exchange
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def rank(self) -> int:
+        """Index of this one."""
+        return 0
+
+    def tell(self, elements: int, times: int) -> None:
+        """Tell of an exchange in one direction; of a sum elements are put together twice."""
+        self._exchange(elements * times / 2)
+
+
+Ranks = ProcessGroup | Alone
+
 _OF_PLAN: Mapping[str, Style] = {
     "colwise": "columns",
     "rowwise": "rows",
@@ -156,7 +183,7 @@ def declare_cuts(layers: nn.Module, styles: Mapping[str, Style]) -> None:
         declare(module, None, **{leaf: replace(spec, tp_dim=dim)})
 
 
-def cut(layers: nn.Module, styles: Mapping[str, Style], group: ProcessGroup) -> None:
+def cut(layers: nn.Module, styles: Mapping[str, Style], group: Ranks) -> None:
     """Keep this rank's part of parameters, and let modules exchange what they must.
 
     Args:
@@ -175,6 +202,11 @@ def cut(layers: nn.Module, styles: Mapping[str, Style], group: ProcessGroup) -> 
             module.forward = partial(_FORWARDS[style], module, group)
 
 
+def _told(x: Tensor, group: Ranks, times: int) -> None:
+    if isinstance(group, Alone):
+        group.tell(x.numel(), times)
+
+
 def _cuts(layers: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[nn.Module, str, int]]:
     """Parameters that are cut: their modules, names in them, and dims."""
     for path, style in styles.items():
@@ -188,13 +220,13 @@ def _cuts(layers: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[nn.M
 
 
 @outside_graph
-def _gathered(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
+def _gathered(module: nn.Module, group: Ranks, x: Tensor) -> Tensor:
     whole: Tensor = _Gather.apply(_columns(module, group, x), group)
     return whole
 
 
 @outside_graph
-def _columns(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
+def _columns(module: nn.Module, group: Ranks, x: Tensor) -> Tensor:
     """[..., D] of all features to [..., d] of this rank's."""
     copied: Tensor = _Copy.apply(x, group)
     weight: Any = module.weight
@@ -202,7 +234,7 @@ def _columns(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
 
 
 @outside_graph
-def _rows(module: nn.Module, group: ProcessGroup, x: Tensor) -> Tensor:
+def _rows(module: nn.Module, group: Ranks, x: Tensor) -> Tensor:
     """[..., d] of this rank's features to [..., D] of all."""
     summed: Tensor = _Sum.apply(F.linear(x, module.weight), group)  # type: ignore[arg-type]
     return summed if module.bias is None else summed + module.bias  # type: ignore[operator]
@@ -216,7 +248,7 @@ _FORWARDS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def _with_summed_gradients(
-    module: nn.Module, forward: Callable[..., Any], group: ProcessGroup, *args: Any, **kwargs: Any
+    module: nn.Module, forward: Callable[..., Any], group: Ranks, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a module that sees this rank's features alone, with parameters that all ranks have."""
     before = {}
@@ -233,7 +265,9 @@ def _with_summed_gradients(
                 module.__dict__[leaf] = value
 
 
-def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def _gather(x: Tensor, dim: int, group: Ranks) -> Tensor:
+    if isinstance(group, Alone):
+        return torch.cat([x] * group.size(), dim)
     parts = [
         torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
     ]
@@ -241,12 +275,14 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def _split(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def _split(x: Tensor, dim: int, group: Ranks) -> Tensor:
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
-def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+def _sum(x: Tensor, group: Ranks) -> Tensor:
     summed = x.clone(memory_format=torch.contiguous_format)
+    if isinstance(group, Alone):
+        return summed
     dist.all_reduce(summed, group=group)
     return summed
 
@@ -255,8 +291,9 @@ class _Copy(torch.autograd.Function):
     """What ranks go on with in parts: backward sums what these give."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
         ctx.group = group
+        _told(x, group, 2)  # in backward
         return x.view_as(x)
 
     @staticmethod
@@ -269,8 +306,9 @@ class _Sum(torch.autograd.Function):
     """The sum of what ranks have, on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
         del ctx
+        _told(x, group, 2)
         return _sum(x, group)
 
     @staticmethod
@@ -284,8 +322,9 @@ class _Gather(torch.autograd.Function):
     """Features of all ranks, which go on with the same numbers: backward keeps this rank's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
         ctx.group = group
+        _told(x, group, group.size())
         return _gather(x, -1, group)
 
     @staticmethod

@@ -77,10 +77,11 @@ def _own_model(config: Config) -> Iterator[str]:
         yield f"mesh.tp ({tp}) must be 1 with {name}"
     if config.mesh.stage_tp:
         yield f"mesh.stage_tp ({shown(config.mesh.stage_tp)}) must be [] with {name}"
-    for key in ("etp", "ep_buffer") if config.model.transformers else ():
-        size, least = getattr(config.mesh, key), 1 if key == "etp" else 0
-        if size > least:
-            yield f"mesh.{key} ({size:g}) must be {least} with {name}"
+    if config.mesh.etp > 1 and config.model.transformers:
+        yield (
+            f"mesh.etp ({config.mesh.etp}) must be 1 with {name}: gate and up of an expert are one "
+            "weight, of which a rank would have two pieces"
+        )
 
 
 def _expert_ranks(config: Config) -> Iterator[str]:

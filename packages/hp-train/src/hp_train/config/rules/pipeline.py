@@ -49,8 +49,11 @@ def overlap_rules(config: Config) -> Iterator[str]:
         return
     mesh, pipeline, model, train = config.mesh, config.pipeline, config.model, config.train
     must_be_off = "pipeline.overlap (true) must be false with"
-    if model.transformers:
-        yield f"{must_be_off} {model.origin}"
+    if model.transformers and train.recompute != "none":
+        yield (
+            f"{must_be_off} {model.origin} and train.recompute ({shown(train.recompute)}): a "
+            "backward would cast weights of a block again while a forward computes with them"
+        )
     if mesh.ep_buffer:
         yield f"mesh.ep_buffer ({mesh.ep_buffer:g}) must be 0 with pipeline.overlap (true)"
     if not KINDS[pipeline.schedule].pairs:
