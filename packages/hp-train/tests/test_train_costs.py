@@ -19,6 +19,7 @@ from hp_train.costs.modules import kernels, stage, stages, whole_model
 from hp_train.costs.work import Work
 from hp_train.layout.ranks import StageLayout
 from hp_train.layout.schedules import split_layers
+from hp_train.layout.vocabulary import TILE_BYTES, WIDE_BYTES
 from hp_train.model import DropoutKey, Microbatch, TransformerStage, look_ahead
 from hp_train.model.stage import Stage
 from hp_train.model.transformer import build_stage
@@ -226,6 +227,16 @@ def test_kernels_multiply_as_often_as_the_model_and_twice_in_backward(name: str)
     assert backward == pytest.approx(2 * forward + attention / 2, rel=apart)
     assert work.again is not None
     assert again == pytest.approx(work.again.flops)
+
+
+def test_kernels_of_a_loss_that_goes_in_tiles_from_three_sequences_on_are_learned() -> None:
+    tokens = 128
+    vocab_size = TILE_BYTES // WIDE_BYTES // tokens * 2 // 5  # two sequences take 4/5 of a tile
+    keys = {"data.seq_len": tokens, "train.dtype": "bfloat16"}
+    config = with_keys(Config(model=MODELS["qk_norm"]), keys)
+    (found,) = kernels(config, vocab_size, num_stages=1)
+    forward = sum(times * kernel.flops for kernel, times in found.forward.items())
+    assert forward == pytest.approx(whole_model(config, vocab_size).flops, rel=0.02)
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "feed_forward"])

@@ -1,10 +1,11 @@
 """What each block of a model has a GPU launch, learned on a device that computes nothing.
 
 The model runs forward and backward on `hp_platform.dry.DryDevice`, one rank with one layer of each
-kind, once with two sequences and once with three: what differs grows with tokens, what stays is
-read or written whatever their number, as weights are. Experts get the same number of tokens; where
-they are computed one by one, as in fp32, each has products of its own. Each part of a block is cut
-from the graph of the others, so that its backward is run, and counted, by itself.
+kind, once with two sequences and once with three, or where a loss goes in tiles from three on, with
+three and four: what differs grows with tokens, what stays is read or written whatever their number,
+as weights are. Experts get the same number of tokens; where they are computed one by one, as in
+fp32, each has products of its own. Each part of a block is cut from the graph of the others, so
+that its backward is run, and counted, by itself.
 """
 
 from __future__ import annotations
@@ -191,16 +192,27 @@ def learn(
                     part.forward = parts.cut(f"{name}.feed", part.forward)
             block.forward = parts.cut(name, block.forward)
         stage.linear_cross_entropy = parts.cut(LOSS, lose)
-        fewer, more = (parts.run(partial(run, number)) for number in (2, 3))
+        # From some number of tokens on, a loss goes in tiles: by other operators.
+        for fewest in (2, 3):
+            fewer, more = (parts.run(partial(run, fewest + further)) for further in (0, 1))
+            if _names(fewer) == _names(more):
+                break
     found = {}
-    for name, two in fewer.items():
+    for name, ways in fewer.items():
         module = modules[name.rpartition(".")[0]] if name.endswith(_PARTS) else None
         is_expert = name.endswith(".feed") and module is not None
         is_expert = is_expert and (not isinstance(module, Block) or bool(_dense_parts(module)))
         # See Note [Costs of a stage that cuts itself]; rows of experts are dealt out.
         ranks = 1 if is_expert else sizes["tp"]
-        read = partial(_kernels, module=module, is_expert=is_expert, seq_len=seq_len, ranks=ranks)
-        forward, backward = map(read, two, more[name])
+        read = partial(
+            _kernels,
+            module=module,
+            is_expert=is_expert,
+            seq_len=seq_len,
+            tokens=fewest * seq_len,
+            ranks=ranks,
+        )
+        forward, backward = map(read, ways, more[name])
         found[name] = Kernels(forward, backward, Counter())
     return found
 
@@ -227,38 +239,44 @@ def _no_loss(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     return x.sum()
 
 
+def _names(found: Mapping[str, Launches]) -> dict[str, list[set[str]]]:
+    """Operators of each part, forward and backward."""
+    return {name: [{each.what for each in way} for way in ways] for name, ways in found.items()}
+
+
 def _kernels(
-    two: list[Launch],
-    three: list[Launch],
+    fewer: list[Launch],
+    more: list[Launch],
     *,
     module: nn.Module | None,
     is_expert: bool,
     seq_len: int,
+    tokens: int,
     ranks: int,
 ) -> Counter[Kernel]:
-    """Compare what two sequences and three of them launch in a part of a block.
+    """Compare what some tokens launch in a part of a block with what those of a sequence more do.
 
     Prices divide all but launches by the number of ranks that share it.
     """
     parts = [] if module is None else list(module.modules())
     seen = [seen_positions(part, seq_len) for part in parts if isinstance(part, Attention)]
-    if [each.what for each in two] != [each.what for each in three]:
-        two, three = _by_name(two), _by_name(three)
+    if [each.what for each in fewer] != [each.what for each in more]:
+        fewer, more = _by_name(fewer), _by_name(more)
     found: defaultdict[object, Kernel] = defaultdict(Kernel)
-    for place, (first, second) in enumerate(zip(two, three, strict=True)):
+    for place, (first, second) in enumerate(zip(fewer, more, strict=True)):
         kind = _kind(first)
         per_token = (second.num_bytes - first.num_bytes) / seq_len
-        more = (second.num_kernels - first.num_kernels) / seq_len
+        launches = (second.num_kernels - first.num_kernels) / seq_len
         # Operators of attention count all scores, and compute those that a query sees.
         share = seen[0] / seq_len if kind == "attention" and seen else 1.0
         # What only moves bytes takes as long together.
         found[kind if kind == "memory" else place] += Kernel(
             kind=kind,
-            launches=first.num_kernels - 2 * more * seq_len,
-            launches_per_token=ranks * more,
+            launches=first.num_kernels - launches * tokens,
+            launches_per_token=ranks * launches,
             flops=ranks * share * (second.flops - first.flops) / seq_len,
             bytes=ranks * per_token,
-            fixed_bytes=ranks * max(0.0, first.num_bytes - 2 * per_token * seq_len),
+            fixed_bytes=ranks * max(0.0, first.num_bytes - per_token * tokens),
             is_expert=is_expert,
         )
     return Counter(found.values())
