@@ -54,9 +54,12 @@ def test_counts_on_the_device_are_the_same_numbers_bit_for_bit(dropped: bool) ->
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_an_expert_that_does_not_exist_is_no_silent_zero() -> None:
+@pytest.mark.parametrize("wrong", [EXPERTS, EXPERTS + 1, 1 << 40, -2, -(1 << 40)])
+def test_an_expert_that_does_not_exist_is_no_silent_zero(wrong: int) -> None:
     experts = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
-    experts[5, 1] = EXPERTS
+    experts[5, 1] = wrong
+    with pytest.raises(ValueError, match=r"-1 for none, but 1 are not"):
+        run(experts)
     with (
         patch.object(batch, "stays_on_device", lambda _rows: True),
         pytest.raises(RuntimeError, match=r"experts must be in \[0, num_experts \(8\)\)"),
