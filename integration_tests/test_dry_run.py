@@ -26,8 +26,10 @@ from hp_train.layout.communicators import held
 from hp_train.model import model_shapes
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SMALL = ("model.num_layers=2", "data.seq_len=32", "train.microbatch_size=1")
-SMALL += ("train.global_batch_size=4",)
+SMALL = (
+    *("model.num_layers=2", "data.seq_len=32"),
+    *("train.global_batch_size=4", "train.microbatch_size=1"),
+)
 LAYOUTS = {
     "fsdp": (),
     "replicated": ("mesh.dp_replicate=2", "mesh.ep=2"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from hp_platform.testing import run_distributed
 from hp_train.jobs.events import EVALUATION, GRADIENT, NORM, OWN, START
@@ -106,7 +107,7 @@ def train_with_a_closure() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # of which an update makes nothing
     model(torch.ones(4, 3))
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.step(closure)
 
 
 def test_gradients_that_a_closure_computes_are_not_read_before(tmp_path: Path) -> None:
@@ -121,7 +122,12 @@ def clip_shards() -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(torch.arange(8.0).view(2, 4)).square().sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    (weight,) = model.parameters()
+    assert weight.grad is not None
+    norm = torch.linalg.vector_norm(weight.grad)
+    assert isinstance(norm, DTensor)
+    assert norm.placements[0].is_partial()
+    nn.utils.clip_grads_with_norm_([weight], 1.0, norm)
     optimizer.step()
     model(torch.ones(2, 4))
 
