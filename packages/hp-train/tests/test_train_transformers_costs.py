@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -88,10 +89,13 @@ def exchanged(model: ModelConfig) -> tuple[int, int]:
         found.append(2 * x.numel())  # scattered and gathered
         return add(x, *args)
 
-    tensor_parallel._gather, tensor_parallel._sum = gathered, summed
     tokens = torch.zeros(1, S, dtype=torch.int64)
     key = DropoutKey(0, 0, torch.arange(1), torch.arange(S))
-    stage(tokens, microbatch=Microbatch(1, key, targets=tokens)).backward()
+    with (
+        patch.object(tensor_parallel, "_gather", gathered),
+        patch.object(tensor_parallel, "_sum", summed),
+    ):
+        stage(tokens, microbatch=Microbatch(1, key, targets=tokens)).backward()
     return sum(found), sum(p.numel() for p in stage.parameters())
 
 
@@ -160,7 +164,7 @@ def test_layers_have_a_price_on_a_machine_that_launches_kernels(
     seconds = []
     for layers in (2, 8):
         folder = folder_of("qwen3_moe", tmp_path / f"{layers}", num_hidden_layers=layers)
-        told = ("--model.transformers", str(folder), "--data.seq_len", "64", "--json")
+        told = ["--model.transformers", str(folder), "--data.seq_len", "64", "--json"]
         told += ("--train.dtype", "bfloat16", "--gpus", "2", "--machine", "h100", "--top", "1")
         assert main(["plan", *told]) == 0
         seconds.append(json.loads(capsys.readouterr().out)["best"][0]["parts"]["compute"])

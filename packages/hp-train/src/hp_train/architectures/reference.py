@@ -138,7 +138,8 @@ def _balance(model: Any, tokens: Tensor, **more: Any) -> Tensor | None:
     if found is None:
         return None
     name = next(name for name in _COEFFICIENTS if hasattr(model, name))
-    return found * getattr(model, name)
+    balance: Tensor = found * getattr(model, name)
+    return balance
 
 
 def _balance_of(model: Any, batch: Batch, size: int) -> Tensor:

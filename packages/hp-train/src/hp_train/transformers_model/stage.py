@@ -355,7 +355,8 @@ class TransformersStage(Stage):
             x = balancing.receive(x)
         elif self.num_columns:
             x = x[..., : -self.num_columns].contiguous()
-        return x.unflatten(2, self.outline.width)
+        hidden: Tensor = x.unflatten(2, self.outline.width)
+        return hidden
 
     def _sent(self, hidden: Tensor) -> Tensor:
         """What leaves with hidden states [B, S, D]."""
