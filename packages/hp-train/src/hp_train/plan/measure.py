@@ -137,7 +137,7 @@ def machine_of(
 
 
 def with_latency(machine: Machine, timed: Sequence[tuple[Config, dict[str, float]]]) -> Machine:
-    """Solve for what an exchange takes beside its bytes, on average.
+    """Solve for what an exchange takes beside its bytes, on average; no less than by itself.
 
     Args:
         machine: What is known else.
@@ -160,7 +160,7 @@ def with_latency(machine: Machine, timed: Sequence[tuple[Config, dict[str, float
         messages += dear - free
     if not messages:
         return machine
-    latency = max(0.0, waited / messages)
+    latency = max(machine.latency, waited / messages)  # by itself it takes no longer
     return machine.with_values(latency=latency, node_latency=latency)
 
 
