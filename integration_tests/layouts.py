@@ -163,7 +163,7 @@ def _train_rank(
     losses: list[float] = []
     ahead: list[float] = []
     norms: list[float] = []
-    balances: list[float | None] = []
+    balances: list[float] = []
 
     def keep_first(_losses: Losses, _norm: float) -> None:
         if not losses:
