@@ -73,10 +73,13 @@ class _CountInBackward(torch.autograd.Function):
         total: Tensor = ctx.total
         experts: Tensor = ctx.experts
         slots: Tensor | None = ctx.slots
-        with nullcontext() if torch.compiler.is_compiling() else _lock:
-            # Atomic on CUDA, where the lock does not keep two streams apart.
-            if slots is None:
+        compiles = torch.compiler.is_compiling()
+        # Atomic on CUDA, where the lock does not keep two streams apart.
+        with nullcontext() if compiles else _lock:
+            if slots is None and not compiles:
                 total.scatter_(0, experts, 1, reduce="add")
-            else:
-                total.scatter_add_(0, experts, slots.view(-1).to(total.dtype))
+                return grad, None, None, None
+            # Inductor makes as many ones of that one as there are experts, not slots.
+            one = total.new_ones(1) if slots is None else slots.view(-1).to(total.dtype)
+            total.scatter_add_(0, experts, one.expand_as(experts))
         return grad, None, None, None
