@@ -121,6 +121,13 @@ def test_any_log_is_read_by_a_pattern(tmp_path: Path) -> None:
     assert np.isnan(curve[8])
 
 
+def test_a_pattern_of_a_log_leaves_files_beside_it_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("step,loss\n1,2.5\n2,0.25\n")
+
+    assert read_curve(path, r"step=(?P<step>\d+) loss=(?P<loss>\S+)") == {1: 2.5, 2: 0.25}
+
+
 @pytest.mark.parametrize("pattern", ["(", "one (group)"])
 def test_a_wrong_pattern_is_refused(pattern: str, tmp_path: Path) -> None:
     path = tmp_path / "log"

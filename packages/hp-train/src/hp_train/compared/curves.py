@@ -19,6 +19,8 @@ _STEPS = ("step", "global_step", "iteration", "iter", "_step")
 _LOSSES = ("loss", "train_loss", "train/loss", "lm loss", "lm_loss", "loss_metrics/global_avg_loss")
 _NUMBER = r"([-+]?(?:\d[\d_,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
 _LINE = re.compile(rf"(?:step|iteration|iter)\W*{_NUMBER}.*?\bloss\W*{_NUMBER}", re.IGNORECASE)
+_TOLD = (".jsonl", ".json", ".csv", ".tsv")
+"""Ends of names that say how a file is read."""
 
 
 def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
@@ -27,7 +29,8 @@ def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
     Args:
         path: A run directory of hp-train, or a file: `.jsonl`, `.csv`, or a log.
         pattern: Regular expression with groups ``step`` and ``loss`` (or the first two), searched
-            in each line; None: as the file's name says, a log by ``step N ... loss X``.
+            in each line; where it fits none, or None: as the file's name says, a log by
+            ``step N ... loss X``.
 
     Raises:
         DataError: When it cannot be read, or has no step with a loss.
@@ -38,15 +41,17 @@ def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
             lines = iter(partial(opened.readline, _LONGEST_LINE), "")
             if pattern is not None:
                 found = _matched(lines, _compiled(pattern))
-            elif file.suffix in (".jsonl", ".json"):
+            elif file.suffix in _TOLD[:2]:
                 found = _of_objects(lines, file)
-            elif file.suffix in (".csv", ".tsv"):
+            elif file.suffix in _TOLD[2:]:
                 found = _of_rows(csv.DictReader(lines, delimiter="\t,"[file.suffix == ".csv"]))
             else:
                 found = _matched(lines, _LINE)
             curve = dict(found)
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{file} must be a curve of losses: {why_not(error)}") from None
+    if not curve and pattern is not None and file.suffix in _TOLD:
+        return read_curve(path)  # the pattern is of a log beside it
     if not curve:
         raise DataError(f"{file} must have steps with losses, and has none that can be told")
     return dict(sorted(curve.items()))

@@ -211,7 +211,7 @@ def _recorded(command: Sequence[str], request: Request, who: str, seconds: float
     # At its end, perhaps: torch with Gloo aborts there now and then.
     is_done = recording is not None and recording.is_whole(request.steps)
     if recording is None or (status != 0 and not (status and is_done)):
-        ended = f"was not done after {took:.0f} s" if status is None else _ended(status or 0)
+        ended = f"was not done after {seconds:g} s" if status is None else _ended(status or 0)
         told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
         raise JobFailedError(told, recording)
     if status:
