@@ -120,10 +120,10 @@ class ExpertBatch(NamedTuple):
 
     def at_slots(self, values_P: Tensor, *, default: float) -> Tensor:
         """Put a value for each position to its slot: [N * F]; `default` where a slot has none."""
+        if self.all_listed:
+            return torch.empty_like(values_P).scatter_(0, self.order.to(torch.int64), values_P)
         num_slots = self.num_slots
         slot_P = self.slot_at(num_slots).to(torch.int64)
-        if self.all_listed:
-            return torch.empty_like(values_P).scatter_(0, slot_P, values_P)
         # One slot more than there are takes what belongs to padding.
         values = values_P.new_full((num_slots + 1,), default)
         return values.scatter_(0, slot_P, values_P)[:-1]

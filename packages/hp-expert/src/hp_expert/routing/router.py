@@ -7,19 +7,19 @@ of M = E / G experts.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Literal, NamedTuple, Self, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from hp_expert.kernels import fuses, triton_routing
 from hp_expert.kernels.triton_routing import Rule
+from hp_expert.once import differentiable_once
 from hp_expert.routing.capacity import DropPolicy, expert_capacity, is_within_capacity
 from hp_expert.routing.fused import route
 from hp_expert.routing.load import count_in_backward
 from hp_expert.routing.recompute import decide, is_routing_saved
 from hp_expert.routing.replay import check_replay, check_replay_shape
-from hp_expert.routing.weighed import normalized
 from hp_platform import linear
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -322,13 +322,9 @@ class TopKRouter(nn.Module):
             absent_TK = index_TK != choice.chosen
         if self.normalize:
             sigmoid = self.score_function == "sigmoid"
-            weights_TK = normalized(
-                logits_TE,
-                scores_TE,
-                index_TK,
-                sigmoid=sigmoid,
-                absent_TK=absent_TK,
-                best=self.correction_bias is None and not replayed,
+            has_best = self.correction_bias is None and not replayed and not sigmoid
+            weights_TK: Tensor = _Normalized.apply(
+                logits_TE, scores_TE.detach(), index_TK, absent_TK, sigmoid, has_best
             )
         else:
             weights_TK = scores_TE.gather(1, index_TK)
@@ -483,3 +479,44 @@ def _check(router: TopKRouter) -> None:
         raise ValueError(f"experts of a group ({E // G}) must be at least 2 for top2_sum")
     if router.capacity_factor is not None and not 0 < router.capacity_factor < math.inf:
         raise ValueError(f"capacity_factor ({router.capacity_factor}) must be positive and finite")
+
+
+class _Normalized(torch.autograd.Function):
+    """Scores of the chosen experts by their sum, [T, K]. Differentiable once, for the logits.
+
+    Softmax or sigmoid, what a token's weights w_k = s_k / sum(s) are of its logits is a softmax
+    over the chosen experts, of the logits or of the logarithms of the sigmoids. So the gradient of
+    the logits, which are all that w depends on, is w_k * (dw_k - <dw, w>), for sigmoids times
+    1 - s_k: no gradient of the scores is computed on the way. Of a softmax a token's best expert
+    has 1/E at least, so that a sum with it needs no look.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  # autograd passes by position
+        ctx: Any,
+        logits: Tensor,
+        scores: Tensor,
+        index: Tensor,
+        absent: Tensor | None,
+        sigmoid: bool,
+        is_sure: bool,
+    ) -> Tensor:
+        chosen = scores.gather(1, index)
+        if absent is not None:
+            chosen = chosen.masked_fill(absent, 0.0)
+        total = chosen.sum(dim=-1, keepdim=True)
+        if not is_sure:  # all K scores may have been rounded to zero
+            total = total.clamp_min(torch.finfo(chosen.dtype).tiny)
+        weights = chosen / total
+        ctx.save_for_backward(weights, index, chosen if sigmoid else None)
+        ctx.shape = logits.shape
+        return weights
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, index, chosen = ctx.saved_tensors
+        grad = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)  # noqa: SLF001
+        if chosen is not None:
+            grad = torch.addcmul(grad, grad, chosen, value=-1)
+        return (grad.new_zeros(ctx.shape).scatter_add_(1, index, grad), *[None] * 5)
