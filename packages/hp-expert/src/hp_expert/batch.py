@@ -95,7 +95,8 @@ class ExpertBatch(NamedTuple):
     @property
     def all_listed(self) -> bool:
         """Whether every slot is known to have a position, and every position a slot."""
-        return self.counts is not None and self.order.numel() == self.num_slots
+        num_slots = self.rows.shape[0] * self.num_slots_per_row
+        return self.counts is not None and self.order.numel() == num_slots
 
     def valid(self) -> Tensor | None:
         """Which positions are no padding, bool [P]; None if none is."""
@@ -148,11 +149,12 @@ class ExpertBatch(NamedTuple):
         Args:
             dtype: Dtype of the positions, unless they are known.
         """
+        all_listed = self.all_listed
         if self.placed is not None:
-            return self.placed.position, not self.all_listed
+            return self.placed.position, not all_listed
         positions = torch.arange(self.order.numel(), device=self.order.device, dtype=dtype)
         position_S = self.at_slots(positions, default=-1)
-        return position_S.view(-1, self.num_slots_per_row), not self.all_listed
+        return position_S.view(-1, self.num_slots_per_row), not all_listed
 
     def places(self) -> Places:
         """Find out all at once."""
