@@ -90,7 +90,8 @@ class ExpertBatch(NamedTuple):
     @property
     def narrow(self) -> torch.dtype:
         """In what numbers of slots are kept for long: int32 unless there are too many."""
-        return torch.int32 if self.num_slots <= _MOST_INT32 else torch.int64
+        is_small = self.rows.shape[0] * self.num_slots_per_row <= _MOST_INT32
+        return torch.int32 if is_small else torch.int64
 
     @property
     def all_listed(self) -> bool:
