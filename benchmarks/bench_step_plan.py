@@ -42,18 +42,12 @@ def main() -> None:
     if options.planner is not None:
         _planner(costs, options.planner)
         return
-    planner = Planner(costs, Pipeline(STAGES, RANKS, MEMORY))
     every: list[Comparison] = []
     for name in [options.only] if options.only else GENERATORS:
-        found = [
-            compare(
-                draw(name, tokens=options.packs * PACK, longest=PACK, seed=seed),
-                planner,
-                pack=PACK,
-                degree=DEGREE,
-            )
-            for seed in range(options.batches)
-        ]
+        seeds, tokens = range(options.batches), options.packs * PACK
+        batches = [draw(name, tokens=tokens, longest=PACK, seed=seed) for seed in seeds]
+        planner = Planner(costs, Pipeline(STAGES, RANKS, MEMORY), typical=batches[:8])
+        found = [compare(batch, planner, pack=PACK, degree=DEGREE) for batch in batches]
         _print(name, found)
         every += found
     _print("all", every)

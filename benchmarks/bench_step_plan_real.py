@@ -50,13 +50,13 @@ from hp_train.step_plan import StageCosts, StepCosts
 from hp_train.training.train import Trainer
 
 REAL: Mapping[str, object] = {
-    "model.dim": 128,
-    "model.num_layers": 4,
+    "model.dim": 256,
+    "model.num_layers": 6,
     "model.num_heads": 4,
     "model.num_kv_heads": 4,
     "model.num_experts": 0,
-    "model.dense_hidden": 384,
-    "data.seq_len": 1024,
+    "model.dense_hidden": 768,
+    "data.seq_len": 2048,
 }
 TIMED: Mapping[str, object] = {
     "model.dim": 16,

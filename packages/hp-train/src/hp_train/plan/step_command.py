@@ -82,7 +82,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     layout = step_layout(resolved.config, stages=options.stages, ranks=options.ranks)
     costs = learned_costs(layout, machine, vocab_size=known_vocab_size(layout))
     pipeline = Pipeline(options.stages, options.ranks, options.memory)
-    planner = Planner(costs, pipeline)
+    planner = Planner(costs, pipeline, typical=batches)
     found = [compare(batch, planner, pack=options.pack, degree=options.degree) for batch in batches]
     if options.plan:
         write_named("--plan", options.plan, to_text(planner.plan(batches[0])))

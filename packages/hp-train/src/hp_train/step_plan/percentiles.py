@@ -193,7 +193,7 @@ class LengthPrices:
         room = (self._machine.memory - fixed) / (1 + self._machine.fragmentation)
         pipeline = Pipeline(self.config.mesh.pp, self._ranks, max(1, int(room / kept)))
         costs = self._by_block() if self.config.mesh.gather == "block" else self.costs
-        planner = Planner(costs, pipeline)
+        planner = Planner(costs, pipeline, typical=batches)
         seconds, held = [], []
         for batch in batches:
             plan = planner.plan(batch)

@@ -6,10 +6,10 @@ Note [How a step is planned]
     has as many ranks as its work asks for. What is left are the bubbles of the pipeline. They are
     small where microbatches are many and where the first ones are short, since all stages but the
     first wait for those; but each microbatch takes something however short it is. How many there
-    are, and their shares of the work, is searched together with a schedule once for all steps that
-    resemble each other (`templates`). In a step, documents are put into teams and then into parts
-    of these shares by cost (`partition`); of some templates the one with the shortest schedule is
-    taken, its parts are dealt out to ranks, and its schedule is made to fit what they take.
+    are, and their shares of the work, is searched together with a schedule once, for steps that are
+    typical (`templates`). In a step, documents are put into teams and then into parts of these
+    shares by cost (`partition`); of some templates the one with the shortest schedule is taken, its
+    parts are dealt out to ranks, and its schedule is made to fit what they take.
     Without templates, numbers and shares are tried in each step, and schedules searched for the
     most promising. Only numbers go in, and every count of attempts is fixed: all ranks that know
     the lengths make the same plan.
@@ -85,8 +85,10 @@ class Planner:
         effort: Schedules that are searched for the costs of each step; 0: none where there are
             templates, and otherwise closed forms alone.
         tries: Templates, or shares, that are looked at in each step, the most promising ones.
-        prepared: Schedules and changes of shares that are looked at once for all steps that
-            resemble each other, which takes seconds the first time; 0: no templates.
+        prepared: Schedules and changes of shares that are looked at once, for all steps like the
+            typical ones, which takes seconds the first time; 0: no templates.
+        typical: Lengths of documents of some global batches, the same on every rank. None: each
+            step has the templates of its own kind, which is searched if it is new.
         team: Ranks of a team; None: as many as are good to plan for.
         heads: So many of them share heads in every microbatch; None: as it takes less.
         unit: Positions of a rank in a microbatch are a multiple of it.
@@ -103,6 +105,7 @@ class Planner:
         effort: int = 0,
         tries: int = 4,
         prepared: int = 24,
+        typical: Sequence[Sequence[int]] | None = None,
         team: int | None = None,
         heads: int | None = None,
         unit: int = 1,
@@ -116,6 +119,7 @@ class Planner:
         sizes = [n for n in range(1, min(TEAM, pipeline.ranks) + 1) if pipeline.ranks % n == 0]
         self._ranks = max(sizes) if team is None else team
         self._stages = costs.of_stages(pipeline.num_stages)
+        self._typical = None if typical is None else self._kind([*map(self._work, typical)])
 
     @property
     def num_teams(self) -> int:
@@ -207,7 +211,7 @@ class Planner:
         """Yield shapes that are worth a try, the most promising first."""
         if teams and self.prepared:
             found = []
-            templates = templates_for(self._kind(work), self.prepared)
+            templates = templates_for(self._typical or self._kind([work]), self.prepared)
             for template in templates[: self.tries]:
                 shape = _Shape(template.shares, template.schedule)
                 seconds = self._expected(teams[0], shape)
@@ -217,17 +221,21 @@ class Planner:
         if teams:
             yield from sorted(self._plain_shapes(work), key=lambda each: self._about(work, each))
 
-    def _kind(self, work: _Work) -> Kind:
-        """What steps have in common that resemble one."""
-        tokens, pairs = (fsum(each) / self.pipeline.ranks for each in (work.lengths, work.pairs))
-        unit = fsum(work.seconds) / self.pipeline.ranks
+    def _kind(self, works: Sequence[_Work]) -> Kind:
+        """What steps have in common that resemble some, by their mean."""
+        ranks = self.pipeline.ranks * len(works)
+        tokens, pairs, unit = (
+            fsum(fsum(each) for each in parts) / ranks
+            for parts in zip(*((w.lengths, w.pairs, w.seconds) for w in works), strict=True)
+        )
+        documents = sum(len(work.lengths) for work in works) // len(works)
         stages = self._stages
 
         def shares(seconds: Iterable[Seconds]) -> tuple[Seconds, ...]:
             return tuple(Seconds(*(part / unit for part in each)) for each in seconds)
 
         return Kind(
-            most=self._most(work),
+            most=self._most(documents, unit),
             stages=shares(stage.pure(tokens, pairs) for stage in stages),
             each=shares(stage.microbatch for stage in stages),
             least=shares(stage.least for stage in stages),
@@ -236,12 +244,11 @@ class Planner:
             split_backward=self.split_backward,
         ).rounded()
 
-    def _most(self, work: _Work) -> int:
+    def _most(self, num_documents: int, seconds: float) -> int:
         """Microbatches for which there are documents, and time to plan them; rounded."""
-        documents = max(1, len(work.lengths) // self.num_teams // 2)
-        seconds, stages = fsum(work.seconds) / self.pipeline.ranks, self.pipeline.num_stages
+        stages = self.pipeline.num_stages
         in_time = int(seconds * _OF_STEP / _PLANNING / stages) * stages
-        return min(documents, max(2 * stages, in_time))
+        return min(max(1, num_documents // self.num_teams // 2), max(2 * stages, in_time))
 
     def _expected(self, work: _Work, shape: _Shape) -> float | None:
         """What a template takes with the parts of a team; None if they do not fit."""

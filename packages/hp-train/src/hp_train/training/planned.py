@@ -32,6 +32,8 @@ from hp_train.step_plan import Planner, StepCosts, StepPlan
 from hp_train.step_plan.price import simulated
 from hp_train.training.metrics import StepMetrics
 
+_TYPICAL = 8
+"""Steps, the first ones of the data, for whose mean templates are searched."""
 _AHEAD = 2
 """Steps that are planned while one runs."""
 
@@ -115,6 +117,10 @@ class StepPlanning:
             unit=stage.tp,
             split_backward=splits_backward(config),
             one_order=True,
+            typical=[
+                [piece.length for piece in data.pieces(range(first, first + self._batch))]
+                for first in range(0, _TYPICAL * self._batch, self._batch)
+            ],
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="step plan")
         self._ahead: dict[int, Future[PlannedStep]] = {}
