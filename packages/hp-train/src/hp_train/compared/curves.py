@@ -19,8 +19,8 @@ _STEPS = ("step", "global_step", "iteration", "iter", "_step")
 _LOSSES = ("loss", "train_loss", "train/loss", "lm loss", "lm_loss", "loss_metrics/global_avg_loss")
 _NUMBER = r"([-+]?(?:\d[\d_,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
 _LINE = re.compile(rf"(?:step|iteration|iter)\W*{_NUMBER}.*?\bloss\W*{_NUMBER}", re.IGNORECASE)
-_TOLD = (".jsonl", ".json", ".csv", ".tsv")
-"""Ends of names that say how a file is read."""
+_OBJECTS, _ROWS = (".jsonl", ".json"), (".csv", ".tsv")
+"""Ends of names of files with an object in each line, and of tables."""
 
 
 def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
@@ -41,16 +41,16 @@ def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
             lines = iter(partial(opened.readline, _LONGEST_LINE), "")
             if pattern is not None:
                 found = _matched(lines, _compiled(pattern))
-            elif file.suffix in _TOLD[:2]:
+            elif file.suffix in _OBJECTS:
                 found = _of_objects(lines, file)
-            elif file.suffix in _TOLD[2:]:
+            elif file.suffix in _ROWS:
                 found = _of_rows(csv.DictReader(lines, delimiter="\t,"[file.suffix == ".csv"]))
             else:
                 found = _matched(lines, _LINE)
             curve = dict(found)
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{file} must be a curve of losses: {why_not(error)}") from None
-    if not curve and pattern is not None and file.suffix in _TOLD:
+    if not curve and pattern is not None and file.suffix in _OBJECTS + _ROWS:
         return read_curve(path)  # the pattern is of a log beside it
     if not curve:
         raise DataError(f"{file} must have steps with losses, and has none that can be told")

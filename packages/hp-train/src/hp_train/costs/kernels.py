@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +143,7 @@ def learn(
     *,
     seq_len: int,
     dtype: str,
-    sizes: Mapping[str, int] = MappingProxyType({"tp": 1, "ep": 1}),
+    sizes: Mapping[str, int],
 ) -> dict[str, Kernels]:
     """Learn the kernels of some layers, and of what is in front of them and behind.
 

@@ -15,12 +15,10 @@ from hp_platform.dry import is_dry
 from hp_train.config import ModelConfig
 from hp_train.costs.kernels import learn
 from hp_train.costs.meta_run import run
+from hp_train.costs.modules import Key
 from hp_train.costs.stored import StoredKernels, StoredModel
 from hp_train.costs.work import alike
 from hp_train.model.transformer import build_stage
-
-Key = tuple[ModelConfig, int, int, str, int, int]
-"""See `hp_train.costs.modules.Key`."""
 
 T = TypeVar("T", StoredModel, StoredKernels)
 

@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def run(
     *,
     seq_len: int,
     dtype: str,
-    sizes: Mapping[str, int] = MappingProxyType({"tp": 1, "ep": 1}),
+    sizes: Mapping[str, int],
 ) -> ModelWork:
     """Run forward and loss of a model; of layers of the same kind, the first stands for all.
 

@@ -13,7 +13,7 @@ from hp_train.config import Config, ModelConfig
 from hp_train.costs.kept import kept
 from hp_train.costs.stored import StoredKernels, StoredModel
 from hp_train.costs.work import BlockWork, Kernel, Kernels, ModelWork, Work, alike, together
-from hp_train.layout.schedules import placement, split_layers
+from hp_train.layout.schedules import layers_of_stages, placement
 from hp_train.layout.vocabulary import logit_tile
 
 T = TypeVar("T", StoredModel, StoredKernels)
@@ -41,18 +41,15 @@ def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, .
     Names of their parameters are those of the first of them.
     """
     key, tiled = _key(config, vocab_size), is_tiled(config, vocab_size)
-    return _stages(key, config.train.recompute, _cut(config, num_stages), tiled=tiled)
+    layers = tuple(layers_of_stages(config, num_stages))
+    return _stages(key, config.train.recompute, layers, tiled=tiled)
 
 
 def kernels(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Kernels, ...]:
     """What the stages of a pipeline have a GPU launch; see `hp_train.costs.kernels`."""
     key = _key(config, vocab_size)
-    return _stage_kernels(key, config.train.recompute, _cut(config, num_stages))
-
-
-def _cut(config: Config, num_stages: int) -> tuple[range, ...]:
-    sizes = config.pipeline.stage_layers
-    return tuple(split_layers(config.model.num_layers, num_stages, sizes))
+    layers = tuple(layers_of_stages(config, num_stages))
+    return _stage_kernels(key, config.train.recompute, layers)
 
 
 def require_stages(config: Config) -> None:

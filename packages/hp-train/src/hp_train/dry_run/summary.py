@@ -129,7 +129,7 @@ def summarize(
         stands_for: Global ranks of its class; empty: itself.
         skew: Model of the routing.
         usage: The trace replayed through the caching allocator; None: live bytes alone.
-        expandable_segments: As it was replayed.
+        expandable_segments: Whether it was replayed with segments that grow.
         num_parameters: Elements of the parameters that it has; -1: not counted.
         saved: What it would write of a checkpoint; None: not asked.
     """

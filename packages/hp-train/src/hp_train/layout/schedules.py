@@ -71,10 +71,10 @@ def placement(config: PipelineConfig, *, num_ranks: int) -> tuple[int, ...]:
     return KINDS[config.schedule].build(num_ranks, 1, config.stages_per_rank).stage_to_rank
 
 
-def layers_of_stages(config: Config) -> list[range]:
-    """Layers of each stage of a config's pipeline."""
-    sizes = config.pipeline.stage_layers
-    return split_layers(config.model.num_layers, count_stages(config), sizes)
+def layers_of_stages(config: Config, num_stages: int | None = None) -> list[range]:
+    """Layers of each stage of a config's pipeline, or of one with another number of stages."""
+    num_stages = count_stages(config) if num_stages is None else num_stages
+    return split_layers(config.model.num_layers, num_stages, config.pipeline.stage_layers)
 
 
 def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] = ()) -> list[range]:

@@ -184,7 +184,7 @@ class Stage(nn.Module):
         """Be one of so many ranks with nobody there, after :meth:`expect_ranks`, to be counted.
 
         Args:
-            sizes: As for :meth:`expect_ranks`.
+            sizes: Number of ranks by axis: "ep", "tp", "cp".
             exchange: See `hp_train.model.counted.Counted`.
         """
 

@@ -168,15 +168,15 @@ def _evened(best: Estimate, laid_out: Callable[[Config], Plan]) -> Estimate:
 
     The last stage also has the output matrix and the loss, the first the embedding.
     """
-    sizes = [len(layers) for layers in layers_of_stages(best.config)]
-    while best.config.mesh.pp > 1 and max(sizes) > 1:
-        plan = laid_out(best.config)
+    sizes, plan = [len(layers) for layers in layers_of_stages(best.config)], laid_out(best.config)
+    while plan.layout.pp > 1 and max(sizes) > 1:
         took = [price.forward + price.input_grad + price.weight_grad for price in plan.prices]
         most = max(range(len(sizes)), key=lambda stage: (sizes[stage] > 1, took[stage]))
         sizes[most] -= 1
         sizes[took.index(min(took))] += 1
         pipeline = replace(best.config.pipeline, stage_layers=tuple(sizes))
-        found = laid_out(replace(best.config, pipeline=pipeline)).estimate()
+        plan = laid_out(replace(best.config, pipeline=pipeline))
+        found = plan.estimate()
         if found.seconds >= best.seconds or not fits(
             found.config, found.memory.total, plan.machine
         ):

@@ -25,7 +25,7 @@ from hp_train.costs.memory import (
 )
 from hp_train.costs.work import EXCHANGED, Kernels, Work
 from hp_train.layout.ranks import Layout, StageLayout
-from hp_train.layout.schedules import KINDS, count_microbatches, split_layers
+from hp_train.layout.schedules import KINDS, count_microbatches, layers_of_stages
 from hp_train.price.rates import Compute, Routed, rates_of
 from hp_train.price.traffic import (
     Spread,
@@ -117,8 +117,7 @@ class Prices:
         kernels: Sequence[Kernels | None] = [None] * num
         if self.machine.launch_seconds:
             kernels = modules.kernels(config, self.vocab_size, num_stages=num)
-        sizes = config.pipeline.stage_layers
-        layers = map(len, split_layers(config.model.num_layers, num, sizes))
+        layers = map(len, layers_of_stages(config, num))
         _, slowed = cores_of(self.machine, Layout.of(config.mesh))
         found: list[StagePrice] = []
         known: dict[tuple[int, int], StagePrice] = {}  # most stages are like others before them

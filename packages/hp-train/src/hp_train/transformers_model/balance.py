@@ -83,6 +83,9 @@ class Balance:
 class Balancing:
     """The loss of one microbatch in one stage; see Note [Balance of a stranger's model].
 
+    Attributes:
+        settled: Counts of all layers and positions, int64 [E]; None before they are known.
+
     Args:
         balance: What it is of.
         microbatch: Gets this stage's share of the loss, in backward.
@@ -103,6 +106,7 @@ class Balancing:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._before: Tensor | None = None
         self._slope: Tensor | None = None
+        self.settled: Tensor | None = None
 
     @outside_graph
     def begin(self) -> None:
@@ -133,7 +137,7 @@ class Balancing:
 
     def settle(self, counts: Tensor) -> None:
         """Take the counts of all layers and positions, int64 [E]."""
-        self._counts, self._slope = counts, self._balance.slope(counts) * self._weight
+        self.settled, self._slope = counts, self._balance.slope(counts) * self._weight
         sums = [sums for _, sums in self._layers.values()]
         if sums and self._is_told:
             share = (torch.stack(sums).sum(0).double() * self._slope).sum()
@@ -185,11 +189,6 @@ class Balancing:
     def keep_before(self, counts: Tensor) -> None:
         """Take the counts of stages before."""
         self._before = counts
-
-    @property
-    def settled(self) -> Tensor:
-        """Counts of all layers and positions."""
-        return self._counts
 
 
 class _Attach(torch.autograd.Function):
@@ -336,7 +335,6 @@ class _Recorder:
     def _record(self, *args: Any, **kwargs: Any) -> _Factor:
         assert self._function is not None
         self.arguments = inspect.signature(self._function).bind(*args, **kwargs).arguments
-        self._positional = args
         return self._factor
 
     def balance(self, kind: str) -> Balance:

@@ -160,7 +160,7 @@ def least_bytes(
         trace: Events in the order of the host.
         usage: The same trace, replayed without limit.
         apart: Share by which what is found may be too much.
-        expandable_segments: As `usage` was replayed.
+        expandable_segments: Whether `usage` is of segments that grow.
 
     Returns:
         Bytes of the allocator alone; at least `usage.peak_allocated`.
