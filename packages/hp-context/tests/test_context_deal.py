@@ -314,3 +314,13 @@ def test_a_call_has_one_layout() -> None:
     for mixed in (one & other, EachSequence((one, other)), EachSequence((one, Documents((4,))))):
         with pytest.raises(ValueError, match="one Deal"):
             without_deal(mixed)
+
+
+def test_ranks_whose_pieces_are_alike_still_swap_parts_of_them() -> None:
+    """Pieces of one length, swapped whole, would move no work; parts of them do."""
+    rng = random.Random(6)
+    for _ in range(20):
+        lengths = [1024] * 24 + [rng.randint(1024, 8192) for _ in range(76)] + [8192] * 23
+        lengths.append(32 - sum(lengths) % 32)
+        deal = deal_documents(lengths, 32, pairs_per_key=0.0, node=8)
+        assert deal_cost(deal, lengths).imbalance < 1.012 * 1.005

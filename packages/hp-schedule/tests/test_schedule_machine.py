@@ -50,7 +50,7 @@ def _two_ways(*rows: str) -> Schedule:
     )
 
 
-def _random_costs(schedule: Schedule, rng: random.Random) -> Costs:
+def _random_costs(schedule: Schedule, rng: random.Random, *, message: float | None = None) -> Costs:
     def table() -> list[list[float]]:
         return [
             [rng.uniform(0.2, 2) for _ in range(schedule.num_microbatches)]
@@ -58,7 +58,8 @@ def _random_costs(schedule: Schedule, rng: random.Random) -> Costs:
         ]
 
     latency = {edge: rng.choice([0.0, rng.uniform(0, 0.5)]) for edge in schedule.edges}
-    return Costs(table(), table(), table(), activation=table(), latency=latency)
+    costs = Costs(table(), table(), table(), activation=table(), latency=latency)
+    return costs if message is None else replace(costs, message=table(), bandwidth=1 / message)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,31 @@ def test_without_contention_a_recurrence_gives_the_numbers_of_the_event_machine(
         assert found.exposed == pytest.approx([rank.exposed for rank in machine.ranks])
         assert found.peak == pytest.approx([rank.peak for rank in machine.ranks])
         assert simulate(schedule, costs).timeline.makespan == pytest.approx(makespan)
+
+
+@pytest.mark.parametrize("message", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        one_f_one_b(4, num_microbatches=7),
+        interleaved_zero_bubble(4, num_microbatches=6, num_stages_per_rank=2),
+        zbv(2, num_microbatches=5),
+        forward_only(3, num_microbatches=4),
+    ],
+)
+def test_the_recurrence_lets_messages_queue_on_their_edge_as_the_event_machine_does(
+    schedule: Schedule, message: float
+) -> None:
+    rng = random.Random(2)
+    for _ in range(10):
+        costs = _random_costs(schedule, rng, message=message)
+        found = recurrence(schedule, costs)
+        machine = Machine(schedule, costs)
+        makespan = machine.run()
+        assert found is not None
+        assert found.makespan == pytest.approx(makespan)
+        assert found.exposed == pytest.approx([rank.exposed for rank in machine.ranks])
+        assert simulate(schedule, costs).makespan == found.makespan
 
 
 @pytest.mark.parametrize(

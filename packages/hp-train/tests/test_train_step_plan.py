@@ -261,10 +261,10 @@ def test_templates_depend_on_what_is_asked_alone() -> None:
     """So all ranks come to the same, whatever they have planned before, also after a resume."""
     stages = (Seconds(0.333, 0.341, 0.329), Seconds(0.30, 0.30, 0.28))
     each = (Seconds(0.0011, 0.0011),) * 2
-    kind = Kind(12, stages, each, (Seconds(),) * 2, latency=0.009, memory=0.71).rounded()
-    assert kind.memory <= 0.71 * 0.96
-    other = (Seconds(0.331, 0.336, 0.333), Seconds(0.302, 0.297, 0.281))
-    assert kind == Kind(12, other, each, (Seconds(),) * 2, latency=0.008, memory=0.7).rounded()
+    kind = Kind(12, stages, each, (Seconds(),) * 2, message=0.009, memory=0.71).rounded()
+    assert kind.memory <= 0.71
+    other = (Seconds(0.3332, 0.3413, 0.3287), Seconds(0.3003, 0.2998, 0.2801))
+    assert kind == Kind(12, other, each, (Seconds(),) * 2, message=0.008, memory=0.708).rounded()
     found = templates_for(kind, 3)
     templates_for.cache_clear()
     templates_for(kind._replace(memory=0.5), 3)

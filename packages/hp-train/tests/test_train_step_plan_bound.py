@@ -1,5 +1,6 @@
 """The bound of a step: no plan that runs is shorter, and some plans are hardly longer."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -38,6 +39,7 @@ def _team(
     stages: int,
     *,
     effort: int = 6,
+    memory: float = math.inf,
 ) -> Team:
     """A team with a schedule that was searched for it."""
     microbatches = tuple(_microbatch(part, lengths, ranks) for part in parts)
@@ -48,6 +50,7 @@ def _team(
         num_ranks=stages,
         num_microbatches=len(parts),
         virtual=(1,),
+        memory_limit=memory,
         num_candidates=effort,
     )
     return Team(microbatches, found.schedule)
@@ -75,7 +78,8 @@ def test_no_plan_is_below_the_bound(data: st.DataObject) -> None:
     draw = data.draw
     lengths = draw(st.lists(st.integers(1, 400), min_size=1, max_size=14))
     stages, ranks = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4]))
-    costs = StepCosts(tuple(draw(st.lists(_stages(), min_size=stages, max_size=stages))))
+    of_stages = tuple(draw(st.lists(_stages(), min_size=stages, max_size=stages)))
+    costs = StepCosts(of_stages, message=draw(st.sampled_from([0.0, 1e-3])))
     order = draw(st.permutations(range(len(lengths))))
     if draw(st.booleans()):
         order.sort(key=lengths.__getitem__)
@@ -86,11 +90,14 @@ def test_no_plan_is_below_the_bound(data: st.DataObject) -> None:
         cuts = draw(st.lists(st.integers(1, len(mine)), max_size=6))
         edges = sorted({0, len(mine), *cuts})
         parts = [tuple(mine[a:b]) for a, b in pairwise(edges)]
-        found.append(_team(parts, lengths, ranks // teams, costs, stages))
+        longest = max(sum(lengths[i] for i in part) for part in parts) * teams / ranks + 1
+        memory = draw(st.sampled_from([math.inf, stages * longest]))
+        found.append(_team(parts, lengths, ranks // teams, costs, stages, memory=memory))
     plan = StepPlan(len(lengths), tuple(found))
-    pipeline = Pipeline(stages, ranks, MEMORY)
-    seconds = price(plan, lengths, costs, pipeline).seconds
-    assert lower_bound(lengths, costs, pipeline) <= seconds * (1 + 1e-12)
+    of_plan = price(plan, lengths, costs, Pipeline(stages, ranks, MEMORY))
+    # No more memory than the plan takes.
+    pipeline = Pipeline(stages, ranks, math.ceil(of_plan.tokens))
+    assert lower_bound(lengths, costs, pipeline) <= of_plan.seconds * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -280,7 +280,7 @@ class _Dealer:
             late = work.before(heavy.stop) - work.before(heavy.stop - size)
             return late - work.before(light.start + size) + work.before(light.start)
 
-        size = min(heavy.size, light.size)
+        size = _swapped(heavy, light)
         if work.is_plain and moved(size) > wanted:
             size = _smallest_root(heavy.stop - light.start, wanted)
         else:
@@ -297,7 +297,7 @@ class _Dealer:
         """The piece of whose queries the fewest keys come before, of those with enough work."""
 
         def moved(piece: Piece) -> float:
-            size = min(piece.size, light.size)
+            size = _swapped(piece, light)
             return size * (piece.stop - light.start - size)  # but for windows
 
         enough = [piece for piece in pieces if moved(piece) >= 2 * wanted]
@@ -318,6 +318,11 @@ class _Dealer:
         for rank, piece in ((most, early), (most, kept), (least, late), (least, rest)):
             if piece.size:
                 self._give(rank, piece, self._work.of(piece))
+
+
+def _swapped(heavy: Piece, light: Piece) -> int:
+    """Queries of the end of a piece and the start of another whose swap moves most work."""
+    return max(0, min(heavy.size, light.size, (heavy.stop - light.start) // 2))
 
 
 def _smallest_root(distance: int, wanted: float) -> int:

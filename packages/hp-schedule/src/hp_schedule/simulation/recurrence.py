@@ -5,6 +5,7 @@ order that visits no step before its inputs. `hp_schedule.simulation.machine` fi
 and the timeline too; this finds them some ten times sooner, for searches.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -46,10 +47,32 @@ _WAIT, _RUN, _RUN_AND_WRITE, _WRITE = (act << _ACT_SHIFT for act in range(1, 5))
 _LAST_RUN: Final = _RUN_AND_WRITE >> _ACT_SHIFT
 _KEY_MASK: Final = ~(MICROBATCH_MASK << MICROBATCH_SHIFT)
 
-_Entry = tuple[int, int, list[float], list[float], list[float]]
+_Entry = tuple[int, int, list[float], list[float], list[float], "_Channel | None"]
 """What a kind of step does in a stage: the values of microbatch 0 that it reads and writes; by
 microbatch, how long what it reads was on its way, its duration, and how long its rank then stands
-still."""
+still; what a message with its result occupies, if it has one that takes time."""
+
+
+@dataclass(slots=True)
+class _Free:
+    """When a channel is free again."""
+
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Channel:
+    """A channel, and how long it has a value of each microbatch."""
+
+    free: _Free
+    sending: list[float]
+
+    def waits(self, microbatch: int, now: float) -> float:
+        """Queue a message that could leave now, and return how long it waits for others."""
+        free = self.free
+        start = max(now, free.at)
+        free.at = start + self.sending[microbatch]
+        return start - now
 
 
 @dataclass(slots=True)
@@ -65,17 +88,17 @@ class Numbers:
 def recurrence(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Numbers | None:
     """Return the numbers of a schedule of compute steps, None if it cannot be run to its end.
 
-    Empty cells, FSDP steps and copies are skipped, messages are as long as their latency.
+    Empty cells, FSDP steps and copies are skipped.
 
     Args:
-        schedule: A schedule, without overlaps if it is blocking.
+        schedule: A schedule, without overlaps if it is blocking or messages have sizes.
         costs: What its steps cost.
-        blocking: Whether a rank stands still until what it sends has arrived, sizes included.
+        blocking: Whether a rank stands still until what it sends has arrived.
     """
     rows = [row.codes() for row in schedule.steps]
     durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
-    sending = transmission_by_value(schedule, costs) if blocking else None
-    walk = Walk(schedule, durations, costs.latency_of, sending=sending)
+    sending = transmission_by_value(schedule, costs)
+    walk = Walk(schedule, durations, costs.latency_of, sending=sending, blocking=blocking)
     if not walk.run(rows):
         return None
     num = schedule.num_microbatches
@@ -95,7 +118,9 @@ class Walk:
         schedule: Its placement and its counts.
         durations: Durations of each kind of compute step; see `Costs.durations`.
         latency_of: Function that returns the latency of the edge from one rank to another.
-        sending: If a rank stands still while it sends, how long each value occupies its channel.
+        sending: How long each value occupies its channel, that of a directed edge; None: messages
+            are as long as their latency.
+        blocking: Whether a rank stands still while it sends.
 
     Attributes:
         ends: For each rank the end of each of its compute steps.
@@ -110,14 +135,17 @@ class Walk:
         latency_of: Callable[[int, int], float],
         *,
         sending: Sequence[float] | None = None,
+        blocking: bool = False,
     ) -> None:
         self.ends: list[list[float]] = [[] for _ in schedule.steps]
         self.busy, self.exposed = ([0.0] * schedule.num_ranks for _ in range(2))
         self._runnable = list(range(schedule.num_ranks))
-        self._table = _table(schedule, durations, latency_of, sending)
+        self._table = _table(schedule, durations, latency_of, sending, blocking=blocking)
         # By value: when it was computed, -1 before; -2 - rank where that rank waits for it.
         num_values = 2 * schedule.num_stages * schedule.num_microbatches
         self._written = [_ABSENT] * num_values
+        # By value: how long it waits for others on its channel.
+        self._late = [0.0] * num_values
 
     def run(self, rows: Sequence[list[int]]) -> bool:
         """Visit all steps of packed rows; returns whether each row could be walked to its end."""
@@ -134,13 +162,14 @@ class Walk:
     def _run(self, rank: int, codes: Iterable[int]) -> Generator[bool, None, None]:
         """Walk a row; yields False where a value is lacking that another rank is to write."""
         entry_of, written, runnable = self._table.get, self._written, self._runnable
+        late = self._late
         ended = self.ends[rank].append
         now = busy = exposed = 0.0
         for code in codes:
             entry = entry_of(code & _KEY_MASK)
             if entry is None:
                 continue
-            reads, writes, gaps, durations, pauses = entry
+            reads, writes, gaps, durations, pauses, channel = entry
             microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
             if reads >= 0:
                 produced = written[reads + microbatch]
@@ -148,7 +177,7 @@ class Walk:
                     written[reads + microbatch] = -2 - rank
                     yield False
                     produced = written[reads + microbatch]
-                arrival = produced + gaps[microbatch]
+                arrival = produced + gaps[microbatch] + late[reads + microbatch]
                 if arrival > now:
                     exposed += arrival - max(now, produced)
                     now = arrival
@@ -159,6 +188,8 @@ class Walk:
             if writes >= 0:
                 waiter = written[writes + microbatch]
                 written[writes + microbatch] = now
+                if channel is not None:
+                    late[writes + microbatch] = channel.waits(microbatch, now)
                 if waiter < _ABSENT:
                     runnable.append(int(-2 - waiter))
                 pause = pauses[microbatch]
@@ -173,10 +204,13 @@ def _table(
     durations: Sequence[list[float]],
     latency_of: Callable[[int, int], float],
     sending: Sequence[float] | None,
+    *,
+    blocking: bool,
 ) -> dict[int, _Entry]:
     num, flow = schedule.num_microbatches, dataflow(schedule)
     nothing = [0.0] * num
     table: dict[int, _Entry] = {}
+    channels: defaultdict[tuple[int, int], _Free] = defaultdict(_Free)
 
     def on_the_way(source: int, target: int, value: int) -> list[float]:
         """Return how long a value travels between two ranks, by microbatch."""
@@ -191,17 +225,20 @@ def _table(
             place = rank if source < 0 else schedule.stage_to_rank[source]
             reads, writes = flow.reads[kind][stage], flow.writes[kind][stage]
             gaps = nothing if place == rank else on_the_way(place, rank, reads)
-            pauses = nothing
-            if sending is not None and writes >= 0:
-                peer = flow.peer[SEND_OF[kind]][stage]
-                pauses = nothing if peer < 0 else on_the_way(rank, peer, writes)
+            pauses, channel = nothing, None
+            peer = flow.peer[SEND_OF[kind]][stage] if writes >= 0 else -1
+            if sending is not None and peer >= 0:
+                if blocking:
+                    pauses = on_the_way(rank, peer, writes)
+                elif any(sent := list(sending[writes : writes + num])):
+                    channel = _Channel(channels[rank, peer], sent)
             cells = durations[kind][stage * num : (stage + 1) * num]
             code = encode(kind, stage)
-            table[code] = (reads, writes, gaps, cells, pauses)
-            table[code | _WAIT] = (reads, -1, gaps, nothing, nothing)
-            table[code | _RUN] = (-1, -1, nothing, cells, nothing)
-            table[code | _RUN_AND_WRITE] = (-1, writes, nothing, cells, nothing)
-            table[code | _WRITE] = (-1, writes, nothing, nothing, nothing)
+            table[code] = (reads, writes, gaps, cells, pauses, channel)
+            table[code | _WAIT] = (reads, -1, gaps, nothing, nothing, None)
+            table[code | _RUN] = (-1, -1, nothing, cells, nothing, None)
+            table[code | _RUN_AND_WRITE] = (-1, writes, nothing, cells, nothing, channel)
+            table[code | _WRITE] = (-1, writes, nothing, nothing, nothing, channel)
     return table
 
 

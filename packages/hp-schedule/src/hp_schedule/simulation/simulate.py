@@ -111,14 +111,12 @@ def simulate(
 
 
 def _is_free_of_contention(schedule: Schedule, costs: Costs, blocking: bool) -> bool:
-    """Whether every step starts as soon as its inputs are there and its rank is free."""
+    """Whether messages of an edge leave in the order of its rank, and copies take no turns."""
     if schedule.has_communication:
         return False
-    if blocking:
-        # Messages of one edge never meet; the two of an overlap move at once.
-        if schedule.kinds & {OVERLAP_F_B, OVERLAP_B_F}:
-            return False
-    elif any(costs.transmission(schedule.num_stages, schedule.num_microbatches)):
+    sends_two_at_once = bool(schedule.kinds & {OVERLAP_F_B, OVERLAP_B_F})
+    sizes = (schedule.num_stages, schedule.num_microbatches)
+    if sends_two_at_once and (blocking or any(costs.transmission(*sizes))):
         return False
     if OFFLOAD in schedule.kinds and costs.host_bandwidth < math.inf:
         return False

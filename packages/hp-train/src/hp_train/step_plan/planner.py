@@ -15,18 +15,21 @@ Note [How a step is planned]
     the lengths make the same plan.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from math import fsum
+from random import Random
 from typing import NamedTuple
 
 from hp_context import deal_documents
-from hp_schedule import Costs, Schedule, search, shorten, simulate
+from hp_schedule import Costs, Schedule, search, shorten
 from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import Seconds, StepCosts
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team
 from hp_train.step_plan.price import cost_of_deal, stage_costs
-from hp_train.step_plan.templates import Kind, templates_for
+from hp_train.step_plan.templates import Kind, changed_shares, templates_for
 from hp_train.step_plan.work import Pipeline, pairs_of
 
 TEAM = 32
@@ -36,6 +39,8 @@ _OF_STEP, _PLANNING = 0.015, 0.002
 """Share of a step for which it may be planned; CPU seconds that a microbatch takes, about."""
 _DENSITIES = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
+_FITTED_TO = 2
+"""Typical batches whose documents templates are made to fit."""
 _FRONT, _BACK = (0.1, 0.25, 0.5, 0.8), (0.8, 0.5)
 """Shares of the first microbatches and of the last ones, by that of the others."""
 
@@ -104,7 +109,7 @@ class Planner:
         *,
         effort: int = 0,
         tries: int = 4,
-        prepared: int = 24,
+        prepared: int = 48,
         typical: Sequence[Sequence[int]] | None = None,
         team: int | None = None,
         heads: int | None = None,
@@ -119,7 +124,7 @@ class Planner:
         sizes = [n for n in range(1, min(TEAM, pipeline.ranks) + 1) if pipeline.ranks % n == 0]
         self._ranks = max(sizes) if team is None else team
         self._stages = costs.of_stages(pipeline.num_stages)
-        self._typical = None if typical is None else self._kind([*map(self._work, typical)])
+        self._typical = [*map(self._work, typical or ())]
 
     @property
     def num_teams(self) -> int:
@@ -210,14 +215,10 @@ class Planner:
     def _shapes(self, work: _Work, teams: Sequence[_Work]) -> Iterator[_Shape]:
         """Yield shapes that are worth a try, the most promising first."""
         if teams and self.prepared:
-            found = []
-            templates = templates_for(self._typical or self._kind([work]), self.prepared)
-            for template in templates[: self.tries]:
-                shape = _Shape(template.shares, template.schedule)
-                seconds = self._expected(teams[0], shape)
-                if seconds is not None:
-                    found.append((seconds, shape))
-            yield from (shape for _, shape in sorted(found, key=lambda each: each[0]))
+            shapes = self._fitted if self._typical else self._templates([work])
+            found = [(self._expected(teams[0], shape), shape) for shape in shapes]
+            fitting = [(seconds, shape) for seconds, shape in found if seconds is not None]
+            yield from (shape for _, shape in sorted(fitting, key=lambda each: each[0]))
         if teams:
             yield from sorted(self._plain_shapes(work), key=lambda each: self._about(work, each))
 
@@ -239,7 +240,7 @@ class Planner:
             stages=shares(stage.pure(tokens, pairs) for stage in stages),
             each=shares(stage.microbatch for stage in stages),
             least=shares(stage.least for stage in stages),
-            latency=self.costs.message * tokens / unit,
+            message=self.costs.message * tokens / unit,
             memory=self.pipeline.tokens / tokens,
             split_backward=self.split_backward,
         ).rounded()
@@ -250,8 +251,34 @@ class Planner:
         in_time = int(seconds * _OF_STEP / _PLANNING / stages) * stages
         return min(max(1, num_documents // self.num_teams // 2), max(2 * stages, in_time))
 
+    def _templates(self, works: Sequence[_Work]) -> list[_Shape]:
+        """The best templates for steps that resemble some."""
+        found = templates_for(self._kind(works), self.prepared)
+        return [_Shape(each.shares, each.schedule) for each in found[: self.tries]]
+
+    @cached_property
+    def _fitted(self) -> list[_Shape]:
+        """What the best templates for typical steps become with the documents of some of these.
+
+        Where the work of a small microbatch is that of short documents, it has more tokens.
+        """
+        teams = [teams[0] for teams in map(self._teams, self._typical[:_FITTED_TO]) if teams]
+        return [self._fit(shape, teams) for shape in self._templates(self._typical)]
+
+    def _fit(self, shape: _Shape, teams: Sequence[_Work]) -> _Shape:
+        """Change shares as long as some teams take less time."""
+        random = Random(0)  # noqa: S311 - nothing is secret
+        best, changed = math.inf, shape
+        for _ in range(2 * self.prepared if teams else 0):
+            runs = [self._expected(work, changed) for work in teams]
+            seconds = fsum(math.inf if run is None else run for run in runs)
+            if seconds < best:
+                best, shape = seconds, changed
+            changed = shape._replace(shares=changed_shares(shape.shares, random))
+        return shape
+
     def _expected(self, work: _Work, shape: _Shape) -> float | None:
-        """What a template takes with the parts of a team; None if they do not fit."""
+        """Seconds of a template with the parts of a team; None if they do not fit."""
         parts = self._parts(work, shape)
         if parts is None or shape.schedule is None:
             return None
@@ -260,12 +287,9 @@ class Planner:
             of_rank, pairs = (fsum(each) / self._ranks for each in (part.lengths, part.pairs))
             seconds.append([stage.alone(of_rank, pairs) for stage in self.costs.stages])
             tokens.append(-int(-of_rank // 1))
-        costs, memory = self._costs_of(seconds, tokens), self.pipeline.tokens
-        run = simulate(shape.schedule, costs)
-        if max(run.peak_activations) <= memory:
-            return run.makespan
-        rebuilt = shorten(shape.schedule, costs, memory_limit=memory)
-        return None if rebuilt is None else rebuilt[1].makespan
+        costs = self._costs_of(seconds, tokens)
+        found = shorten(shape.schedule, costs, memory_limit=self.pipeline.tokens)
+        return None if found is None else found[1].makespan
 
     def _plain_shapes(self, work: _Work) -> Iterator[_Shape]:
         """Yield shapes without a schedule."""

@@ -67,7 +67,8 @@ def stage_costs(
         input_grad=input_grad,
         weight_grad=weight_grad,
         activation=[list(map(float, tokens))] * num_stages,
-        latency=costs.message * max(tokens),
+        message=[[costs.message * size for size in tokens]] * num_stages,
+        bandwidth=1.0,
     )
 
 

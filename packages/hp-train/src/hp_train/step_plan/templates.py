@@ -7,7 +7,7 @@ they see steps; and they are remembered.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from random import Random
 from typing import NamedTuple
@@ -15,43 +15,20 @@ from typing import NamedTuple
 from hp_schedule import Costs, Schedule, search, shorten
 from hp_train.step_plan.costs import Seconds
 
-_COUNTS = 4
-"""Numbers of microbatches that are tried."""
 _GROWTH = (1.6, 2.2)
 """Of a microbatch by the one before it, of those at the front."""
-_BACK: tuple[tuple[float, ...], ...] = ((), (0.7,), (0.8, 0.5))
+_BACK = (0.8, 0.5)
 """Shares of the last microbatches, by those in the middle."""
 _SMALLEST = 0.03
 """Share of the first microbatch, by those in the middle, below which none is tried."""
-_DIGITS = 2
+_DIGITS = 3
 """Decimals of what parts of the work are taken to be."""
 _LOOKED_AT, _KEPT = 4, 3
-"""Schedules for each kind of front and back; those that are tried with other numbers, too."""
-_VARIED, _NEAR = 8, 2
-"""Changes of shares for each schedule that is looked at; numbers on each side of the best."""
-
-
-class _Ends(NamedTuple):
-    """What microbatches at the front and the back have, by those in the middle."""
-
-    front: tuple[float, ...] = ()
-    back: tuple[float, ...] = ()
-
-    def shares(self, count: int) -> tuple[float, ...]:
-        """Shares of so many microbatches."""
-        middle = count - len(self.front) - len(self.back)
-        return _scaled((*self.front, *[1.0] * middle, *self.back))
-
-    def alike(self) -> Iterator["_Ends"]:
-        """Yield these, and such that are shorter or longer at one end."""
-        yield self
-        if len(self.front) > 1:
-            yield self._replace(front=(self.front[0] ** 2 / self.front[1], *self.front))
-        if self.front:
-            yield self._replace(front=self.front[1:])
-        for back in _BACK:
-            if back != self.back:
-                yield self._replace(back=back)
+"""Schedules for each kind of ends; what is varied, and what is looked at closely."""
+_VARIED = 4
+"""Changes of shares for each schedule that is looked at."""
+_FAR, _NEAR = (0.7, 0.85, 0.93, 1.07, 1.15, 1.3), (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
+"""Factors by which a share is changed, at first and at last."""
 
 
 class Kind(NamedTuple):
@@ -62,7 +39,7 @@ class Kind(NamedTuple):
         stages: Seconds of all work of a rank of each stage.
         each: Seconds that each microbatch takes there besides.
         least: Seconds that each microbatch takes there at least.
-        latency: Seconds of a message between stages of all tokens of a rank.
+        message: Seconds of a message between stages of all tokens of a rank.
         memory: Tokens that fit, by the tokens of a rank.
         split_backward: Whether weight gradients may be put off.
     """
@@ -71,7 +48,7 @@ class Kind(NamedTuple):
     stages: tuple[Seconds, ...]
     each: tuple[Seconds, ...]
     least: tuple[Seconds, ...]
-    latency: float
+    message: float
     memory: float
     split_backward: bool = True
 
@@ -86,8 +63,8 @@ class Kind(NamedTuple):
             stages=tuple(Seconds(*(round(x, _DIGITS) for x in each)) for each in self.stages),
             each=tuple(Seconds(*(_coarse(x, 4) for x in each)) for each in self.each),
             least=tuple(Seconds(*map(_coarse, each)) for each in self.least),
-            latency=_coarse(self.latency),
-            memory=_below(self.memory * 0.96),
+            message=_coarse(self.message),
+            memory=_below(self.memory),
         )
 
 
@@ -105,78 +82,76 @@ class Template(NamedTuple):
     schedule: Schedule
 
 
-class _Found(NamedTuple):
-    """Ends, and what was found for them."""
-
-    ends: _Ends
-    template: Template
-
-
 @lru_cache(maxsize=64)
 def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
     """Search templates for a rounded kind of steps, one for each number of microbatches.
 
     Args:
         kind: What the steps have in common.
-        effort: Schedules, and as many changes of shares, that are looked at for each of them.
+        effort: Schedules, and as many changes of shares, that are looked at for the best numbers;
+            four times as many for the best of these.
 
     Returns:
         The best first; none if nothing fits.
     """
-    counts = _counts(kind)
-    ends = list(_fronts(counts[-1]))
-    best: dict[int, _Found] = {}
-    for count in reversed(counts):
-        kept = _best_ends(kind, count, ends)
-        if kept:
-            best[count] = kept[0]
-            ends = [each.ends for each in kept] + [_Ends()]
-    if best:
-        count, found = min(best.items(), key=lambda each: each[1].template.seconds)
-        for near in range(max(counts[0], count - _NEAR), min(counts[-1], count + _NEAR) + 1):
-            kept = [] if near in best else _best_ends(kind, near, list(found.ends.alike()))
-            if kept:
-                best[near] = kept[0]
-    every = sorted((each.template for each in best.values()), key=_seconds)
-    closely = [_closely(kind, each, effort) for each in every[:_KEPT]]
-    return tuple(sorted([*closely, *every[_KEPT:]], key=_seconds))
+    best: dict[int, Template] = {}
+    for count in _counts(kind, best):
+        found = _best(kind, _shares(count), effort)
+        if found is not None:
+            best[count] = found
+    every = sorted(best.values(), key=_seconds)
+    for kept, by in ((_KEPT, 1), (1, 4)):
+        every[:kept] = [_closely(kind, each, by * effort) for each in every[:kept]]
+        every.sort(key=_seconds)
+    return tuple(every)
 
 
-def _best_ends(kind: Kind, count: int, ends: Sequence[_Ends]) -> list[_Found]:
-    """The best of some ends for so many microbatches, the best first."""
-    found = []
-    for each in ends:
-        if len(each.front) + len(each.back) < count:
-            template = _searched(kind, each.shares(count), _LOOKED_AT)
-            if template is not None:
-                found.append(_Found(each, _varied(kind, template, _VARIED)))
-    return sorted(found, key=lambda one: one.template.seconds)[:_KEPT]
+def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
+    """Yield numbers of microbatches to look at, while `best` is filled with what is found.
+
+    They go up from twice the stages, or what the memory asks for, until two were no better, and
+    then come close to the best from both sides.
+    """
+    stages = kind.num_stages
+    fewest = max(2 * stages if stages > 1 else 1, math.ceil(stages / kind.memory))
+    step = max(2, stages)
+    for count in range(min(fewest, kind.most), kind.most + 1, step):
+        yield count
+        if len(best) > 2 and min(best, key=lambda one: best[one].seconds) <= count - 2 * step:
+            break
+    while best and step > 1:
+        step //= 2
+        middle = min(best, key=lambda one: best[one].seconds)
+        for count in (middle - step, middle + step):
+            if 1 <= count <= kind.most and count not in best:
+                yield count
+
+
+def _best(kind: Kind, every: Iterable[tuple[float, ...]], effort: int) -> Template | None:
+    """The best of some shares."""
+    searched = (_searched(kind, shares, _LOOKED_AT) for shares in every)
+    found = sorted((each for each in searched if each is not None), key=_seconds)[:_KEPT]
+    varied = (_varied(kind, each, _VARIED, _FAR) for each in found)
+    best = min(varied, key=_seconds, default=None)
+    return None if best is None else _varied(kind, best, effort, _FAR)
 
 
 def _closely(kind: Kind, template: Template, effort: int) -> Template:
     """Look at more schedules for a template, and at more shares."""
     found = _searched(kind, template.shares, effort)
     template = template if found is None else min(template, found, key=_seconds)
-    return _varied(kind, template, _VARIED * effort)
+    return _varied(kind, template, _VARIED * effort, _NEAR)
 
 
-def _counts(kind: Kind) -> list[int]:
-    """Numbers of microbatches from twice the stages, or what the memory asks for, up."""
-    stages = kind.num_stages
-    fewest = max(2 * stages if stages > 1 else 1, math.ceil(stages / kind.memory))
-    most = min(kind.most, max(7 * stages, 3 * fewest))
-    fewest = min(fewest, most)
-    steps = range(_COUNTS)
-    return sorted({round(fewest + (most - fewest) * i / (_COUNTS - 1)) for i in steps})
-
-
-def _fronts(count: int) -> Iterator[_Ends]:
-    yield _Ends()
+def _shares(count: int) -> Iterator[tuple[float, ...]]:
+    """Yield shares that are worth a try: equal ones, and such that grow at the front."""
+    yield (1 / count,) * count
     for growth in _GROWTH:
-        for length in range(2, count - len(_BACK[-1])):
+        for length in range(2, count - len(_BACK)):
             if growth**-length < _SMALLEST:
                 break
-            yield _Ends(tuple(growth**-place for place in range(length, 0, -1)), _BACK[-1])
+            front = [growth**-place for place in range(length, 0, -1)]
+            yield _scaled([*front, *[1.0] * (count - length - len(_BACK)), *_BACK])
 
 
 def _scaled(shares: Sequence[float]) -> tuple[float, ...]:
@@ -198,7 +173,8 @@ def _costs(kind: Kind, shares: Sequence[float]) -> Costs:
         input_grad=input_grad,
         weight_grad=weight_grad,
         activation=[list(shares)] * kind.num_stages,
-        latency=kind.latency * max(shares),
+        message=[[kind.message * share for share in shares]] * kind.num_stages,
+        bandwidth=1.0,
     )
 
 
@@ -218,19 +194,26 @@ def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | 
     return Template(found.makespan, shares, found.schedule)
 
 
-def _varied(kind: Kind, template: Template, times: int) -> Template:
-    """Change shares as long as that helps, and the schedule with them."""
+def _varied(kind: Kind, template: Template, times: int, factors: Sequence[float]) -> Template:
+    """Change shares by some factors as long as that helps, and the schedule with them."""
     random = Random(0)  # noqa: S311 - nothing is secret
     for _ in range(times):
-        shares = list(template.shares)
-        for place in random.sample(range(len(shares)), min(len(shares), random.choice((1, 2)))):
-            shares[place] *= random.choice((0.7, 0.85, 0.93, 1.07, 1.15, 1.3))
-        changed = _scaled(shares)
+        changed = changed_shares(template.shares, random, factors)
         costs = _costs(kind, changed)
         found = shorten(template.schedule, costs, memory_limit=kind.memory)
         if found is not None and found[1].makespan < template.seconds:
             template = Template(found[1].makespan, changed, found[0])
     return template
+
+
+def changed_shares(
+    shares: Sequence[float], random: Random, factors: Sequence[float] = _NEAR
+) -> tuple[float, ...]:
+    """Up to three shares by some factors more or less, and all others a bit less or more."""
+    changed = list(shares)
+    for place in random.sample(range(len(shares)), min(len(shares), random.choice((1, 2, 3)))):
+        changed[place] *= random.choice(factors)
+    return _scaled(changed)
 
 
 def _seconds(template: Template) -> float:
@@ -243,6 +226,6 @@ def _coarse(value: float, numbers: int = 2) -> float:
 
 
 def _below(value: float) -> float:
-    """The next lower sixteenth part of a power of two."""
-    unit = 2.0 ** (math.floor(math.log2(value)) - 4)
+    """The next lower sixty-fourth part of a power of two."""
+    unit = 2.0 ** (math.floor(math.log2(value)) - 6)
     return math.floor(value / unit) * unit
