@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hp_platform import Runtime, all_gather_json, initialize, shutdown
+from hp_train.base.command_line import say
 from hp_train.config.options import resolve
 from hp_train.errors import ConfigError, DifferenceError
 from hp_train.kit import process
@@ -77,8 +78,7 @@ class _Nodes:
             if self._node == 0:
                 write_result(self._out, figures["facts"], outcomes)
                 last = outcomes[-1]
-                sys.stdout.write(f"{last.status:<10}{last.name}: {last.summary}\n")
-                sys.stdout.flush()
+                say(f"{last.status:<10}{last.name}: {last.summary}")
         return DifferenceError.exit_code if any(o.status in BAD for o in outcomes) else 0
 
     def _outcome(self, case: Case, place: Place, each: int) -> Outcome:

@@ -12,6 +12,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hp_train.base.command_line import say
 from hp_train.base.environment import external_world
 from hp_train.base.lifetime import LAUNCHER_VARIABLE
 from hp_train.config.timeouts import Timeouts
@@ -277,8 +278,7 @@ class _Run:
         if status == PREEMPTED:
             return _stopped(self.run_dir, resumable=self.resumable)
         if status == 0 and self.resumable:
-            sys.stdout.write(f"{self.run_dir}\n")
-            sys.stdout.flush()
+            say(f"{self.run_dir}")
         return status
 
     def _end_now(self) -> int:
