@@ -306,8 +306,7 @@ class _Recorder:
             module.register_forward_hook(self._seeing(path))
 
     def _seeing(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def see(module: nn.Module, args: Any, output: Any) -> None:
-            del module, args
+        def see(_module: nn.Module, _args: Any, output: Any) -> None:
             is_one = isinstance(output, Tensor)
             several = output if isinstance(output, tuple | list) else ()
             for place, value in [(None, output)] if is_one else enumerate(several):
