@@ -145,7 +145,7 @@ def test_one_process_is_compared_with_the_oracle_and_everything_is_looked_at(cor
 
 
 def test_fp32_is_compared_with_a_wider_bound_and_the_choices_of_experts(corpus: str) -> None:
-    keys = ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2", "mesh.ep=2", "train.global_batch_size=6"]
+    keys = ["mesh.cp=2", "mesh.tp=2", "mesh.ep=2", "train.global_batch_size=6"]
     status, text = verify(
         MODEL, "--data", corpus, *keys, "--dtype", "float32", "--shrink", "--steps=3"
     )
