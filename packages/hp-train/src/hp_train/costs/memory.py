@@ -380,15 +380,11 @@ def num_units(stage: Work, *, is_expert: bool) -> int:
     return len({match and match[0] for match in matches})
 
 
-def _shards(weight: Weight, layout: StageLayout) -> int:
-    """Ranks that FSDP shards a parameter over."""
-    return layout.expert_shard if weight.spec.is_expert else layout.fsdp
-
-
 @lru_cache(maxsize=1 << 12)
 def _unsharded(stage: Work, layout: StageLayout) -> Work:
     """With the parameters that FSDP does not shard: their casts stay, others come and go."""
-    left = tuple(weight for weight in stage.weights if _shards(weight, layout) == 1)
+    shards = {True: layout.expert_shard, False: layout.fsdp}
+    left = tuple(weight for weight in stage.weights if shards[weight.spec.is_expert] == 1)
     return replace(stage, weights=left)
 
 

@@ -90,7 +90,8 @@ class _Nodes:
             found = self._do("request", case, place, seconds=seconds)
             config = found.figures.get("config", "")
         # The first node decides for all.
-        config, port, seconds = self._first((config, _free_port(), seconds))
+        mine, group = (config, _free_port(), seconds), self._runtime.control
+        config, port, seconds = all_gather_json(mine, of=tuple[str, int, float], group=group)[0]
         if config:
             statuses = self._told(self._ranks(case, config, each, port=port, seconds=seconds))
             if self._node == 0:
@@ -131,10 +132,6 @@ class _Nodes:
     def _told(self, number: int) -> list[int]:
         """What each node has to say."""
         return all_gather_json(number, of=int, group=self._runtime.control)
-
-    def _first(self, mine: tuple[str, int, float]) -> tuple[str, int, float]:
-        """What the first node has to say."""
-        return all_gather_json(mine, of=tuple[str, int, float], group=self._runtime.control)[0]
 
 
 def _environment() -> dict[str, str]:

@@ -314,7 +314,10 @@ def summary(verdicts: Sequence["Verdict"]) -> str:
     errors = ", ".join(f"{quantity} {error:.1e}" for quantity, error in largest.items())
     return "\n".join(
         [
-            *(f"one process {_equals(verdict)} the oracle" for verdict in by_oracle),
+            *(
+                f"one process {'equals' if verdict.ok else 'DOES NOT EQUAL'} the oracle"
+                for verdict in by_oracle
+            ),
             (
                 f"{sum(c.ok for c in bounded)} of {len(bounded)} layouts equal one process, "
                 f"{sum(c.bitwise for c in bounded)} of them bitwise; largest errors: {errors}"
@@ -323,7 +326,3 @@ def summary(verdicts: Sequence["Verdict"]) -> str:
             f"{sum(verdict.comparison is None for verdict in verdicts)} could not be run",
         ]
     )
-
-
-def _equals(verdict: "Verdict") -> str:
-    return "equals" if verdict.ok else "DOES NOT EQUAL"
