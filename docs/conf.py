@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from docutils import nodes
-from sphinx import addnodes
-
 from hp_schedule import SCHEDULES, ScheduleKind
 from hp_train.layout.schedules import KINDS
 
@@ -118,9 +115,10 @@ _NAVIGATION: dict[tuple[object, ...], object] = {}
 def cut_contents(_app: Any, env: Any) -> None:
     """Keep tables of contents without what pages say of names and sections, for navigation."""
     for page, contents in env.tocs.items():
-        _TITLES[page] = contents.deepcopy()
-        for item in [*_TITLES[page].findall(nodes.list_item)]:
-            if item.parent is not _TITLES[page] and not any(item.findall(addnodes.toctree)):
+        _TITLES[page] = titles = contents.deepcopy()
+        for item in [node for node in titles.findall() if node.tagname == "list_item"]:
+            leads_on = any(node.tagname == "toctree" for node in item.findall())
+            if item.parent is not titles and not leads_on:
                 item.parent.remove(item)
 
 
