@@ -253,7 +253,7 @@ def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[
 
 # hp-schedule plans without torch: only the tests of its runtime may need it.
 RUNTIME_TESTS = "test_*runtime*.py"
-LONGEST = ("hp-train", "hp-context", "hp-expert")
+LONGEST = ("hp-train", "hp-context", "hp-platform", "hp-expert")
 for _name in sorted(PACKAGES, key=lambda name: (*LONGEST, name).index(name)):
     _session = nox.session(name=f"tests-{_name}", tags=["tests"], allow_parallel=True)
     if _name == "hp-schedule":
@@ -272,18 +272,6 @@ def docs(session: nox.Session) -> None:
     # -E: pages that an earlier build has read would keep their warnings to themselves.
     session.run("sphinx-build", "-W", "-n", "-E", "-q", "docs", "docs/_build/html")
     session.log("open docs/_build/html/index.html")
-
-
-@nox.session(allow_parallel=True)
-@_recorded
-def mypy(session: nox.Session) -> None:
-    """Check the types of packages and all tests at once, then of tools, benchmarks and sessions."""
-    _install(session, *map(_with_extras, PACKAGES), group="type")
-    # Packages and tests know each other by other names than those of scripts, so these come apart.
-    tests = map(str, sorted(ROOT.glob("packages/*/tests")))
-    session.run("mypy", *_sources(), *tests, "integration_tests")
-    pages = map(str, sorted(Path("docs").glob("*.py")))  # and nothing of what was built there
-    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", *pages)
 
 
 @nox.session(name="models-sample", allow_parallel=True)
@@ -315,6 +303,18 @@ def pages(session: nox.Session) -> None:
     """Check what pages say of files, sessions, errors and names, and the pins; without torch."""
     _install(session, group="test")
     _pytest(session, *TEXT_TESTS, *session.posargs)
+
+
+@nox.session(allow_parallel=True)
+@_recorded
+def mypy(session: nox.Session) -> None:
+    """Check the types of packages and all tests at once, then of tools, benchmarks and sessions."""
+    _install(session, *map(_with_extras, PACKAGES), group="type")
+    # Packages and tests know each other by other names than those of scripts, so these come apart.
+    tests = map(str, sorted(ROOT.glob("packages/*/tests")))
+    session.run("mypy", *_sources(), *tests, "integration_tests")
+    pages = map(str, sorted(Path("docs").glob("*.py")))  # and nothing of what was built there
+    session.run("mypy", "noxfile.py", "conftest.py", "tools", "benchmarks", *pages)
 
 
 @nox.session(default=False)

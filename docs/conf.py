@@ -108,29 +108,41 @@ def keep_colons(_app: Any, what: str, *rest: Any) -> None:
         lines[:0] = ["..", ""]
 
 
+_TITLES: dict[str, Any] = {}
 _NAVIGATION: dict[tuple[object, ...], object] = {}
 
 
-def share_navigation(_app: Any, page: str, _template: str, context: Any, _doctree: Any) -> None:
-    """Make the navigation once for all pages of source code that are as deep: it is the same.
+def cut_contents(_app: Any, env: Any) -> None:
+    """Keep tables of contents without what pages say of names and sections, for navigation."""
+    for page, contents in env.tocs.items():
+        _TITLES[page] = titles = contents.deepcopy()
+        for item in [node for node in titles.findall() if node.tagname == "list_item"]:
+            leads_on = any(node.tagname == "toctree" for node in item.findall())
+            if item.parent is not titles and not leads_on:
+                item.parent.remove(item)
 
-    The theme has Sphinx resolve all toctrees for every page, which takes 0.2 s.
+
+def share_navigation(app: Any, page: str, _template: str, context: Any, _doctree: Any) -> None:
+    """Make the navigation of titles alone, once for all pages of source code that are as deep.
+
+    The theme has Sphinx resolve all toctrees for every page, which takes 0.1 s with all contents.
     """
-    if not page.startswith("_modules/"):
-        return
     toctree = context["toctree"]
 
     def shared(**options: object) -> object:
-        key = (page.count("/"), *sorted(options.items()))
+        key = (page.count("/") if page.startswith("_modules/") else page, *sorted(options.items()))
         if key not in _NAVIGATION:
+            contents, app.env.tocs = app.env.tocs, _TITLES
             _NAVIGATION[key] = toctree(**options)
+            app.env.tocs = contents
         return _NAVIGATION[key]
 
     context["toctree"] = shared
 
 
 def setup(app: Any) -> None:
-    """Register the three above."""
+    """Register the four above."""
     app.connect("missing-reference", resolve_private_module)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)
+    app.connect("env-check-consistency", cut_contents)
     app.connect("html-page-context", share_navigation, priority=400)

@@ -82,13 +82,14 @@ def test_a_group_outside_a_world_can_be_registered_and_forgotten() -> None:
 
 
 def test_the_compiler_is_not_imported_before_it_is_needed() -> None:
-    """It takes seconds; exchanges and hooks do without."""
+    """It takes seconds; exchanges, hooks and what stays outside of graphs do without."""
     program = """
 import sys, torch
-from hp_platform import all_to_all, agree, initialize, linear, shutdown, sync_hook
+from hp_platform import all_to_all, agree, initialize, linear, outside_graph, shutdown, sync_hook
 group = initialize(device_type="cpu").control
 agree(group=group)
 all_to_all(sync_hook(linear(torch.ones(2, 2), torch.ones(2, 2))), group=group)
+assert outside_graph(lambda x: 2 * x)(torch.ones(1)) == 2
 assert "torch._dynamo" not in sys.modules
 shutdown()
 """

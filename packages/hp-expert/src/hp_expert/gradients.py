@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_expert.experts import GroupedExperts
+from hp_expert.experts.placement import local_part
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_expert.styles.sharding import shard_dim
 
@@ -82,7 +83,7 @@ def grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type ({norm_type}) must be positive")
     listed = _listed(parameters)
-    device = _local(listed[0]).device if listed else torch.device("cpu")
+    device = local_part(listed[0]).device if listed else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (_, groups), tensors in _by_groups(listed, _all_sharded(parameters, sharded)).items():
         power = _power([g for g in map(_gradient, tensors) if g is not None], norm_type, tensors[0])
@@ -131,7 +132,7 @@ def clip_grad_norm_(
         raise RuntimeError(f"norm of gradients ({norm.item()}) must be finite")
     gradients = [p.grad for p in _listed(parameters) if p.grad is not None]
     holders = []
-    for gradient in map(_local, gradients):
+    for gradient in map(local_part, gradients):
         # torch scales what is the gradient of something, and takes plain tensors only at once.
         holders.append(gradient.detach())
         holders[-1].grad = gradient
@@ -160,7 +161,7 @@ def _by_groups(
     for parameter in parameters:
         groups = (*sharded.get(parameter, ()), *_groups_of(parameter))
         groups = tuple(group for group in groups if group.size() > 1)
-        found.setdefault((_local(parameter).device, groups), []).append(parameter)
+        found.setdefault((local_part(parameter).device, groups), []).append(parameter)
     return found
 
 
@@ -176,17 +177,13 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return None if gradient is None else _local(gradient)
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    return None if gradient is None else local_part(gradient)
 
 
 def _power(gradients: list[Tensor], norm_type: float, like: Tensor) -> Tensor:
     """Sum of |g|^p, or the largest |g|, fp64 []."""
     if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=_local(like).device)
+        return torch.zeros((), dtype=torch.float64, device=local_part(like).device)
     norms = [
         torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
         if gradient.numel()

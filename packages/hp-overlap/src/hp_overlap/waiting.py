@@ -74,7 +74,9 @@ class TurnHolder:
         """Wait until `side` has the turn; return whether it has to give it back."""
         with self._changed:
             passed = len(self.trace)
-            while not self._changed.wait_for(lambda: self._may_leave(side), self.timeout):
+            while not self._changed.wait_for(
+                lambda: self._turn is None or self._turn.ready(side), self.timeout
+            ):
                 if len(self.trace) == passed:
                     raise OverlapTimeoutError(
                         f"{side} side at {where}: no turn within timeout ({self.timeout:g} s), "
@@ -85,9 +87,6 @@ class TurnHolder:
                 cause = f"{OTHER[side]} side failed" if self._turn else "the pair was disabled"
                 raise OverlapAbortedError(f"{side} side stopped at {where}: {cause}")
             return self._turn.lent
-
-    def _may_leave(self, side: Side) -> bool:
-        return self._turn is None or self._turn.ready(side)
 
     def _pass(self, side: Side, name: Hook, section: str) -> None:
         self.places[side] = f"section {section!r} after hook {name}"

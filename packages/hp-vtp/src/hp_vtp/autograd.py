@@ -131,8 +131,7 @@ class _Send(torch.autograd.Function):
         return tensors[0].new_zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        del grads
+    def backward(ctx: Any, *_grads: Any) -> Any:
         way: _Way = ctx.way
         handle = way.transport.receive(
             way.gradients,
@@ -147,9 +146,8 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, anchor: Tensor, *values: Tensor) -> Any:
+    def forward(ctx: Any, way: _Way, _anchor: Tensor, *values: Tensor) -> Any:
         ctx.way = way
-        del anchor
         fixed = [x for x, has in zip(values, way.has_grad, strict=True) if not has]
         ctx.mark_non_differentiable(*fixed)
         pairs = zip(values, way.has_grad, strict=True)

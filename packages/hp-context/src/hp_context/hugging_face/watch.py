@@ -8,7 +8,6 @@ Models that never call the registered attention are asked too: these would be th
 import gc
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -45,7 +44,9 @@ def watch_models(name: str, base: type[nn.Module]) -> None:
 
 def _ask(model: nn.Module, _: Any) -> None:
     """Refuse a model that mixes positions elsewhere than in attention."""
-    if current_trial() is not None or not _selected(model) or _is_virtual(model):
+    if current_trial() is not None or not _selected(model):
+        return
+    if any(parameter.is_meta for parameter in model.parameters()):
         return
     found = find_mixer(model)
     for part in model.modules():
@@ -66,7 +67,3 @@ def _selected(model: nn.Module) -> bool:
     """Whether a model, or a model in it, has chosen attention of this package."""
     configs = (getattr(part, "config", None) for part in model.modules() if _MARK in part.__dict__)
     return any(getattr(config, "_attn_implementation", None) in _names for config in configs)
-
-
-def _is_virtual(model: nn.Module) -> bool:
-    return any(parameter.device == torch.device("meta") for parameter in model.parameters())

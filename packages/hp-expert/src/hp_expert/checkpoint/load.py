@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, keys_of, pieces, stacked_parts
-from hp_platform import agree
+from hp_platform.failures.agreement import agreeing
 from hp_platform.store import Box, Checkpoint
 from hp_platform.store.manifest import MANIFEST
 from hp_platform.store.safetensors import FileTensor, opened_tensors
@@ -62,34 +62,15 @@ def load_experts(
     """
     names = names or ExpertNames()
     with ExitStack() as stack:
-        found: dict[str, FileTensor] = {}
-        reads: list[_Read] = []
-        error: Exception | None = None
-        try:
+        with agreeing(group=group, where="experts are loaded"):
             parts = stacked_parts(target) if isinstance(target, nn.Module) else dict(target)
             found = stack.enter_context(opened_tensors(_paths(files)))
             reads = _plan(parts, found, names)
             if isinstance(files, str | Path) and os.path.lexists(Path(files, MANIFEST)):
                 Checkpoint.open(Path(files).resolve()).verify({read.key for read in reads})
-        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
-            error = raised
-        agree_or_raise(error, group, "experts are loaded")
-        error = None
-        try:
-            with torch.no_grad():
-                for destination, key, box in reads:
-                    destination.copy_(found[key].read(box).view(destination.shape))
-        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
-            error = raised
-        agree_or_raise(error, group, "loaded experts are used")
-
-
-def agree_or_raise(error: Exception | None, group: ProcessGroup | None, where: str) -> None:
-    """Let all ranks of the group raise if one has an error; without a group, raise it here."""
-    if group is not None:
-        agree(error, group=group, where=where)
-    elif error is not None:
-        raise error
+        with agreeing(group=group, where="loaded experts are used"), torch.no_grad():
+            for destination, key, box in reads:
+                destination.copy_(found[key].read(box).view(destination.shape))
 
 
 def _paths(files: str | Path | Iterable[str | Path]) -> list[Path]:

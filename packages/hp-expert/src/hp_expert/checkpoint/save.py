@@ -9,9 +9,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_expert.checkpoint.convert import to_hf
-from hp_expert.checkpoint.load import agree_or_raise
 from hp_expert.checkpoint.names import ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, find_experts
+from hp_platform import agree
+from hp_platform.failures.agreement import agreeing
 from hp_platform.store import Part, Source
 from hp_platform.store.collective import on_rank_zero
 from hp_platform.store.files import created, write
@@ -53,7 +54,7 @@ def save_experts(
     names, directory = names or ExpertNames(), Path(directory).resolve()
     is_first = group is None or group.rank() == 0
     unfit = _unfit(module, directory, names, is_first=is_first)
-    agree_or_raise(unfit, group, "experts are saved")
+    agree(unfit, group=group, where="experts are saved")
     head = on_rank_zero(lambda: uuid4().hex, of=str, group=group), 0
     error: Exception | None = None
     written: list[Written] = []
@@ -76,14 +77,11 @@ def save_experts(
             written.append(_write(renamed, directory / "model-others.safetensors", head))
     except ValueError as raised:
         error = raised
-    agree_or_raise(error, group, "the manifest of saved experts is written")
+    agree(error, group=group, where="the manifest of saved experts is written")
     manifest = finish(directory, written, head=head, group=group)
-    try:
+    with agreeing(group=group, where="saved experts are used"):
         if is_first:
             _write_index(directory, manifest)
-    except OSError as raised:
-        error = raised
-    agree_or_raise(error, group, "saved experts are used")
 
 
 def _unfit(

@@ -45,7 +45,9 @@ class RunAhead:
 
     def mark(self, device: torch.device) -> None:
         """Mark this point, and wait while the device has not reached the one `limit` marks ago."""
-        if self._make_mark is None and (device.type != "cuda" or _is_capturing()):
+        if self._make_mark is None and (
+            device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+        ):
             return
         mark = (self._make_mark or Event)(device)
         mark.record()
@@ -55,7 +57,3 @@ class RunAhead:
         # Outside the lock: a thread that waits holds up no other.
         if due is not None:
             due.synchronize()
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()

@@ -154,8 +154,7 @@ class _SumGradients(torch.autograd.Function):
 
 class _SumOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
-        del ctx
+    def forward(_ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
         # No view of anything, or autograd would not let the caller change it in place.
         total = wait_tensor(y).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
@@ -163,9 +162,8 @@ class _SumOutputs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # The sum is the same on all ranks, and so is its gradient: each has the whole of it.
-        del ctx
         return grad, None
 
 

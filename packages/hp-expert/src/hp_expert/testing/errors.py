@@ -21,30 +21,25 @@ def _no_such_expert(batch: Batch, case: Case) -> Batch:
     return replace(batch, experts=experts)
 
 
-def _below_nowhere(batch: Batch, case: Case) -> Batch:
-    del case
+def _below_nowhere(batch: Batch, _case: Case) -> Batch:
     experts = batch.experts.clone()
     experts[-1, -1] = -2
     return replace(batch, experts=experts)
 
 
-def _too_few(batch: Batch, case: Case) -> Batch:
-    del case
+def _too_few(batch: Batch, _case: Case) -> Batch:
     return replace(batch, experts=batch.experts[:-1])
 
 
-def _fractions(batch: Batch, case: Case) -> Batch:
-    del case
+def _fractions(batch: Batch, _case: Case) -> Batch:
     return replace(batch, experts=batch.experts.double())
 
 
-def _sequences(batch: Batch, case: Case) -> Batch:
-    del case
+def _sequences(batch: Batch, _case: Case) -> Batch:
     return replace(batch, x=batch.x.detach().unsqueeze(0).requires_grad_())
 
 
-def _other_weights(batch: Batch, case: Case) -> Batch:
-    del case
+def _other_weights(batch: Batch, _case: Case) -> Batch:
     assert batch.weights is not None
     return replace(batch, weights=batch.weights.detach()[:, :0])
 
@@ -58,15 +53,13 @@ def _other_width(batch: Batch, case: Case) -> Batch:
     return replace(batch, x=batch.x.detach()[:, : case.dim // 2].contiguous().requires_grad_())
 
 
-def _other_top_k(batch: Batch, case: Case) -> Batch:
-    del case
+def _other_top_k(batch: Batch, _case: Case) -> Batch:
     assert batch.weights is not None
     both = [torch.cat([t.detach(), t.detach()], 1) for t in (batch.experts, batch.weights)]
     return replace(batch, experts=both[0], weights=both[1].requires_grad_())
 
 
-def _no_weights(batch: Batch, case: Case) -> Batch:
-    del case
+def _no_weights(batch: Batch, _case: Case) -> Batch:
     return replace(batch, weights=None)
 
 

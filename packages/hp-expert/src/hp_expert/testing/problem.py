@@ -86,8 +86,7 @@ class Answer:
         return named if self.dweights is None else named | {"dweights": self.dweights}
 
 
-def _random(case: Case, rank: int, num_ranks: int, generator: torch.Generator) -> Tensor:
-    del num_ranks
+def _random(case: Case, rank: int, _num_ranks: int, generator: torch.Generator) -> Tensor:
     scores = torch.rand(case.num_tokens + rank, case.num_experts, generator=generator)
     return scores.argsort(-1)[:, : case.top_k]
 

@@ -228,13 +228,11 @@ class _AllToAll(torch.autograd.Function):
 
 class _WaitTensor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
         return _internals.functional_wait(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        del ctx
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -247,8 +245,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
-        del token
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor, None]:
         pending, ctx.started.backward = ctx.started.backward, None
         return pending.wait(), None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,7 +17,7 @@ from hp_platform.groups.groups import global_ranks
 def agree(
     error: BaseException | None = None,
     *,
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     where: str = "",
     device: torch.device | str = "cpu",
 ) -> None:
@@ -25,7 +28,7 @@ def agree(
 
     Args:
         error: What went wrong on this rank, or None.
-        group: Usually `Runtime.control`. Every rank of it must call.
+        group: Usually `Runtime.control`. Every rank of it must call. None: this rank is alone.
         where: What was about to happen, for the message.
         device: Where the group communicates; on a GPU it costs a synchronisation.
 
@@ -34,6 +37,10 @@ def agree(
         PeerError: On all others; names every rank that failed, and type and message of its error.
         RuntimeError: If a rank is gone, so that no agreement can be reached.
     """
+    if group is None:
+        if error is not None:
+            raise error
+        return
     ranks = global_ranks(group)
     mine = ranks[group.rank()]
     text = b"" if error is None else FailureReport.of(error, rank=mine).encode().encode()
@@ -58,6 +65,22 @@ def agree(
         raised = PeerError(listed, rank=first, report=reports[first])
         mark_agreed(raised, ranks)
         raise raised
+
+
+@contextmanager
+def agreeing(*, group: ProcessGroup | None, where: str) -> Iterator[None]:
+    """Do what other ranks do as well; at its end all of them go on, or all raise: see `agree`.
+
+    Args:
+        group: CPU group of the ranks; None: this rank is alone.
+        where: What is done, for the message. It has no collective that another rank may miss.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
+        error = raised
+    agree(error, group=group, where=where)
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
-from hp_platform.failures.agreement import agree
+from hp_platform.failures.agreement import agree, agreeing
 from hp_platform.failures.failures import PeerError
 from hp_platform.groups.groups import global_ranks
 
@@ -96,13 +96,9 @@ def on_one_rank(make: Callable[[], T], *, of: type[T], group: ProcessGroup, wher
         RuntimeError: If a rank is gone.
     """
     text = b""
-    error: Exception | None = None
-    if group.rank() == 0:
-        try:
+    with agreeing(group=group, where=where):
+        if group.rank() == 0:
             text = _encode(make())
-        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
-            error = raised
-    agree(error, group=group, where=where)
     size = torch.tensor([len(text)], device="cpu")
     dist.broadcast(size, group_src=0, group=group)
     told = torch.empty(_checked_size(int(size), 0, group), dtype=torch.uint8, device="cpu")

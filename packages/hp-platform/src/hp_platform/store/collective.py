@@ -95,10 +95,7 @@ def on_first_rank(call: Callable[[], T], *, of: type[T], group: ProcessGroup | N
 def agree_all(error: CheckpointError | None, *, group: ProcessGroup | None, where: str) -> None:
     """`hp_platform.agree`, with the same kind of error on all ranks."""
     try:
-        if group is not None:
-            agree(error, group=group, where=where)
-        elif error is not None:
-            raise error
+        agree(error, group=group, where=where)
     except PeerError as peer:
         raise CheckpointError(str(peer)) from None
 

@@ -241,10 +241,10 @@ def _differences(
 ) -> list[Difference]:
     """Differences in the order of names; see `compare_runs` for what they are relative to."""
     found = {d.name: d for d in compare(mine, theirs).differences}
-    scale = max((_largest(tensor) for tensor in theirs.values()), default=0.0)
-    for name, difference in found.items():
-        if difference.note or not 0 < bound < difference.error:
-            continue
+    exceeding = [d for d in found.values() if not d.note and 0 < bound < d.error]
+    scale = max((_largest(tensor) for tensor in theirs.values()), default=0.0) if exceeding else 0.0
+    for difference in exceeding:
+        name = difference.name
         distance = _largest(mine[name].to(torch.float64) - theirs[name].to(torch.float64))
         dtype = theirs[name].dtype
         smallest = scale * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0

@@ -187,8 +187,9 @@ def _join(index: int, files: Sequence[Path]) -> RecordedStep:
         for rank, saved in ranks:
             for name, parts in saved.get(quantity, {}).items():
                 for local, shape, offset in parts:
-                    whole = wholes.setdefault(name, _Whole(shape, local.dtype))
-                    whole.fill(rank, local, shape, offset)
+                    if name not in wholes:
+                        wholes[name] = _Whole(local, shape)
+                    wholes[name].fill(rank, local, shape, offset)
         tensors[quantity] = {name: whole.values for name, whole in wholes.items()}
         for name, whole in wholes.items():
             flaws += [f"{quantity} {name}: {flaw}" for flaw in whole.flaws()]
@@ -221,11 +222,12 @@ def _unpacked(packed: dict[str, Any]) -> _Saved:
 
 
 class _Whole:
-    """A tensor while parts of it arrive."""
+    """A tensor while parts of it arrive; where the first is all of it, that is what is kept."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.values = torch.zeros(shape, dtype=dtype)
-        self._seen = torch.zeros(shape, dtype=torch.bool)
+    def __init__(self, first: Tensor, shape: tuple[int, ...]) -> None:
+        is_all = tuple(first.shape) == shape
+        self.values = first if is_all else first.new_zeros(shape)
+        self._seen = None if is_all else torch.zeros(shape, dtype=torch.bool)  # None: all
         self._contradictions: list[str] = []
 
     def fill(
@@ -235,19 +237,23 @@ class _Whole:
             flaw = f"shape {tuple(shape)} of {rank} must equal {tuple(self.values.shape)}"
             self._contradictions.append(flaw)
             return
+        if local is self.values:
+            return
         box = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
-        here, seen = self.values[box], self._seen[box]
-        if seen.any() and not torch.equal(here, local):
-            differs = seen & (here != local) & ~(here.isnan() & local.isnan())
+        here, seen = self.values[box], None if self._seen is None else self._seen[box]
+        if (seen is None or seen.any()) and not torch.equal(here, local):
+            differs = (here != local) & ~(here.isnan() & local.isnan())
+            differs = differs if seen is None else differs & seen
             if differs.any():
                 far = (here - local)[differs].abs().max()
                 flaw = f"{rank} differs from a rank before it that holds the same, by up to {far:g}"
                 self._contradictions.append(flaw)
-            local = torch.where(seen, here, local)
-        here.copy_(local)
-        seen.fill_(True)
+            local = here if seen is None else torch.where(seen, here, local)
+        if seen is not None:
+            here.copy_(local)
+            seen.fill_(True)
 
     def flaws(self) -> list[str]:
-        missing = int((~self._seen).sum())
-        lost = [f"{missing} of {self._seen.numel()} values are on no rank"] if missing else []
-        return self._contradictions + lost
+        if self._seen is None or not (missing := int((~self._seen).sum())):
+            return self._contradictions
+        return [*self._contradictions, f"{missing} of {self._seen.numel()} values are on no rank"]

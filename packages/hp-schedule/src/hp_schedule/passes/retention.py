@@ -5,6 +5,7 @@ free of deadlocks: none of these steps waits for another rank.
 """
 
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Literal
 
 from hp_schedule.packing import (
@@ -47,7 +48,7 @@ def add_recompute(schedule: Schedule, places: Places | None = None) -> Schedule:
         ValueError: If a place is not in the schedule or has such steps already.
     """
     chosen = _chosen(schedule, places)
-    return schedule.with_rows(_recomputing(row.codes(), chosen) for row in schedule.steps)
+    return schedule.with_rows(recomputing(row.codes(), chosen) for row in schedule.steps)
 
 
 def add_offload(schedule: Schedule, places: Places | None = None, *, ahead: int = 1) -> Schedule:
@@ -71,7 +72,7 @@ def add_offload(schedule: Schedule, places: Places | None = None, *, ahead: int 
     chosen = _chosen(schedule, places)
     every = places is None
     return schedule.with_rows(
-        _offloading(row.codes(), chosen, ahead, every=every) for row in schedule.steps
+        offloading(row.codes(), chosen, ahead, every=every) for row in schedule.steps
     )
 
 
@@ -103,7 +104,10 @@ def _chosen(schedule: Schedule, places: Places | None) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def _recomputing(row: list[int], chosen: frozenset[int]) -> list[int]:
+def recomputing(row: list[int], chosen: AbstractSet[int]) -> list[int]:
+    """Return a row in which forwards, which are known by their codes, run again."""
+    if not chosen:
+        return row
     result: list[int] = []
     for code in row:
         backwards = (leaf for leaf in leaves(code) if leaf & KIND_MASK in {BWD, BWD_INPUT})
@@ -112,7 +116,19 @@ def _recomputing(row: list[int], chosen: frozenset[int]) -> list[int]:
     return result
 
 
-def _offloading(row: list[int], chosen: frozenset[int], ahead: int, *, every: bool) -> list[int]:
+def offloading(
+    row: list[int], chosen: AbstractSet[int], ahead: int, *, every: bool = False
+) -> list[int]:
+    """Return a row in which what forwards keep is copied away and back; see `add_offload`.
+
+    Args:
+        row: Codes of a rank's steps.
+        chosen: Codes of the forwards.
+        ahead: Compute steps between a copy back and its backward.
+        every: Whether those are left out that have no compute step between the two copies.
+    """
+    if not chosen:
+        return row
     computes = [cell for cell, code in enumerate(row) if is_compute(code)]
     order = {cell: number for number, cell in enumerate(computes)}
     first = _cells(row, lambda kind: kind == FWD)

@@ -143,7 +143,7 @@ class StageDriver:
             outputs = self._finish_chain(output, entry) if is_last else stage.tensors_of(output)
         if key in self._repeats:
             del output
-            outputs = tuple([_without_graph(x) for x in outputs])
+            outputs = tuple([x.detach().requires_grad_(x.requires_grad) for x in outputs])
         elif key in self._kept:
             self._kept[key].stay(outputs)
         if self._training:
@@ -425,10 +425,6 @@ def _described(step_type: MetaStepType, stage: int, microbatch: int) -> tuple[Me
     """A step of one stage, and the words for it."""
     step = MetaStep(step_type, stage, microbatch)
     return step, f"stage {stage}, microbatch {microbatch}: in step {step}"
-
-
-def _without_graph(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _output_specs(chunks: Mapping[Key, Chunk], stage: int, microbatch: int) -> Specs | None:

@@ -24,11 +24,12 @@ from hp_schedule.packing import (
     RETENTION_KINDS,
     STAGE_MASK,
     STAGE_SHIFT,
+    encode,
     is_compute,
     leaves,
 )
 from hp_schedule.passes.clock import compute_clock
-from hp_schedule.passes.retention import Retention, add_offload, add_recompute
+from hp_schedule.passes.retention import Retention, offloading, recomputing
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation import simulate
 from hp_schedule.simulation.recurrence import peak_memory
@@ -167,9 +168,10 @@ class _Fitting:
 
     def of(self, choice: Choice) -> Fit | None:
         """Return the schedule of a choice if it fits, by its rows and in time."""
-        schedule = self._with(choice)
-        if any(self._peak(schedule, rank) > self._limit for rank in range(schedule.num_ranks)):
+        rows = [self._row(choice, rank) for rank in range(self._schedule.num_ranks)]
+        if any(map(self._is_too_much, rows)):
             return None
+        schedule = self._schedule.with_rows(rows)
         result = simulate(schedule, self._costs)
         if max(result.peak_activations) > self._limit:
             return None
@@ -181,26 +183,21 @@ class _Fitting:
         place_of = self._schedule.stage_to_rank
         for place in sorted(choice, key=lambda place: place[::-1]):
             fewer = {other: way for other, way in left.items() if other != place}
-            rank = place_of[place[0]]
-            if self._peak(self._with(fewer, rank), rank) <= self._limit:
+            if not self._is_too_much(self._row(fewer, place_of[place[0]])):
                 left = fewer
         return left
 
-    def _with(self, choice: Choice, rank: int | None = None) -> Schedule:
-        """Return the schedule with a choice, of one rank if only that is looked at."""
+    def _row(self, choice: Choice, rank: int) -> list[int]:
+        """Return the steps of a rank with a choice."""
         place_of = self._schedule.stage_to_rank
-        mine = [key for key in choice if rank is None or place_of[key[0]] == rank]
-        again = [key for key in mine if choice[key] == "recompute"]
-        away = [key for key in mine if choice[key] == "offload"]
-        schedule = self._schedule
-        if rank is not None:
-            rows = [row.codes() if r == rank else [] for r, row in enumerate(schedule.steps)]
-            schedule = schedule.with_rows(rows)
-        return add_recompute(add_offload(schedule, away, ahead=self._ahead), again)
+        mine = [key for key in choice if place_of[key[0]] == rank]
+        again = {encode(FWD, *key) for key in mine if choice[key] == "recompute"}
+        away = {encode(FWD, *key) for key in mine if choice[key] == "offload"}
+        row = self._schedule.steps[rank].codes()
+        return recomputing(offloading(row, away, self._ahead), again)
 
-    def _peak(self, schedule: Schedule, rank: int) -> float:
-        codes = schedule.steps[rank].codes()
-        return peak_memory(codes, self._held, schedule.num_microbatches)
+    def _is_too_much(self, row: list[int]) -> bool:
+        return peak_memory(row, self._held, self._schedule.num_microbatches) > self._limit
 
 
 class _RowWalk:

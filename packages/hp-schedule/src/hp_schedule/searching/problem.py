@@ -181,9 +181,9 @@ class Problem:
         before, lag = [-1] * self.num_steps, [0.0] * self.num_steps
         after: list[list[tuple[int, float]]] = []
         for step, successors in enumerate(self.successors):
-            mine = [
-                entry for entry in successors if entry[0] != step + 1 or not self._is_next(step)
-            ]
+            # The next step may be the same one of the next microbatch.
+            is_last = (step + 1) % self.num_microbatches == 0
+            mine = [entry for entry in successors if entry[0] != step + 1 or is_last]
             after.append(mine)
             for follower, gap in mine:
                 before[follower], lag[follower] = step, gap
@@ -192,10 +192,6 @@ class Problem:
     @cached_property
     def _place_of(self) -> dict[int, int]:
         return {microbatch: place for place, microbatch in enumerate(self.order)}
-
-    def _is_next(self, step: int) -> bool:
-        """Whether the next step is the same one of the next microbatch."""
-        return (step + 1) % self.num_microbatches > 0
 
     def _copy(self) -> "Problem":
         other = copy(self)

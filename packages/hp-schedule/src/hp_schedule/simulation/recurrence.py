@@ -244,13 +244,9 @@ def _table(
 
 def _acts(codes: list[int]) -> list[int]:
     """Return a row with its overlaps taken apart."""
-    if _has_no_overlap(codes):
+    if not {code & KIND_MASK for code in codes if code >= 0} & {OVERLAP_F_B, OVERLAP_B_F}:
         return codes
     return [act for code in codes for act in _acts_of(code)]
-
-
-def _has_no_overlap(codes: list[int]) -> bool:
-    return not {code & KIND_MASK for code in codes if code >= 0} & {OVERLAP_F_B, OVERLAP_B_F}
 
 
 def _forwards_first(codes: list[int]) -> Iterator[int]:

@@ -1,7 +1,6 @@
 """The command ``hp verify --models``. Nothing here imports torch before it runs."""
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from hp_train.architectures.compact import encoded, with_found
 from hp_train.architectures.kept import can_be_cut, read, told, write
 from hp_train.architectures.page import page
 from hp_train.base.atomic_write import replace_file
-from hp_train.base.command_line import Parser, require_files, require_folder, write_named
+from hp_train.base.command_line import Parser, require_files, require_folder, say, write_named
 from hp_train.errors import ConfigError, DifferenceError
 from hp_train.hugging_face.proven import TABLE, Table, read_table
 
@@ -93,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
         replace_file(TABLE, encoded(table))
     if options.page:
         write_named("--page", options.page, page(table))
-    _say(summary(list(found.values())))
+    say(summary(list(found.values())))
     red = [f"{one.name} ({c.kind})" for one in found.values() for c in one.cells if c.state in RED]
     if red:
         more = f" and {len(red) - 4} more" if len(red) > 4 else ""
@@ -138,13 +137,13 @@ def _examine_all(
             known = found.get(Path(name).name)
             missing = kinds if options.again or _is_folder(name) else _missing(known, kinds)
             if missing and time.monotonic() > until:
-                _say("out of time; the same command goes on")
+                say("out of time; the same command goes on")
                 break
             if missing:
                 one = examine.examine(name, data, missing)
                 found[one.name] = one if known is None else _joined(known, one)
                 write(folder, found[one.name])
-                _say(_line(one))
+                say(_line(one))
     asked = {Path(name).name for name in names}
     return {name: one for name, one in sorted(found.items()) if name in asked}
 
@@ -207,16 +206,16 @@ def new_of(
     new = [name for name in names if name not in table.rows]
     changed = [n for n in names if n in table.rows and table.rows[n].digest != digests[n]]
     gone = [name for name in table.rows if name not in installed]
-    _say(
+    say(
         f"transformers {versions['transformers']}, the table is of "
         f"{table.versions.get('transformers', 'none')}: {len(new)} new, {len(changed)} with other "
         f"code, {len(gone)} gone"
     )
     for what, some in (("new", new), ("other code", changed), ("gone", gone)):
         if some:
-            _say(f"{what}: {', '.join(some)}")
+            say(f"{what}: {', '.join(some)}")
     if new or changed:
-        _say(_TO_DO)
+        say(_TO_DO)
     return [*new, *changed]
 
 
@@ -246,8 +245,3 @@ def _folder(kept: str | None) -> Iterator[Path]:
         return
     with TemporaryDirectory(prefix="hp-models-") as folder:
         yield Path(folder)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()

@@ -1,8 +1,9 @@
-"""Parsers of command lines, and files that they name to be written."""
+"""Parsers of command lines, files that they name to be written, and what commands say."""
 
 import argparse
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,12 @@ class Parser(argparse.ArgumentParser):
             ConfigError: Always.
         """
         raise ConfigError(f"{message} (see {self._see})")
+
+
+def say(text: str) -> None:
+    """Write lines to standard output at once, whoever reads them."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def require_files(options: argparse.Namespace, *names: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import agree, store
+from hp_platform import store
+from hp_platform.failures.agreement import agreeing
 from hp_platform.store import save
 from hp_platform.store.collective import silent
 from hp_train.checkpoint.directory import (
@@ -60,15 +61,10 @@ def save_checkpoint(
         ValueError: If `keep`, `keep_every`, `step` or `extra` is wrong on this rank.
         RuntimeError: If a rank is gone, or such an argument is wrong on another rank.
     """
-    error: ValueError | None = None
-    text = b""
-    try:
+    on_progress("plan", waiting=True)
+    with agreeing(group=group, where="saving a checkpoint"):
         check_arguments(step=step, keep=keep, keep_every=keep_every)
         text = store.encode_extra(extra)
-    except ValueError as raised:
-        error = raised
-    on_progress("plan", waiting=True)
-    agree(error, group=group, where="saving a checkpoint")
     path = save_step(
         directory,
         lambda: store.sources_of(tensors),

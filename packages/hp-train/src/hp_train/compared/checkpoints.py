@@ -209,7 +209,8 @@ class _Comparing:
         if len(found.parts) == 1:
             self._pairs.append((name, found.parts[0]))
         self._used.update(found.parts)
-        self.result.made[f"found by values: {_kind(found.how)}"] += 1
+        in_common = re.sub(r"\d+", "*", found.how)  # with findings of other layers
+        self.result.made[f"found by values: {in_common}"] += 1
         verdict = judge(found.ours, entry.read())
         if verdict.is_equal and any(
             self._ours.tensors[part].dtype != entry.dtype for part in found.parts
@@ -278,8 +279,3 @@ def _by_digest(entry: Entry, ours: Tensor) -> Verdict:
 
 def _dtype(entry: Entry) -> str:
     return str(DTYPES[entry.dtype]).removeprefix("torch.")
-
-
-def _kind(how: str) -> str:
-    """What a finding has in common with those of other layers."""
-    return re.sub(r"\d+", "*", how)

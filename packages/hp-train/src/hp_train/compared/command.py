@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_train.base.command_line import Parser
+from hp_train.base.command_line import Parser, say
 from hp_train.base.folder import read_named, why_not
 from hp_train.base.numbers import real
 from hp_train.errors import CheckpointError, ConfigError, DifferenceError
@@ -98,10 +97,9 @@ def _checkpoints(first: Path, second: Path, options: argparse.Namespace) -> int:
         ours, theirs = reversed(sources) if swap else sources  # whose other names are known
         for letter, source in zip("BA" if swap else "AB", (ours, theirs), strict=True):
             count = len(source.tensors)
-            sys.stdout.write(f"{letter}: {source.path}, {source.format}, {count} tensors\n")
+            say(f"{letter}: {source.path}, {source.format}, {count} tensors")
         comparison = compare(ours, theirs, ignore=options.ignore, names=names)
-    sys.stdout.write(report(comparison, "BA" if swap else "AB"))
-    sys.stdout.flush()
+    say(report(comparison, "BA" if swap else "AB"))
     if not comparison.is_equal:
         count = len(comparison.differences) + len(comparison.missing) + len(comparison.extra)
         raise DifferenceError(f"the checkpoints differ in {count} tensors")
@@ -115,11 +113,10 @@ def report(comparison: "Comparison", letters: str = "AB") -> str:
         comparison: What was found.
         letters: What both are called.
     """
-    lines: list[str] = []
     shown = [f"FAIL  {difference}" for difference in comparison.differences]
     for letter, names in zip(letters, (comparison.missing, comparison.extra), strict=True):
         shown += [f"FAIL  only in {letter}: {name} {why}" for name, why in names.items()]
-    lines += shown[:_SHOWN] + [f"      and {len(shown) - _SHOWN} more"] * (len(shown) > _SHOWN)
+    lines = shown[:_SHOWN] + [f"      and {len(shown) - _SHOWN} more"] * (len(shown) > _SHOWN)
     lines += [f"note: {note}" for note in comparison.notes[:_SHOWN]]
     lines += [f"      and {n} more" for n in [len(comparison.notes) - _SHOWN] if n > 0]
     lines += [f"{count} made: {how}" for how, count in list(comparison.made.items())[:_SHOWN]]
@@ -127,7 +124,7 @@ def report(comparison: "Comparison", letters: str = "AB") -> str:
         error = comparison.largest.get(said)
         lines.append(f"{count} {said}" + (f", by {error:.1e} at most" if error else ""))
     state = "equal" if comparison.is_equal else "NOT EQUAL"
-    return "\n".join([*lines, state]) + "\n"
+    return "\n".join([*lines, state])
 
 
 def _names(file: str | None) -> Mapping[str, str]:
@@ -154,7 +151,7 @@ def _manifest(folder: Path, out: Path | None) -> int:
             tensors[name] = Listed(entry.dtype, entry.shape, digest(entry.read()))
     path = out if out is not None else Path(f"{folder.name}.manifest.json")
     write_listing(path, tensors)
-    sys.stdout.write(f"wrote {path}, {len(tensors)} tensors\n")
+    say(f"wrote {path}, {len(tensors)} tensors")
     return 0
 
 
@@ -169,8 +166,7 @@ def _curves(paths: Sequence[Path], pattern: str | None, level: float) -> int:
     first, second, *repeats = [read_curve(path, pattern) for path in paths]
     draws = max(400, round(4 / level))
     answer = tell_apart(first, second, repeats, level=level, draws=draws)
-    sys.stdout.write(_said(answer, level, len(repeats)))
-    sys.stdout.flush()
+    say(_said(answer, level, len(repeats)))
     if answer.differs:
         raise DifferenceError(f"{paths[1]} differs from {paths[0]} from about step {answer.step}")
     return 0
@@ -179,7 +175,7 @@ def _curves(paths: Sequence[Path], pattern: str | None, level: float) -> int:
 def _said(answer: "Answer", level: float, num_repeats: int) -> str:
     steps = f"{answer.num_steps} steps"
     if answer.not_finite:
-        return f"DIFFERENT: at step {answer.step} one loss alone is not finite; {steps}\n"
+        return f"DIFFERENT: at step {answer.step} one loss alone is not finite; {steps}"
     whose = f"{num_repeats} repeats" if num_repeats else "the difference's own residuals"
     noise = (
         f"noise by {whose}: {answer.noise:.2e} a step, correlation {answer.correlation:.2f}; "
@@ -187,8 +183,8 @@ def _said(answer: "Answer", level: float, num_repeats: int) -> str:
     )
     if not answer.differs:
         chance = f"chance {answer.chance:.2g}, not below {level:g}"
-        return f"{noise}not told apart over {steps} ({chance})\n"
+        return f"{noise}not told apart over {steps} ({chance})"
     return (
         f"{noise}DIFFERENT from about step {answer.step}: by {answer.offset:+.3e} on the mean from "
-        f"there (chance {answer.chance:.2g}, {steps})\n"
+        f"there (chance {answer.chance:.2g}, {steps})"
     )

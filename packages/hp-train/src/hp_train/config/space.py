@@ -135,16 +135,10 @@ def enumerate_meshes(
     smallest = _chosen(config, axes, [axis.choices[0] for axis in axes])
     found: list[tuple[Choice, Config]] = [((), smallest)]
     for axis in mesh:
-        wider = (
-            ((*sizes, value), with_keys(placed, {axis.key: value}))
-            for sizes, placed in found
-            for value in axis.choices
-        )
-        # What has too many processes already only comes to have more.
         found = [
-            (sizes, placed)
-            for sizes, placed in wider
-            if placed.world_size < num_processes.stop and rules.allows_stages(placed)
+            ((*sizes, value), wider)
+            for sizes, placed in found
+            for value, wider in _widened(placed, axis, num_processes)
         ]
     return [
         (sizes, placed)
@@ -153,6 +147,17 @@ def enumerate_meshes(
         and rules.allows_mesh(placed)
         and any(layouts_of_mesh(placed, axes=rest, choices=_nearly_neutral(rest)))
     ]
+
+
+def _widened(placed: Config, axis: Axis, num_processes: range) -> Iterator[tuple[object, Config]]:
+    """Yield each value of an axis of the mesh with a config that has it; `placed` has the first."""
+    first, *others = axis.choices
+    yield first, placed
+    for value in others:
+        wider = with_keys(placed, {axis.key: value})
+        # What has too many processes already only comes to have more.
+        if wider.world_size < num_processes.stop and rules.allows_stages(wider):
+            yield value, wider
 
 
 def _chosen(config: Config, axes: Sequence[Axis], choice: Sequence[object]) -> Config:

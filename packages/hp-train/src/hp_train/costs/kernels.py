@@ -224,14 +224,21 @@ def _dense_parts(block: nn.Module) -> list[nn.Module]:
 
 
 def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int) -> Tensor:
-    """Forward of a microbatch."""
+    """Loss of a microbatch."""
     tokens = torch.zeros(num_sequences, seq_len, dtype=torch.int64, device="cuda")
+    output = forward(stage, model, tokens)
+    return loss_of(output, tokens) if output.ndim else output
+
+
+def forward(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
+    """Forward of a microbatch of tokens, int64 [B, S], which are their own targets."""
+    num_sequences, seq_len = tokens.shape
     key = DropoutKey(0, 0, torch.arange(num_sequences), torch.arange(seq_len))
     counts = (tokens.numel(),) * model.num_mtp_modules
     ahead = look_ahead(tokens, tokens, counts) if counts else None
     microbatch = Microbatch(num_sequences, key, targets=tokens, ahead=ahead)
     output: Tensor = stage(tokens, microbatch=microbatch)
-    return loss_of(output, tokens) if output.ndim else output
+    return output
 
 
 def _no_loss(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:

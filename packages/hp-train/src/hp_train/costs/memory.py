@@ -138,7 +138,8 @@ def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -
 
 def stage_elements(stage: Work, layout: StageLayout, *, is_expert: bool) -> int:
     """Elements on a rank of those parameters of a stage that are experts, or of the others."""
-    return _elements(kinds_of(stage), _cutting(layout, is_expert=is_expert), is_expert=is_expert)
+    cutting = _cutting(layout, is_expert=is_expert)
+    return _sharded_bytes(kinds_of(stage), cutting, 1, 1, is_expert=is_expert).reduced
 
 
 @lru_cache(maxsize=1 << 16)
@@ -148,15 +149,6 @@ def _cutting(layout: StageLayout, *, is_expert: bool) -> StageLayout:
         ranks = layout.ep * layout.etp
         return StageLayout(dp_shard=ranks * layout.expert_shard, ep=layout.ep, etp=layout.etp)
     return StageLayout(dp_shard=layout.fsdp, tp=layout.tp)
-
-
-@lru_cache(maxsize=1 << 16)  # pipelines and batches of one mesh ask for the same
-def _elements(kinds: Kinds, layout: StageLayout, *, is_expert: bool) -> int:
-    return sum(
-        count * local_elements(weight, layout)
-        for weight, count in kinds.weights
-        if weight.spec.is_expert is is_expert
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -350,13 +342,12 @@ def _units_of(
 ) -> tuple[tuple[str, _Sharded], ...]:
     found: list[tuple[str, _Sharded]] = []
     for name, kinds in units:
-        gathered = reduced = 0
-        for weight, count in kinds.weights:
-            shards = _shards(weight, layout)
-            if shards > 1:
-                elements = count * shards * local_elements(weight, layout)
-                gathered += elements * (narrow if weight.is_cast else wide)
-                reduced += elements * wide
+        sizes = [
+            (shards, _sharded_bytes(kinds, cutting, wide, narrow, is_expert=is_expert))
+            for is_expert, shards in ((False, layout.fsdp), (True, layout.expert_shard))
+            if shards > 1 and (cutting := _cutting(layout, is_expert=is_expert))
+        ]
+        gathered, reduced = (sum(n * size[i] for n, size in sizes) for i in (0, 1))
         if reduced:
             found.append((name, _Sharded(gathered, reduced)))
     return tuple(found)
@@ -389,15 +380,11 @@ def num_units(stage: Work, *, is_expert: bool) -> int:
     return len({match and match[0] for match in matches})
 
 
-def _shards(weight: Weight, layout: StageLayout) -> int:
-    """Ranks that FSDP shards a parameter over."""
-    return layout.expert_shard if weight.spec.is_expert else layout.fsdp
-
-
 @lru_cache(maxsize=1 << 12)
 def _unsharded(stage: Work, layout: StageLayout) -> Work:
     """With the parameters that FSDP does not shard: their casts stay, others come and go."""
-    left = tuple(weight for weight in stage.weights if _shards(weight, layout) == 1)
+    shards = {True: layout.expert_shard, False: layout.fsdp}
+    left = tuple(weight for weight in stage.weights if shards[weight.spec.is_expert] == 1)
     return replace(stage, weights=left)
 
 

@@ -31,11 +31,10 @@ from hp_context import Attention
 from hp_expert import MoE
 from hp_train.base._internals import FakeTensorMode
 from hp_train.config import ModelConfig
-from hp_train.costs.kernels import seen_positions
+from hp_train.costs.kernels import forward, seen_positions
 from hp_train.costs.work import BlockWork, ModelWork, Weight, Work, alike
 from hp_train.errors import ConfigError
 from hp_train.layout.vocabulary import LogitTile
-from hp_train.model import DropoutKey, Microbatch, look_ahead
 from hp_train.model.block import Block
 from hp_train.model.counted import Counted
 from hp_train.model.declared import Declared, declared
@@ -90,17 +89,17 @@ def run(
         with contextlib.suppress(ConfigError):  # one that cannot be cut is one stage
             first = _outside(build(layers=range(1), first=True, last=False))
             last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True))
-    exchanged = _Told()
-    stage.stand_alone(sizes, exchanged)
+    # The recorder is made of what stands alone.
+    stage.stand_alone(sizes, lambda elements: recorder.exchange(elements))  # noqa: PLW0108
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
         recorder = _Recorder(stage, is_own=model.is_own, num_ranks=sizes["tp"])
-        exchanged.recorder = recorder
         for name, block in blocks.items():
             recorder.watch(name, block, is_layer=block in stage.layers.values())
         kept = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
         with recorder.counter, kept:
-            _forward(stage, model, seq_len, recorder)
+            tokens = torch.zeros(_SEQUENCES, seq_len, dtype=torch.int64)
+            recorder.lose(forward(stage, model, tokens), tokens)
             recorder.enter(AFTER)
     work = partial(recorder.work, tokens=_SEQUENCES * seq_len)
     before = work(BEFORE, _weights({n: d for n, d in outside.items() if n in first}, cast))
@@ -124,18 +123,6 @@ def run(
     )
 
 
-def _forward(stage: Stage, model: ModelConfig, seq_len: int, recorder: "_Recorder") -> None:
-    """Forward and loss of a microbatch."""
-    tokens = torch.zeros(_SEQUENCES, seq_len, dtype=torch.int64)
-    key = DropoutKey(0, 0, torch.arange(_SEQUENCES), torch.arange(seq_len))
-    counts = (tokens.numel(),) * model.num_mtp_modules
-    ahead = look_ahead(tokens, tokens, counts) if counts else None
-    output: Tensor = stage(
-        tokens, microbatch=Microbatch(_SEQUENCES, key, targets=tokens, ahead=ahead)
-    )
-    recorder.lose(output, tokens)
-
-
 def _parameters(module: nn.Module) -> dict[str, Declared]:
     found = declared(module)
     return {name: found[name] for name, _ in module.named_parameters()}
@@ -156,15 +143,6 @@ def _outside(stage: Stage) -> dict[str, Declared]:
     inside = {id(parameter) for block in stage.blocks for parameter in block.parameters()}
     found = _parameters(stage)
     return {name: found[name] for name, p in stage.named_parameters() if id(p) not in inside}
-
-
-class _Told:
-    """Hears of exchanges before there is who counts them."""
-
-    recorder: "_Recorder"
-
-    def __call__(self, elements: float) -> None:
-        self.recorder.exchange(elements)
 
 
 class _Recorder:

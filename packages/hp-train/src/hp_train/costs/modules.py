@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -169,13 +169,9 @@ def _stage(
     parts += [_block(key, recompute, f"layers.{i}") for i in layers]
     if last:
         parts += [model.after, model.tiled_loss if tiled else model.loss]
-        parts += [_block(key, recompute, name) for name in _behind(model)]
+        behind = (name for name in model.blocks if not name.startswith("layers."))
+        parts += [_block(key, recompute, name) for name in behind]
     return together(parts)
-
-
-def _behind(model: ModelWork) -> Iterator[str]:
-    """Blocks of multi-token prediction."""
-    return (name for name in model.blocks if not name.startswith("layers."))
 
 
 @lru_cache(maxsize=1024)
@@ -213,16 +209,12 @@ def _stage_kernels(key: Key, recompute: str, cut: tuple[range, ...]) -> tuple[Ke
         if index == 0:
             parts.append(learned["before"])
         if index == len(cut) - 1:
-            parts += [_block_kernels(learned, recompute, name) for name in _further(learned)]
+            behind = (n for n in learned if n.startswith("mtp.") and n.endswith("block"))
+            parts += [_block_kernels(learned, recompute, name) for name in behind]
             if "loss" in learned:  # of logits that a stage returns it is counted in front
                 parts.append(learned["loss"])
         found.append(Kernels.of(parts))
     return tuple(found)
-
-
-def _further(learned: dict[str, Kernels]) -> list[str]:
-    """Blocks of multi-token prediction."""
-    return [name for name in learned if name.startswith("mtp.") and name.endswith("block")]
 
 
 def _block_kernels(learned: dict[str, Kernels], recompute: str, name: str) -> Kernels:

@@ -14,7 +14,7 @@ from hp_train.config import Config, rules
 from hp_train.config.options import COMMAND_LINE, resolve
 from hp_train.config.space import with_keys
 from hp_train.costs.machine import machine_found
-from hp_train.costs.routing import Skew, parse_skew
+from hp_train.costs.routing import parse_skew
 from hp_train.errors import ConfigError
 from hp_train.price.gather import decided
 
@@ -104,28 +104,25 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
     from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 
     config = dry_config(resolved.config, gpus_per_node=options.gpus_per_node)
-    if options.lengths:
-        return _run_lengths(config, skews, resolved.name, options)
-    with tempfile.TemporaryDirectory(prefix="hp-dry-run-") as folder:
-        found = rehearse(
-            config,
-            skews,
-            name=resolved.name,
-            data=write_data(config, Path(folder), documents=options.documents),
-            steps=options.steps,
-            apart=options.rank,
-            gpus_per_node=options.gpus_per_node,
-        )
-    return show(*found, options)
+    lengths_of = _typical(config, options) if options.lengths else {"": None}
+    for label, lengths in lengths_of.items():
+        with tempfile.TemporaryDirectory(prefix="hp-dry-run-") as folder:
+            found = rehearse(
+                config,
+                skews,
+                name=f"{resolved.name}{label}",
+                data=write_data(config, Path(folder), documents=options.documents, lengths=lengths),
+                steps=options.steps,
+                apart=options.rank,
+                gpus_per_node=options.gpus_per_node,
+            )
+        show(*found, options)
+    return 0
 
 
-def _run_lengths(
-    config: Config, skews: Sequence[Skew], name: str, options: argparse.Namespace
-) -> int:
-    """Rehearse the sequences at the middle and near the end of a distribution, by attention."""
-    from hp_train.dry_run.outcome import show  # noqa: PLC0415
-    from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
-    from hp_train.step_plan.percentiles import typical_sequences  # noqa: PLC0415 - likewise
+def _typical(config: Config, options: argparse.Namespace) -> Mapping[str, Sequence[int] | None]:
+    """Sequences at the middle and near the end of a distribution, by attention, and their names."""
+    from hp_train.step_plan.percentiles import typical_sequences  # noqa: PLC0415 - imports torch
 
     if config.data.paths or config.data.documents != "separate" or options.documents:
         raise ConfigError(
@@ -133,19 +130,7 @@ def _run_lengths(
             "data.documents separate: it says how long documents are"
         )
     found = typical_sequences(options.lengths, seq_len=config.data.seq_len)
-    for label, lengths in found.items():
-        with tempfile.TemporaryDirectory(prefix="hp-dry-run-") as folder:
-            summary, traces = rehearse(
-                config,
-                skews,
-                name=f"{name}, {options.lengths} {label}",
-                data=write_data(config, Path(folder), lengths=lengths),
-                steps=options.steps,
-                apart=options.rank,
-                gpus_per_node=options.gpus_per_node,
-            )
-        show(summary, traces, options)
-    return 0
+    return {f", {options.lengths} {label}": lengths for label, lengths in found.items()}
 
 
 def run_script(

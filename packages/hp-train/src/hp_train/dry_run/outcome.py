@@ -1,12 +1,11 @@
 """What a dry run says and leaves behind, and how it ends."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hp_platform.dry.trace import Trace
-from hp_train.base.command_line import write_named
+from hp_train.base.command_line import say, write_named
 from hp_train.base.folder import why_not
 from hp_train.dry_run.curve import curve_svg
 from hp_train.dry_run.page import page
@@ -31,8 +30,7 @@ def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace)
         RehearsalError: When something is wrong; it was printed.
     """
     text = to_json(summary).decode() if options.json else "\n".join(report(summary))
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    say(text)
     worst = summary.worst
     if options.html:
         write_named("--html", options.html, page(summary))

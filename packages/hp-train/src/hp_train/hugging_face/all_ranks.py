@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
-from hp_platform import agree
+from hp_platform.failures.agreement import agreeing
 from hp_train.errors import CheckpointError
 
 T = TypeVar("T")
@@ -22,15 +22,10 @@ def on_all_ranks(action: Callable[[], T], *, group: ProcessGroup | None, where: 
     Returns:
         What this rank's part gave.
     """
-    error: Exception | None = None
-    try:
-        result = action()
-    except OSError as failure:
-        error = CheckpointError(f"cannot {where}: {failure.filename}: {failure.strerror}")
-    except Exception as failure:  # noqa: BLE001 - every rank must hear of it
-        error = failure
-    if group is not None:
-        agree(error, group=group, where=where)
-    elif error is not None:
-        raise error
+    with agreeing(group=group, where=where):
+        try:
+            result = action()
+        except OSError as failure:
+            message = f"cannot {where}: {failure.filename}: {failure.strerror}"
+            raise CheckpointError(message) from None
     return result

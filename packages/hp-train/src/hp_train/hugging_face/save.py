@@ -7,10 +7,8 @@ twice. The index is written last: without it the folder is no model.
 """
 
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -18,32 +16,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import all_gather_json
 from hp_platform.store import Box, Part
-from hp_platform.store.files import created, fsync_directory, write
-from hp_platform.store.safetensors import INDEX, FileTensor, index_of, layout_of
+from hp_platform.store.collective import gathered
+from hp_platform.store.safetensors import FileTensor
 from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
-from hp_train.errors import CheckpointError, ConfigError
+from hp_train.errors import CheckpointError
 from hp_train.hugging_face.all_ranks import on_all_ranks
 from hp_train.hugging_face.config import FAMILIES, hf_config
+from hp_train.hugging_face.files import (
+    SHARD_BYTES,
+    Place,
+    Read,
+    make_files,
+    opened_places,
+    places_of,
+    write_index,
+)
 from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of, to_theirs
 from hp_train.model.shapes import model_tensors
-
-_SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
-
-Read = Callable[[str, Box], Tensor]
-"""Gives the values of a box of one of our tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A stored tensor in the files to come."""
-
-    stored: Stored
-    file: str
-    begin: int
-    dtype: torch.dtype
 
 
 def save_weights(
@@ -53,7 +44,7 @@ def save_weights(
     *,
     dtype: torch.dtype,
     group: ProcessGroup | None = None,
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder that transformers and others can load.
 
@@ -94,7 +85,7 @@ def write_model(
     *,
     dtype: torch.dtype,
     group: ProcessGroup | None = None,
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder from boxes of tensors that are read one at a time; see `save_weights`.
 
@@ -109,56 +100,35 @@ def write_model(
     """
     is_first = group is None or group.rank() == 0
 
-    def prepare() -> list[_Place]:
-        places = _places(model, dtype, shard_bytes)
+    def prepare() -> tuple[list[Stored], dict[str, Place]]:
+        family = FAMILIES[hf_config(model, dtype=_name_of(dtype))["model_type"]]
+        listed = list(stored_tensors(model_tensors(model), model, family))
+        shapes = {stored.name: (_dtype_of(stored, dtype), stored.shape) for stored in listed}
+        places = places_of(shapes, shard_bytes)
         if is_first:
-            _make_files(folder, places)
-        return places
+            make_files(folder, places)
+        return listed, places
 
     def finish() -> None:
         if is_first:
             config = hf_config(model, dtype=_name_of(dtype))
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             replace_file(folder / "config.json", text.encode())
-            total = sum(prod(p.stored.shape) * p.dtype.itemsize for p in places)
-            replace_file(folder / INDEX, index_of({p.stored.name: p.file for p in places}, total))
-            fsync_directory(folder)
+            write_index(folder, places)
 
-    places = on_all_ranks(prepare, group=group, where="create the files of a model")
-    everyone = _boxes_of_all(boxes, group)
+    listed, places = on_all_ranks(prepare, group=group, where="create the files of a model")
+    everyone = gathered(dict(boxes), of=dict[str, list[Box]], group=group)
     mine = on_all_ranks(
-        lambda: _mine(places, everyone, 0 if group is None else group.rank()),
+        lambda: _mine(listed, everyone, 0 if group is None else group.rank()),
         group=group,
         where="share out the tensors of a model",
     )
     on_all_ranks(
-        lambda: _write_boxes(folder, places, mine, read),
+        lambda: _write_boxes(folder, listed, places, mine, read),
         group=group,
         where="write the files of a model",
     )
     on_all_ranks(finish, group=group, where="write the index of a model")
-
-
-def _places(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[_Place]:
-    """Where every stored tensor goes: full files, in the order of the model."""
-    family = FAMILIES[hf_config(model, dtype=_name_of(dtype))["model_type"]]
-    listed = stored_tensors(model_tensors(model), model, family)
-    shards: list[list[Stored]] = [[]]
-    size = 0
-    for stored in listed:
-        nbytes = prod(stored.shape) * dtype.itemsize
-        if shards[-1] and size + nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(stored)
-        size += nbytes
-    places = []
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        dtypes = {s.name: _dtype_of(s, dtype) for s in shard}
-        _, begins, _ = layout_of({s.name: (dtypes[s.name], s.shape) for s in shard})
-        places += [_Place(s, file, begins[s.name], dtypes[s.name]) for s in shard]
-    return places
 
 
 def _dtype_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:
@@ -167,40 +137,16 @@ def _dtype_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _make_files(folder: Path, places: Iterable[_Place]) -> None:
-    """Make the files in full size, each with its header and nothing else."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():
-        raise ConfigError(f'folder ("{folder}") must have no safetensors files')
-    by_file: dict[str, list[_Place]] = {}
-    for place in places:
-        by_file.setdefault(place.file, []).append(place)
-    for file, inside in by_file.items():
-        shapes = {p.stored.name: (p.dtype, p.stored.shape) for p in inside}
-        header, _, size = layout_of(shapes)
-        with created(folder / file) as descriptor:
-            os.truncate(descriptor, size)
-            write(descriptor, memoryview(header))
-
-
-def _boxes_of_all(
-    boxes: Mapping[str, list[Box]], group: ProcessGroup | None
-) -> list[Mapping[str, list[Box]]]:
-    if group is None:
-        return [boxes]
-    return [*all_gather_json(dict(boxes), of=dict[str, list[Box]], group=group)]
-
-
 def _mine(
-    places: Iterable[_Place], everyone: list[Mapping[str, list[Box]]], rank: int
+    listed: Iterable[Stored], everyone: Sequence[Mapping[str, list[Box]]], rank: int
 ) -> dict[str, list[Box]]:
     """Boxes that this rank is the first to have, when all ranks together have every one once."""
     owner: dict[str, dict[Box, int]] = {}
     for index, theirs in enumerate(everyone):
-        for name, listed in theirs.items():
-            for box in listed:
+        for name, some in theirs.items():
+            for box in some:
                 owner.setdefault(name, {}).setdefault(box, index)
-    for name, wanted in _num_elements(places).items():
+    for name, wanted in _num_elements(listed).items():
         found = sum(prod(sizes) for _, sizes in owner.get(name, {}))
         if found != wanted:
             raise CheckpointError(
@@ -208,41 +154,38 @@ def _mine(
                 f"({wanted})"
             )
     return {
-        name: [box for box in listed if owner[name][box] == rank]
-        for name, listed in everyone[rank].items()
+        name: [box for box in some if owner[name][box] == rank]
+        for name, some in everyone[rank].items()
     }
 
 
-def _num_elements(places: Iterable[_Place]) -> Counter[str]:
+def _num_elements(listed: Iterable[Stored]) -> Counter[str]:
     """Number of elements that each of our tensors must have."""
     found: Counter[str] = Counter()
-    for stored in (place.stored for place in places if not place.stored.is_copy):
+    for stored in (each for each in listed if not each.is_copy):
         for part in stored.parts:
             found[part] += prod(stored.shape) // len(stored.parts)
     return found
 
 
 def _write_boxes(
-    folder: Path, places: Iterable[_Place], boxes: Mapping[str, list[Box]], read: Read
+    folder: Path,
+    listed: Iterable[Stored],
+    places: Mapping[str, Place],
+    boxes: Mapping[str, list[Box]],
+    read: Read,
 ) -> None:
-    by_parts: dict[tuple[str, ...], list[_Place]] = {}
-    for place in places:
-        by_parts.setdefault(place.stored.parts, []).append(place)
-    descriptors: dict[str, int] = {}
-    try:
+    by_parts: dict[tuple[str, ...], list[Stored]] = {}
+    for stored in listed:
+        by_parts.setdefault(stored.parts, []).append(stored)
+    with opened_places(folder, places) as target:
         for parts, inside in by_parts.items():
             _require_alike(parts, boxes)
             for box in boxes.get(parts[0], []):
                 values = [read(part, box) for part in parts]
-                for place in inside:
-                    if place.file not in descriptors:
-                        descriptors[place.file] = os.open(folder / place.file, os.O_RDWR)
-                    _write_box(descriptors[place.file], place, box, values)
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+                for stored in inside:
+                    dtype = places[stored.name].dtype
+                    _write_box(target(stored.name), stored, box, values, dtype)
 
 
 def _require_alike(parts: tuple[str, ...], boxes: Mapping[str, list[Box]]) -> None:
@@ -252,20 +195,21 @@ def _require_alike(parts: tuple[str, ...], boxes: Mapping[str, list[Box]]) -> No
             raise CheckpointError(f"tensor {part} must be sharded as {parts[0]} is")
 
 
-def _write_box(descriptor: int, place: _Place, box: Box, values: list[Tensor]) -> None:
-    stored, (offsets, sizes) = place.stored, box
-    target = FileTensor(descriptor, place.begin, "", stored.shape, place.file)
+def _write_box(
+    target: FileTensor, stored: Stored, box: Box, values: list[Tensor], dtype: torch.dtype
+) -> None:
+    offsets, sizes = box
     if stored.expert is not None:
         if offsets[0] <= stored.expert < offsets[0] + sizes[0]:
             row = values[0][stored.expert - offsets[0]]
-            target.write(Box(offsets[1:], sizes[1:]), row.to(place.dtype))
+            target.write(Box(offsets[1:], sizes[1:]), row.to(dtype))
     elif stored.arrangement == "same":
-        target.write(box, values[0].to(place.dtype))
+        target.write(box, values[0].to(dtype))
     else:
         # Expert by expert, so that a stack is never there twice.
         for number in range(sizes[0]):
             one = Box((offsets[0] + number, *offsets[1:]), (1, *sizes[1:]))
-            slices = [v[number : number + 1].to(place.dtype) for v in values]
+            slices = [v[number : number + 1].to(dtype) for v in values]
             target.write(theirs_of(stored, 0, one), to_theirs(stored, slices))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from hp_train.base.command_line import say
 from hp_train.base.environment import external_world
 from hp_train.base.numbers import real, whole
 from hp_train.errors import ConfigError, DifferenceError, HpError
@@ -112,7 +113,7 @@ class Kit:
             raise ConfigError(f"--only ({' '.join(self._options.only)}) must name some case")
         if self._options.list:
             for case in cases:
-                _say(f"{case.name:<28}{case.left_out or case.what}")
+                say(f"{case.name:<28}{case.left_out or case.what}")
             return 0
         try:
             for number, case in enumerate(cases, 1):
@@ -122,7 +123,7 @@ class Kit:
             self._write(cases)
             raise
         bad = [outcome.name for outcome in self._outcomes.values() if outcome.status in BAD]
-        _say(f"send back: {self.out / 'result.json'} and {self.out / 'result.html'}")
+        say(f"send back: {self.out / 'result.json'} and {self.out / 'result.html'}")
         return DifferenceError.exit_code if bad else 0
 
     def _look(self) -> Place:
@@ -143,7 +144,7 @@ class Kit:
             raise ConfigError("--device (cuda) must be cpu or auto where there is no GPU")
         self._facts = figures["facts"]
         what = f"{place.num_gpus} x {place.name}" if place.num_gpus else "CPU"
-        _say(f"{what}, layouts of up to {place.max_ranks} ranks, {options.minutes:g} minutes")
+        say(f"{what}, layouts of up to {place.max_ranks} ranks, {options.minutes:g} minutes")
         return place
 
     def _outcome_of(self, case: Case, place: Place) -> Outcome:
@@ -182,7 +183,7 @@ class Kit:
         self._outcomes[outcome.name] = outcome
         write(self._file(outcome.name), outcome)
         spent = f"{outcome.seconds:5.0f} s" if outcome.seconds else " " * 7
-        _say(f"{place:>7} {spent}  {outcome.status:<10}{outcome.name}: {outcome.summary}")
+        say(f"{place:>7} {spent}  {outcome.status:<10}{outcome.name}: {outcome.summary}")
 
     def _file(self, name: str) -> Path:
         return self.out / "results" / f"{slug(name)}.json"
@@ -199,8 +200,3 @@ class Kit:
 def _outcome(case: Case, status: Status, summary: str) -> Outcome:
     """Of a case that is not run."""
     return Outcome.of(case, Found(status=status, summary=summary))
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + os.linesep)
-    sys.stdout.flush()

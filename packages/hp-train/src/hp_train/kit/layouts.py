@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from hp_platform.testing import RunComparison
+from hp_train.base.atomic_write import replace_file
 from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.config.render import to_toml
@@ -52,9 +53,7 @@ def corpus(work: Path) -> Path:
     path = work / "corpus.jsonl"
     if not path.exists():
         lines = (f'{{"text": "{i} squared is {i * i}, cubed {i**3}."}}\n' for i in range(1500))
-        draft = path.with_suffix(".draft")
-        draft.write_text("".join(lines))
-        draft.replace(path)
+        replace_file(path, "".join(lines).encode())
     return path
 
 

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from hp_platform import Runtime, all_gather_json, initialize, shutdown
+from hp_train.base.command_line import say
 from hp_train.config.options import resolve
 from hp_train.errors import ConfigError, DifferenceError
 from hp_train.kit import process
@@ -77,8 +78,7 @@ class _Nodes:
             if self._node == 0:
                 write_result(self._out, figures["facts"], outcomes)
                 last = outcomes[-1]
-                sys.stdout.write(f"{last.status:<10}{last.name}: {last.summary}\n")
-                sys.stdout.flush()
+                say(f"{last.status:<10}{last.name}: {last.summary}")
         return DifferenceError.exit_code if any(o.status in BAD for o in outcomes) else 0
 
     def _outcome(self, case: Case, place: Place, each: int) -> Outcome:
@@ -90,7 +90,8 @@ class _Nodes:
             found = self._do("request", case, place, seconds=seconds)
             config = found.figures.get("config", "")
         # The first node decides for all.
-        config, port, seconds = self._first((config, _free_port(), seconds))
+        mine, group = (config, _free_port(), seconds), self._runtime.control
+        config, port, seconds = all_gather_json(mine, of=tuple[str, int, float], group=group)[0]
         if config:
             statuses = self._told(self._ranks(case, config, each, port=port, seconds=seconds))
             if self._node == 0:
@@ -131,10 +132,6 @@ class _Nodes:
     def _told(self, number: int) -> list[int]:
         """What each node has to say."""
         return all_gather_json(number, of=int, group=self._runtime.control)
-
-    def _first(self, mine: tuple[str, int, float]) -> tuple[str, int, float]:
-        """What the first node has to say."""
-        return all_gather_json(mine, of=tuple[str, int, float], group=self._runtime.control)[0]
 
 
 def _environment() -> dict[str, str]:

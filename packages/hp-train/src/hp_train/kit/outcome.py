@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from hp_train.base.atomic_write import replace_file
 from hp_train.kit.cases import Case
 
 Status = Literal["passed", "failed", "error", "timed out", "left out", "not run"]
@@ -54,9 +55,7 @@ class Outcome(Found, frozen=True, kw_only=True):
 
 def write(path: Path, found: Found) -> None:
     """Write it as JSON."""
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(msgspec.json.encode(found))
-    draft.replace(path)
+    replace_file(path, msgspec.json.encode(found))
 
 
 def read(path: Path, kind: type[T]) -> T | None:

@@ -14,7 +14,6 @@ from hp_train.kit.clean import cleaned, cleaner
 from hp_train.kit.outcome import BAD, Outcome
 
 FORMAT = 1
-_LOG_FIGURES = 12
 
 
 def write_result(folder: Path, facts: dict[str, Any], outcomes: Sequence[Outcome]) -> None:

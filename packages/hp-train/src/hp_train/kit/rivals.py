@@ -26,6 +26,7 @@ from hp_train.hugging_face.config import hf_config
 from hp_train.kit.cases import Case, Place, slug
 from hp_train.kit.outcome import Found
 from hp_train.kit.speed import STEPS, WARM
+from hp_train.plan.measure import synchronize
 from hp_train.training.metrics import MemoryUse
 from hp_train.training.utilization import model_flops
 
@@ -93,8 +94,7 @@ def _train(model: nn.Module, logits: Logits, config: Config, device: torch.devic
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         spent.append(time.perf_counter() - began)
     return statistics.median(spent[WARM:])
 

@@ -32,7 +32,7 @@ from hp_train.kit.outcome import Found
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
 from hp_train.plan import MACHINES, Machine, estimate
-from hp_train.plan.measure import time_link
+from hp_train.plan.measure import synchronize, time_link
 from hp_train.training.profiler import FOLDER
 from hp_train.training.train import start
 
@@ -153,17 +153,12 @@ def rates(case: Case, place: Place, work: Path) -> Found:
 def _seconds(action: Any, device: torch.device, *, rounds: int = 10) -> float:
     spent = []
     for _ in range(rounds):
-        _synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         action()
-        _synchronize(device)
+        synchronize(device)
         spent.append(time.perf_counter() - began)
     return statistics.median(spent[rounds // 3 :])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _link(place: Place, work: Path) -> dict[str, float]:

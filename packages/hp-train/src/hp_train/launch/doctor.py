@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from hp_train import __version__
+from hp_train.base.command_line import say
 
 _LOWEST_TORCH = (2, 11)
 _LEAST_DISK = 1 << 30
@@ -50,14 +50,13 @@ def main(*, as_json: bool = False) -> int:
     ok = all(check.status != "missing" for check in checks)
     if as_json:
         content = {"ok": ok, "checks": [asdict(check) for check in checks]}
-        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        say(json.dumps(content, indent=2))
     else:
         for check in checks:
             advice = f" -> {check.advice}" if check.advice else ""
-            sys.stdout.write(f"{check.status:<9}{check.name:<16}{check.value}{advice}\n")
+            say(f"{check.status:<9}{check.name:<16}{check.value}{advice}")
         verdict = "this machine can train" if ok else "this machine cannot train yet"
-        sys.stdout.write(f"{verdict}\n")
-    sys.stdout.flush()
+        say(verdict)
     return 0 if ok else 1
 
 

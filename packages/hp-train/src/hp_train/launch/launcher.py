@@ -12,6 +12,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hp_train.base.command_line import say
 from hp_train.base.environment import external_world
 from hp_train.base.lifetime import LAUNCHER_VARIABLE
 from hp_train.config.timeouts import Timeouts
@@ -277,8 +278,7 @@ class _Run:
         if status == PREEMPTED:
             return _stopped(self.run_dir, resumable=self.resumable)
         if status == 0 and self.resumable:
-            sys.stdout.write(f"{self.run_dir}\n")
-            sys.stdout.flush()
+            say(f"{self.run_dir}")
         return status
 
     def _end_now(self) -> int:
@@ -342,7 +342,10 @@ class _Run:
             time.sleep(_LOOK_SECONDS)
             lines = read_error(self.folder, name)
         current = next((n for n, line in enumerate(lines) if line.startswith("Current")), 0)
-        frames = itertools.takewhile(_is_of_training, lines[current + 1 :])
+        # Those above what starts every rank.
+        frames = itertools.takewhile(
+            lambda line: "hp_train/launch/worker.py" not in line, lines[current + 1 :]
+        )
         shown = [f"  {line.strip()}" for line in itertools.islice(frames, _STACK_LINES)]
         place = self.run_dir / ERRORS / name
         return [f"its Python stack, from {place}:", *shown] if shown else []
@@ -361,11 +364,6 @@ def _describe_exit(code: int | None) -> str:
     if code > 0:
         return f"its process ended with status {code}"
     return f"killed by {name_of(-code)}"
-
-
-def _is_of_training(frame: str) -> bool:
-    """Whether a line of a stack lies above what starts every rank."""
-    return "hp_train/launch/worker.py" not in frame
 
 
 def _say(line: str) -> None:

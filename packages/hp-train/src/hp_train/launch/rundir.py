@@ -1,7 +1,6 @@
 """The folder in which a run keeps what it needs to go on."""
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -9,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from hp_train.base.atomic_write import try_lock
+from hp_train.base.command_line import say
 from hp_train.base.folder import Folder
 from hp_train.config import Config
 from hp_train.config.options import CONFIG, Resolved, for_saving
@@ -136,9 +136,7 @@ def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int =
 def say_finished(folder: Folder, config: Config, newest: Path) -> int:
     """Say that a run has nothing left to do, and where it is; returns the exit status."""
     name = newest.relative_to(folder.path)
-    sys.stdout.write(f"nothing to do: all of train.steps ({config.train.steps}) are in {name}\n")
-    sys.stdout.write(f"{folder.path}\n")
-    sys.stdout.flush()
+    say(f"nothing to do: all of train.steps ({config.train.steps}) are in {name}\n{folder.path}")
     return 0
 
 

@@ -179,8 +179,7 @@ class Block(nn.Module):
     def place_exchanges(self, exchanges: Exchanges) -> None:
         """Gather positions before attention and feed-forward, and sum after them."""
 
-        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            del module
+        def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return exchanges.gather(args[0]), *args[1:]
 
         self.attention.register_forward_pre_hook(before)

@@ -8,6 +8,7 @@ runtime of hp-schedule.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -128,7 +129,8 @@ class Pipeline:
                 are not those of a sequence.
         """
         # The others need not know: what a stage does for its own parameters, it does alone.
-        sharded = not self._by_block and any(map(_is_sharded, self.modules.values()))
+        parts = chain.from_iterable(stage.modules() for stage in self.modules.values())
+        sharded = not self._by_block and any(map(is_sharded, parts))
         schedule = training_schedule(
             self.config.pipeline,
             num_ranks=self.mesh.layout.pp,
@@ -337,8 +339,3 @@ def _parallelize(
             part.sequence_ranks = mesh.groups["sequence"]
     module.spread_experts(mesh.groups, hidden=mesh.size("etp") > 1)
     shard(module, mesh, by_block=by_block)
-
-
-def _is_sharded(module: Stage) -> bool:
-    """Whether FSDP shards some of its parameters."""
-    return any(map(is_sharded, module.modules()))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_schedule import SearchResult, search
+from hp_train.base.command_line import say
 from hp_train.base.environment import require_unstarted
 from hp_train.base.folder import read_named, why_not
 from hp_train.base.numbers import real, whole
@@ -163,8 +164,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         result["lengths"] = steps_as_dict(steps)
         head = f"{len(steps[0].seconds)} steps of {options.lengths}, {name(priced)}:"
         lines += ["", head, *table_of(steps)]
-    sys.stdout.write((json.dumps(result) if options.json else "\n".join(lines)) + "\n")
-    sys.stdout.flush()
+    say(json.dumps(result) if options.json else "\n".join(lines))
     return 0
 
 

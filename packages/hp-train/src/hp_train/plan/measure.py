@@ -213,7 +213,7 @@ def time_model(config: Config, *, worker: Worker) -> int:
     for _ in range(_STEPS):
         began = time.perf_counter()
         trainer.train_step()
-        _synchronize(trainer.device)
+        synchronize(trainer.device)
         whole = time.perf_counter() - began
         spans = [span for span in trainer.timeline if span.step.type in _COMPUTE]
         computing = sum(span.end - span.start for span in spans)
@@ -221,10 +221,10 @@ def time_model(config: Config, *, worker: Worker) -> int:
         others.append(whole - computing)
         for parameter in trainer.parameters:
             parameter.local.grad = torch.zeros_like(parameter.local)
-        _synchronize(trainer.device)
+        synchronize(trainer.device)
         began = time.perf_counter()
         trainer.optimizer.step()
-        _synchronize(trainer.device)
+        synchronize(trainer.device)
         updates.append(time.perf_counter() - began)
         trainer.optimizer.zero_grad()
     on_cpu = trainer.device.type == "cpu"
@@ -273,10 +273,10 @@ def time_link(config: Config, *, worker: Worker) -> int:
         for index in range(_ROUNDS):
             worker.heartbeats.beat(step=index, phase="exchange", waiting=True)
             torch.mm(left, right)
-            _synchronize(runtime.device)
+            synchronize(runtime.device)
             began = time.perf_counter()
             launch_all_to_all(message, group=group).wait()
-            _synchronize(runtime.device)
+            synchronize(runtime.device)
             seconds.append(time.perf_counter() - began)
         # Of each round the mean of both ranks: where one waits, the other works.
         sums = torch.tensor(seconds[_FIRST:], dtype=torch.float64)
@@ -295,6 +295,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what a device was given to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

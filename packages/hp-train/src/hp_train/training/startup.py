@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hp_platform import Runtime, agree, all_gather_json, initialize, new_group
+from hp_platform import Runtime, all_gather_json, initialize, new_group
+from hp_platform.failures.agreement import agreeing
 from hp_train.config import Config
 from hp_train.config.timeouts import Timeouts
 from hp_train.costs.machine import MACHINES, Machine, machine_found
@@ -68,9 +69,7 @@ def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
         worker.heartbeats.beat(step=0, phase="prepare data", waiting=not prepares)
 
     beat()
-    error: Exception | None = None
-    tokenizer: Tokenizer | None = None
-    try:
+    with agreeing(group=runtime.control, where="prepare data"):
         tokenizer = load_tokenizer(config.data.tokenizer)
         if worker.data is None:
             with worker.folder.sub("data", make=True) as data:
@@ -84,10 +83,6 @@ def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
                 cache=Cache.of_user(limit_bytes=config.data.cache_gib << 30),
                 on_progress=beat,
             )
-    except Exception as failure:  # noqa: BLE001 - every rank must hear of it
-        error = failure
-    agree(error, group=runtime.control, where="prepare data")
-    assert tokenizer is not None
     return tokenizer
 
 

@@ -84,6 +84,7 @@ class Balancing:
     """The loss of one microbatch in one stage; see Note [Balance of a stranger's model].
 
     Attributes:
+        before: Counts of stages before this one, int64 [E]; None on the first.
         settled: Counts of all layers and positions, int64 [E]; None before they are known.
 
     Args:
@@ -104,7 +105,7 @@ class Balancing:
         self._keep = None if padding is None else ~padding.flatten()
         self._logits: list[Tensor] = []
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._before: Tensor | None = None
+        self.before: Tensor | None = None
         self._slope: Tensor | None = None
         self.settled: Tensor | None = None
 
@@ -133,7 +134,7 @@ class Balancing:
         """Counts of layers of this stage and those before, int64 [E]."""
         none = torch.zeros(self._balance.num_experts, dtype=torch.int64, device=device)
         total = sum((counts for counts, _ in self._layers.values()), none)
-        return total if self._before is None else total + self._before
+        return total if self.before is None else total + self.before
 
     def settle(self, counts: Tensor) -> None:
         """Take the counts of all layers and positions, int64 [E]."""
@@ -186,10 +187,6 @@ class Balancing:
         assert isinstance(counts, Tensor)
         return hidden.contiguous(), counts
 
-    def keep_before(self, counts: Tensor) -> None:
-        """Take the counts of stages before."""
-        self._before = counts
-
 
 class _Attach(torch.autograd.Function):
     """Identity on hidden states, through which a loss takes part in backward."""
@@ -228,7 +225,7 @@ class _Receive(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, balancing: Balancing) -> Tensor:
         ctx.balancing = balancing
         hidden, counts = balancing.unpacked(x)
-        balancing.keep_before(counts)
+        balancing.before = counts
         return hidden
 
     @staticmethod
@@ -309,8 +306,7 @@ class _Recorder:
             module.register_forward_hook(self._seeing(path))
 
     def _seeing(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def see(module: nn.Module, args: Any, output: Any) -> None:
-            del module, args
+        def see(_module: nn.Module, _args: Any, output: Any) -> None:
             is_one = isinstance(output, Tensor)
             several = output if isinstance(output, tuple | list) else ()
             for place, value in [(None, output)] if is_one else enumerate(several):

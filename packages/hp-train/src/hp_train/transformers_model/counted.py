@@ -39,10 +39,9 @@ def _attended(
     module: Any,
     *inputs: Tensor,
     sliding_window: int | None = None,
-    **others: Any,
+    **_others: Any,
 ) -> tuple[Tensor, None]:
     """Be an attention function of transformers, of query, key and value [B, N, S, H]."""
-    del others
     query, key, value, *_ = inputs
     length = key.shape[2]
     seen = length / 2 if getattr(module, "is_causal", True) else float(length)

@@ -177,8 +177,7 @@ class _Watch(TorchDispatchMode):
             self._head = next(path for path, part in model.named_modules() if part is head)
             head.register_forward_hook(self._see_head)
 
-    def _see_head(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        del module, args
+    def _see_head(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
         self._from_head = output
 
     def __torch_dispatch__(

@@ -254,9 +254,8 @@ class TransformersStage(Stage):
     def cut_by_itself(self) -> Callable[[Stage, range, ProcessGroup], None]:
         """See `Stage.cut_by_itself`: by the plan of transformers."""
 
-        def cut_stage(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
-            del stage, vocabulary  # all ranks have all logits
-            cut(self._listed, self._styles, group)
+        def cut_stage(_stage: Stage, _vocabulary: range, group: ProcessGroup) -> None:
+            cut(self._listed, self._styles, group)  # and no vocabulary: all have all logits
             self._counts_once = group.rank() == 0
 
         return cut_stage
@@ -394,9 +393,8 @@ class TransformersStage(Stage):
         width = self.whole.get_input_embeddings().embedding_dim
         return x.new_zeros(*x.shape[:2], width)
 
-    def _skip(self, *args: Any, **kwargs: Any) -> Any:
+    def _skip(self, *_args: Any, **_kwargs: Any) -> Any:
         """Be a layer of a stage before: return what has arrived."""
-        del args, kwargs
         call = _call.get()
         hidden = None if call is None else call.hidden
         if self.outline.returned is None:
@@ -480,9 +478,8 @@ class TransformersStage(Stage):
         return read
 
 
-def _see(place: int | None, module: nn.Module, args: Any, output: Any) -> None:
+def _see(place: int | None, _module: nn.Module, _args: Any, output: Any) -> None:
     """Be a hook of a router."""
-    del module, args
     call = _call.get()
     if call is not None and call.balancing is not None:
         call.balancing.see(output if place is None else output[place])

@@ -306,15 +306,13 @@ class _Sum(torch.autograd.Function):
     """The sum of what ranks have, on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
-        del ctx
+    def forward(_ctx: Any, x: Tensor, group: Ranks) -> Tensor:
         _told(x, group, 2)
         return _sum(x, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        del ctx
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

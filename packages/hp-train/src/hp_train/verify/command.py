@@ -1,7 +1,6 @@
 """The command ``hp verify``. Nothing here imports torch before ranks are to be started."""
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hp_train.base.command_line import say
 from hp_train.base.environment import require_unstarted
 from hp_train.base.numbers import real, whole
 from hp_train.config import Config
@@ -120,8 +120,8 @@ def run(
     if options.generate:
         others = _generated(config, options)
     num_runs = 1 + len(others)
-    _say(f"looks at {LOOKS}")
-    _say(f"{num_runs} run{'s' if num_runs > 1 else ''}: {program}")
+    say(f"looks at {LOOKS}")
+    say(f"{num_runs} run{'s' if num_runs > 1 else ''}: {program}")
     # What follows imports torch, and so does the server that ranks are forked from.
     from hp_train.verify.rank import TRAINER  # noqa: PLC0415
     from hp_train.verify.runs import Runs  # noqa: PLC0415
@@ -208,7 +208,7 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
     if not sample.layouts:
         raise ConfigError(f"no layout of {low} to {high} processes is allowed for this config")
     sizes = Counter(layout.world_size for layout in sample.layouts)
-    _say(
+    say(
         f"{len(sample.layouts)} layouts drawn from {sample.num_meshes} meshes that the config "
         f"allows, with {sample.num_covered} of {sample.num_pairs} pairs of settings; processes: "
         + ", ".join(f"{sizes[size]} x {size}" for size in sorted(sizes))
@@ -216,7 +216,7 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
     found = families(sample.layouts)[part - 1 :: num_parts]
     layouts = [layout for family in found for layout in family]
     if num_parts > 1:
-        _say(f"part {part} of {num_parts}: {len(layouts)} of them")
+        say(f"part {part} of {num_parts}: {len(layouts)} of them")
     return layouts
 
 
@@ -276,12 +276,12 @@ def _verify_one(
         exact = must_be_exact(config, other)
         why = " (they differ in nothing that may change a bit)" if exact else ""
         against = described(other, config)
-    _say(f"{described(config, config)}  against  {against}{why}, in {options.dtype}")
+    say(f"{described(config, config)}  against  {against}{why}, in {options.dtype}")
     if others:
         comparison = runs.compare(config, others[0], bound=options.bound)
     else:
         comparison = runs.compare_with_oracle(config, bound=options.bound)
-    _say(str(comparison))
+    say(str(comparison))
     if not comparison.ok:
         where = comparison.first or comparison.flaws[0]
         raise DifferenceError(f"the layouts differ, first at {where}")
@@ -292,9 +292,9 @@ def _verify_all(runs: "Runs", layouts: Sequence[Config], *, has_oracle: bool) ->
 
     verdicts: list[Verdict] = []
     for verdict in judge_all(runs, layouts, has_oracle=has_oracle):
-        _say(str(verdict))
+        say(str(verdict))
         verdicts.append(verdict)
-    _say(summary(verdicts))
+    say(summary(verdicts))
     failed = [verdict for verdict in verdicts if not verdict.ok]
     if failed:
         raise DifferenceError(f"{len(failed)} of {len(verdicts)} comparisons failed")
@@ -314,7 +314,10 @@ def summary(verdicts: Sequence["Verdict"]) -> str:
     errors = ", ".join(f"{quantity} {error:.1e}" for quantity, error in largest.items())
     return "\n".join(
         [
-            *(f"one process {_equals(verdict)} the oracle" for verdict in by_oracle),
+            *(
+                f"one process {'equals' if verdict.ok else 'DOES NOT EQUAL'} the oracle"
+                for verdict in by_oracle
+            ),
             (
                 f"{sum(c.ok for c in bounded)} of {len(bounded)} layouts equal one process, "
                 f"{sum(c.bitwise for c in bounded)} of them bitwise; largest errors: {errors}"
@@ -323,12 +326,3 @@ def summary(verdicts: Sequence["Verdict"]) -> str:
             f"{sum(verdict.comparison is None for verdict in verdicts)} could not be run",
         ]
     )
-
-
-def _equals(verdict: "Verdict") -> str:
-    return "equals" if verdict.ok else "DOES NOT EQUAL"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + os.linesep)
-    sys.stdout.flush()

@@ -1,9 +1,9 @@
 """One rank of a run that is recorded."""
 
-import sys
 import time
 
 from hp_platform.testing import Recorder
+from hp_train.base.command_line import say
 from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.launch.worker import load
@@ -41,11 +41,10 @@ def main(config: Config, *, worker: Worker) -> int:
 def _say_how_long(request: Request, build: float, step: float) -> None:
     whole = (_FORK_SECONDS + 2 * build + request.program.steps * step) * request.num_runs
     runs = f"{request.num_runs} run{'s' if request.num_runs > 1 else ''}"
-    sys.stdout.write(
+    say(
         f"{step:.1f} s for the first step: {runs} of {request.program.steps} steps will take about "
-        f"{_rounded(whole)}\n"
+        f"{_rounded(whole)}"
     )
-    sys.stdout.flush()
 
 
 def _rounded(seconds: float) -> str:

@@ -51,7 +51,16 @@ def check(config: Config, world: World | None = None) -> None:
     Raises:
         ConfigError: About the first broken rule.
     """
-    for problem in _problems(config, world):
+    problems = chain(  # found one by one, as they are asked for
+        size_rules(config),
+        _mesh_problems(config, world),
+        _pipeline_problems(config),
+        model_rules(config),
+        saving_rules(config),
+        file_rules(config),
+        extra_rules(config),
+    )
+    for problem in problems:
         raise ConfigError(problem)
 
 
@@ -80,19 +89,6 @@ def allows_batch(config: Config) -> bool:
 def allows_stages(config: Config) -> bool:
     """Whether sizes of single stages go with those of the mesh that all have in common."""
     return next(stage_list_rules(config.mesh), None) is None
-
-
-def _problems(config: Config, world: World | None) -> Iterator[str]:
-    """All problems; those of rules are found one by one, as they are asked for."""
-    return chain(
-        size_rules(config),
-        _mesh_problems(config, world),
-        _pipeline_problems(config),
-        model_rules(config),
-        saving_rules(config),
-        file_rules(config),
-        extra_rules(config),
-    )
 
 
 def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:

@@ -55,11 +55,11 @@ def stage_list_rules(mesh: MeshConfig) -> Iterator[str]:
         sizes, shared = getattr(mesh, f"stage_{name}"), getattr(mesh, name)
         if not sizes:
             continue
-        key = f"mesh.stage_{name} ({shown(sizes)})"
         if len(sizes) != mesh.pp:
-            yield f"{key} must have a size for each of mesh.pp ({mesh.pp}) pipeline ranks"
+            given = f"mesh.stage_{name} ({shown(sizes)})"
+            yield f"{given} must have a size for each of mesh.pp ({mesh.pp}) pipeline ranks"
         if shared != 1:
-            yield f"mesh.{name} ({shared}) must be 1 with {key}"
+            yield f"mesh.{name} ({shared}) must be 1 with mesh.stage_{name} ({shown(sizes)})"
 
 
 def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
