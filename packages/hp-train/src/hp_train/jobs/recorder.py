@@ -1,11 +1,11 @@
 """Listens to a program that knows nothing of it: torch's global hooks, and some calls of torch.
 
 Note [Steps of a job]. A step ends with an update, or where a scaler of losses has left it out: the
-next call of a root module with gradients begins another. A root module is one with parameters that
-no other module calls. What runs inside a backward is recomputation, and was recorded before. Where
-no module is called, in a compiled function say, a step begins with a backward, or with the second
-update by the same optimizer. Steps are counted over all launches of a job, see Note [Launches of a
-job]. Of what is compiled, updates, backwards and clipping are looked at between graphs, which they
+next call of a root module with gradients begins another; where none is seen, in a compiled function
+say, the next backward does, or another update of the same parameters by the same optimizer. A root
+module is one with parameters that no other module calls. What runs inside a backward is
+recomputation, and was recorded before. Steps are counted over all launches of a job, see Note
+[Launches of a job]. Of what is compiled, updates, backwards and clipping are looked at between graphs, which they
 break; calls of modules are not.
 """
 
@@ -321,10 +321,9 @@ class Recorder(ParameterRecorder):
                 self._launch()
                 for optimizer in some:
                     self._meet_strays(updated(optimizer))
-        if not self._is_called:
-            self._look_for_update()
-            if self._has_updated:
-                self._next_step()
+        self._look_for_update()
+        if self._has_updated:
+            self._next_step()
 
     def _look_for_update(self) -> None:
         """Note down weights that no optimizer has updated, if they are others."""
@@ -375,11 +374,12 @@ class Recorder(ParameterRecorder):
         self._updates.are_by_hand = False
         self._updates.num_made += 1
         with self._lock:
-            if not self._is_called:
-                self._launch()
-                if id(optimizer) in self._updates.done:
-                    self._next_step()
-                self._updates.done.add(id(optimizer))
+            self._launch()
+            # DeepSpeed calls one optimizer with some parameters after the others.
+            one = id(optimizer), id(next(iter(updated(optimizer)), None))
+            if one in self._updates.done:
+                self._next_step()
+            self._updates.done.add(one)
             if self._is_wanted() and not _has_closure(args, kwargs):
                 self._to_be_used(optimizer)
 
