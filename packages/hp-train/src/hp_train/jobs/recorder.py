@@ -5,8 +5,8 @@ next call of a root module with gradients begins another; where none is seen, in
 say, the next backward does, or another update of the same parameters by the same optimizer. A root
 module is one with parameters that no other module calls. What runs inside a backward is
 recomputation, and was recorded before. Steps are counted over all launches of a job, see Note
-[Launches of a job]. Of what is compiled, updates, backwards and clipping are looked at between graphs, which they
-break; calls of modules are not.
+[Launches of a job]. Of what is compiled, updates, backwards and clipping are looked at between
+graphs, which they break; calls of modules are not.
 """
 
 import atexit
