@@ -19,6 +19,8 @@ LISTED = {
     "tied_rows": "shape (9, 10) is not (9, 20) of the reference",
     "sharpness": "samples of the reference with the same input have other values",
     "served": "no optimizer of torch updates weights",
+    "learns_to_learn": "ranks have different terms of it, or parts",
+    "tables": "shape (8,) is not (4,) of the reference",  # of the samples of all ranks
 }
 """Why some outputs, and gradients of a rank that does not update, are listed."""
 

@@ -91,6 +91,14 @@ def test_digests_of_parts_add_up_to_that_of_the_whole(rows: int, columns: int, c
     assert math.hypot(*(part.norm for part in parts)) == pytest.approx(whole.norm)
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2), (3, 2, 2)])
+def test_a_digest_is_of_what_a_tensor_was_then(shape: tuple[int, ...]) -> None:
+    values, box = torch.ones(shape), tuple((0, size) for size in shape)
+    digest, then = digest_of(values, box), digest_of(torch.ones(shape), box).pieces()
+    values.zero_()
+    assert digest.pieces() == then
+
+
 def test_the_distance_of_digests_is_that_of_the_tensors() -> None:
     generator = torch.Generator().manual_seed(0)
     ratios = []
