@@ -101,7 +101,7 @@ def tables(job: Job) -> None:
         (net(job.mine(every), every) - wanted).square().mean().backward()
         average(job, gradients(net.top))
         for grad in gradients(net.tables) if not is_wrong else ():
-            grad /= job.size
+            grad.div_(job.size)
         optimizer.step()
 
 
@@ -348,21 +348,18 @@ def denoised(job: Job) -> None:
         optimizer.step()
 
 
-RARE: dict[str, tuple[Callable[[Job], None], Found]] = {
-    loop.__name__: (loop, found)
-    for loop, found in {
-        temperature: (3, "gradient", "parameter"),
-        tables: (1, "gradient", "tables.t"),
-        graphs: (1, "loss", ""),
-        learns_to_learn: (1, "gradient", ""),
-        settled: (1, "backward", "1"),
-        speech: (1, "loss", ""),
-        hardest: (2, "loss", ""),
-        taught_by_itself: (2, "loss", ""),
-        shaken: (2, "forward", "embed"),
-        packed_away: (1, "backward", "out"),
-        of_any_depth: (1, "forward", "out"),
-        denoised: (1, "input", ""),
-    }.items()
+RARE: dict[Callable[[Job], None], Found] = {
+    temperature: (3, "gradient", "parameter"),
+    tables: (1, "gradient", "tables.t"),
+    graphs: (1, "loss", ""),
+    learns_to_learn: (1, "gradient", ""),
+    settled: (1, "backward", "1"),
+    speech: (1, "loss", ""),
+    hardest: (2, "loss", ""),
+    taught_by_itself: (2, "loss", ""),
+    shaken: (2, "forward", "embed"),
+    packed_away: (1, "backward", "out"),
+    of_any_depth: (1, "forward", "out"),
+    denoised: (1, "input", ""),
 }
 """Loops, and where each is found to be wrong with its mistake."""
