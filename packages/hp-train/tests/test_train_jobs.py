@@ -342,7 +342,7 @@ def recording(changes: Mapping[str, float] | None = None) -> Recording:
             sums = tuple(changes[phase] * x for x in sums)
         rows = {"" if phase == GRADIENT else "sample": (sums, 2.0)}
         step.tensors[phase] = {"layer": Digests((4,), "float32", rows)}
-    for phase in (LOSS, NORM):
+    for phase in (LOSS, NORM, RATE):
         step.numbers[phase] = {"": {"rank-00000": [3.0 * changes.get(phase, 1.0)]}}
     return Recording({1: step}, [{"rank": "0"}])
 
@@ -372,6 +372,7 @@ def test_a_loss_may_be_scaled_by_ranks_or_microbatches(factor: float) -> None:
         ({GRADIENT: math.nan}, GRADIENT, "not finite"),
         ({NORM: 1.1}, NORM, "counted twice"),
         ({NORM: math.nan}, NORM, ""),
+        ({RATE: 1.1}, RATE, "its schedule"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
