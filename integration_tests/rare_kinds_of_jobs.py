@@ -348,6 +348,21 @@ def denoised(job: Job) -> None:
         optimizer.step()
 
 
+def thawed_layers(job: Job) -> None:
+    """Norms and the last layer of a frozen model are trained; the mistake: a norm is forgotten."""
+    net = Words().requires_grad_(requires_grad=False)
+    for part in (net.norm, net.out):
+        part.requires_grad_()
+    net.norm.bias.requires_grad_(requires_grad=not job.fault)
+    job.fault = ""
+    model = job.parallel(net)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(*job.words()).backward()
+        optimizer.step()
+
+
 RARE: dict[Callable[[Job], None], Found] = {
     temperature: (3, "gradient", "parameter"),
     tables: (1, "gradient", "tables.t"),
@@ -361,5 +376,6 @@ RARE: dict[Callable[[Job], None], Found] = {
     packed_away: (1, "backward", "out"),
     of_any_depth: (1, "forward", "out"),
     denoised: (1, "input", ""),
+    thawed_layers: (1, "gradient", "norm.bias"),
 }
 """Loops, and where each is found to be wrong with its mistake."""

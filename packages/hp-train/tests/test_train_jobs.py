@@ -21,7 +21,18 @@ from hp_train.errors import ConfigError
 from hp_train.jobs.command import split
 from hp_train.jobs.compare import REDUCTION, Comparison, Floor, compare
 from hp_train.jobs.disturbing import Disturbing
-from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, OWN, RATE, Event, Log
+from hp_train.jobs.events import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    LOSS,
+    NORM,
+    OWN,
+    RATE,
+    START,
+    Event,
+    Log,
+)
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Digests, Recording, Step, distance, join
 from hp_train.jobs.names import Renaming, plain
@@ -382,6 +393,22 @@ def test_the_first_difference_is_named(change: dict[str, float], phase: str, sai
     assert comparison.first is not None
     assert comparison.first.phase == phase
     assert said in " ".join(explain(comparison))
+
+
+@pytest.mark.parametrize("side", ["job", "reference"])
+def test_a_gradient_that_only_one_of_both_has_is_a_difference(side: str) -> None:
+    both = {"job": recording(), "reference": recording()}
+    for made in both.values():
+        step = made.steps[1]
+        step.tensors[START] = dict.fromkeys(("layer", "norm"), step.tensors[GRADIENT]["layer"])
+    more = both[side].steps[1].tensors[GRADIENT]
+    more["norm"] = more["layer"]
+
+    comparison = compare(both["job"], both["reference"], Floor(both["reference"], []))
+
+    assert comparison.first is not None
+    assert (comparison.first.phase, comparison.first.name) == (GRADIENT, "norm")
+    assert ("lost" if side == "reference" else "zeros") in explain(comparison)[0]
 
 
 def test_norms_of_a_step_are_each_compared_with_its_own() -> None:

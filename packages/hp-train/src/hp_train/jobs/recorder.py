@@ -271,7 +271,7 @@ class Recorder(ParameterRecorder):
         if tensor.requires_grad and call.phase == ev.FORWARD:
 
             def noted(grad: Tensor | None) -> None:
-                if grad is not None:  # autograd knows that it is zero
+                if grad is not None and self._is_wanted():  # autograd knows that it is zero
                     self._sample(ev.BACKWARD, name, grad, samples, index)
 
             tensor.register_hook(self._tried(noted, breaks_graphs=False))
