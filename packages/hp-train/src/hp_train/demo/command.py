@@ -107,10 +107,8 @@ def summary(zoo: Sequence[Bred], found: Sequence[Architecture]) -> str:
 
 
 def _zoo() -> Iterator[Bred]:
-    from hp_train.architectures import forks  # noqa: PLC0415
     from hp_train.demo.found import look_for  # noqa: PLC0415 - needs torch
 
-    forks.prepare()
     return look_for(BUGS, SOUND)
 
 
