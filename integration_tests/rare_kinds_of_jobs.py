@@ -146,7 +146,7 @@ def learns_to_learn(job: Job) -> None:
         shown, asked = job.values(4, 5, 4), job.values(4, 5, 4)
         total = torch.zeros(())
         for task in range(len(shown)):
-            weights = dict(net.named_parameters())
+            weights: dict[str, Tensor] = dict(net.named_parameters())
             missed = functional_call(net, weights, shown[task]).square().mean()
             grads = torch.autograd.grad(missed, list(weights.values()), create_graph=True)
             moved = {
@@ -291,7 +291,8 @@ def packed_away(job: Job) -> None:
         return (kept.bfloat16(), kept.dtype) if is_wrong and kept.is_floating_point() else kept
 
     def back(kept: Any) -> Tensor:
-        return kept[0].to(kept[1]) if isinstance(kept, tuple) else kept
+        held: Tensor = kept[0].to(kept[1]) if isinstance(kept, tuple) else kept
+        return held
 
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -350,10 +351,10 @@ def denoised(job: Job) -> None:
 
 def thawed_layers(job: Job) -> None:
     """Norms and the last layer of a frozen model are trained; the mistake: a norm is forgotten."""
-    net = Words().requires_grad_(requires_grad=False)
+    net: Words = Words().requires_grad_(requires_grad=False)
     for part in (net.norm, net.out):
         part.requires_grad_()
-    net.norm.bias.requires_grad_(requires_grad=not job.fault)
+    net.norm.bias.requires_grad = not job.fault
     job.fault = ""
     model = job.parallel(net)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)

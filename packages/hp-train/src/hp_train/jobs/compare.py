@@ -281,7 +281,7 @@ def _known(recording: Recording) -> set[str]:
 
 def _filled(
     mine: Mapping[str, Digests], theirs: Mapping[str, Digests], known: Collection[str]
-) -> Mapping[str, Digests]:
+) -> dict[str, Digests]:
     """Gradients, with zeros for those that only the other job has, of what both know."""
     nothing = {"": ((0.0,) * ev.NUM_SIGNS, 0.0)}
     missing = {
@@ -289,7 +289,7 @@ def _filled(
         for name, tensor in theirs.items()
         if name in known and name not in mine and not tensor.problem
     }
-    return {**mine, **missing} if mine.keys() & known else mine
+    return {**mine, **(missing if mine.keys() & known else {})}
 
 
 def _phase(  # noqa: PLR0917
