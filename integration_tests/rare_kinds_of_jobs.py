@@ -364,6 +364,19 @@ def thawed_layers(job: Job) -> None:
         optimizer.step()
 
 
+def factored(job: Job) -> None:
+    """State of rows and of columns (Adafactor); the mistake: a rank forgets at another rate."""
+    net = Words()
+    decay = -0.5 if job.fault and job.rank else -0.8
+    job.fault = ""
+    model = job.parallel(net)
+    optimizer = torch.optim.Adafactor(net.parameters(), lr=1e-2, beta2_decay=decay)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(*job.words()).backward()
+        optimizer.step()
+
+
 RARE: dict[Callable[[Job], None], Found] = {
     temperature: (3, "gradient", "parameter"),
     tables: (1, "gradient", "tables.t"),
@@ -378,5 +391,6 @@ RARE: dict[Callable[[Job], None], Found] = {
     of_any_depth: (1, "forward", "out"),
     denoised: (1, "input", ""),
     thawed_layers: (1, "gradient", "norm.bias"),
+    factored: (2, "weight", ""),
 }
 """Loops, and where each is found to be wrong with its mistake."""

@@ -58,6 +58,7 @@ def test_what_computes_the_same_otherwise_is_equal(tmp_path: Path, kind: str) ->
     assert {*result.unaligned.values()} <= {LISTED.get(kind, "")}
     assert {"first weight", "loss", "gradient", "weight"} - result.largest.keys() <= {"loss"}
     assert ("loss" in result.largest) == (kind != "surgery")  # which calls autograd itself
+    assert ("optimizer state row_var" in result.largest) == (kind == "factored")
 
 
 @pytest.mark.sample("odd_last", "grown")

@@ -49,6 +49,8 @@ from hp_train.jobs.parameters import ParameterRecorder, why
 from hp_train.jobs.ranks import is_in_group
 from hp_train.jobs.request import Request
 from hp_train.jobs.samples import Made, Samples, batch_of
+from hp_train.jobs.sketch import digest_of
+from hp_train.jobs.slices import dense, whole
 from hp_train.jobs.trees import tensors_in
 from hp_train.jobs.updates import updated
 
@@ -429,10 +431,24 @@ class Recorder(ParameterRecorder):
 
     def _states(self, optimizer: Optimizer) -> None:
         for parameter in updated(optimizer):
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.shape == parameter.shape:
                     self._parameters(f"{ev.MOMENT} {key}", [(parameter, value)])
+                elif value.numel() > 1:
+                    self._tried(self._state_beside)(f"{ev.MOMENT} {key}", parameter, value)
+
+    def _state_beside(self, phase: str, parameter: Tensor, value: Tensor) -> None:
+        """Note down state that has another shape than its parameter, as of a factored optimizer."""
+        name, parts = self._all_owners().of(parameter, "of an optimizer")
+        shape = tuple(value.shape)
+        if len(parts) != 1 or parts[0].box != whole(parts[0].shape):
+            self._not_recorded(phase, name, "of another shape than its parameter, in parts", shape)
+            return
+        digest = digest_of(dense(value.detach()), whole(shape))
+        place = self._place(phase)
+        self._notes.add(Noted(place, phase, parts[0].name, shape, value.dtype, [digest]))
 
     # Writing.
 
