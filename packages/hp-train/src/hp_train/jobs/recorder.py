@@ -51,7 +51,7 @@ from hp_train.jobs.request import Request
 from hp_train.jobs.samples import Made, Samples, batch_of
 from hp_train.jobs.sketch import digest_of
 from hp_train.jobs.slices import dense, whole
-from hp_train.jobs.trees import tensors_in
+from hp_train.jobs.trees import is_compared, tensors_in
 from hp_train.jobs.updates import updated
 
 _OF_NO_SAMPLES = "not made of samples, or not told by which dim"
@@ -251,7 +251,7 @@ class Recorder(ParameterRecorder):
     def _note_outputs(self, call: Call, name: str, output: Any) -> None:
         """Note down all tensors that a module gives."""
         for path, tensor in tensors_in(output):
-            if tensor.is_floating_point() and tensor.ndim > 0:
+            if is_compared(tensor):
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)
 
     def _end(self, call: Call, output: Any) -> None:
