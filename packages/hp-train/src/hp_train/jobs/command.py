@@ -248,12 +248,11 @@ def report(comparison: Comparison) -> str:
     first = comparison.first
     here = [p for p in comparison.differences if first and _where(p) == _where(first)]
     lines = [f"FAIL  {place}" for place in here[:_SHOWN]]
-    others = len(here) - len(lines), len(comparison.differences) - len(here)
-    more = [
-        f"{n} {where}" for n, where in zip(others, ("more there", "after it"), strict=True) if n
-    ]
-    if more:
-        lines.append(f"      and {', '.join(more)}")
+    more = {
+        "more there": len(here) - len(lines),
+        "after it": len(comparison.differences) - len(here),
+    }
+    lines += [f"      and {count} {where}" for where, count in more.items() if count]
     if comparison.unaligned:
         lines.append(f"{len(comparison.unaligned)} could not be compared:")
         shown = list(comparison.unaligned.items())[:_SHOWN]
