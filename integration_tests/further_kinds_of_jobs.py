@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from integration_tests.kinds_of_jobs import STEPS, WORDS, Job, Words, loss_of
+from integration_tests.rare_kinds_of_jobs import RARE
 from integration_tests.shared_kinds_of_jobs import SHARED, Found, average, gradients
 
 
@@ -391,6 +392,7 @@ FURTHER: dict[str, tuple[Callable[[Job], None], Found]] = {
         grown: (2, "evaluation", "embed"),
         looked_ahead: (3, "forward", ""),
         **SHARED,
+        **RARE,
     }.items()
 }
 """Loops, and of each with its mistake the step, the phase and the name of the first difference."""

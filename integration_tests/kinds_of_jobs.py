@@ -26,7 +26,7 @@ class Job:
     def __init__(self, fault: str) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.fault, self.has_stages = fault, False
-        self._data = torch.Generator().manual_seed(1)
+        self.data = torch.Generator().manual_seed(1)
         torch.manual_seed(3)
 
     def parallel(self, model: nn.Module, **options: bool) -> nn.Module:
@@ -42,12 +42,12 @@ class Job:
 
     def words(self) -> tuple[Tensor, Tensor]:
         """This rank's tokens, and those that follow them."""
-        tokens = self.mine(torch.randint(WORDS, (8, 10), generator=self._data))
+        tokens = self.mine(torch.randint(WORDS, (8, 10), generator=self.data))
         return tokens[:, :-1], tokens[:, 1:]
 
     def values(self, *shape: int) -> Tensor:
         """This rank's samples of a batch of numbers."""
-        return self.mine(torch.randn(*shape, generator=self._data))
+        return self.mine(torch.randn(*shape, generator=self.data))
 
 
 class Words(nn.Module):

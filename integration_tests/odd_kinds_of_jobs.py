@@ -74,6 +74,28 @@ def compiled_whole(job: Job) -> None:
         taken(*job.words())
 
 
+def compiled_later(job: Job) -> None:
+    """A step as it is written, one whose loss is compiled, and two that are compiled whole."""
+    net = Words()
+    weights = list(net.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=1e-2)
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(net(tokens), targets)
+
+    def step(tokens: Tensor, targets: Tensor, loss: Callable[..., Tensor] = loss) -> None:
+        optimizer.zero_grad()
+        loss(tokens, targets).backward()
+        reduced(job, weights)
+        optimizer.step()
+
+    step(*job.words())
+    step(*job.words(), torch.compile(loss, backend="aot_eager"))
+    whole = torch.compile(step, backend="aot_eager")
+    for _ in range(2):
+        whole(*job.words())
+
+
 class Plain(torch.optim.Optimizer):
     """Gradient descent, written by a user of torch."""
 
@@ -356,6 +378,7 @@ ODD: dict[str, Callable[[Job], None]] = {
         whole_again,
         compiled_step,
         compiled_whole,
+        compiled_later,
         compiled_update,
         tied_apart,
         method,

@@ -19,6 +19,8 @@ LISTED = {
     "tied_rows": "shape (9, 10) is not (9, 20) of the reference",
     "sharpness": "samples of the reference with the same input have other values",
     "served": "no optimizer of torch updates weights",
+    "learns_to_learn": "ranks have different terms of it, or parts",
+    "tables": "shape (8,) is not (4,) of the reference",  # of the samples of all ranks
 }
 """Why some outputs, and gradients of a rank that does not update, are listed."""
 
@@ -56,17 +58,21 @@ def test_what_computes_the_same_otherwise_is_equal(tmp_path: Path, kind: str) ->
     assert {*result.unaligned.values()} <= {LISTED.get(kind, "")}
     assert {"first weight", "loss", "gradient", "weight"} - result.largest.keys() <= {"loss"}
     assert ("loss" in result.largest) == (kind != "surgery")  # which calls autograd itself
+    assert ("optimizer state row_var" in result.largest) == (kind == "factored")
 
 
 @pytest.mark.sample("odd_last", "grown")
 @pytest.mark.parametrize("kind", FURTHER)
 def test_a_mistake_of_its_own_is_found_where_it_is(tmp_path: Path, kind: str) -> None:
-    first = compared(tmp_path, kind, "wrong").differences[0]
+    result = compared(tmp_path, kind, "wrong")
+    first = result.differences[0]
     step, phase, name = FURTHER[kind][1]
     assert (first.step, first.phase) == (step, phase)
     assert name in first.name
     if kind == "odd_last":  # a loss that is halved, no mean that should be a sum
         assert first.origin == ev.BACKWARD
+    if kind == "shaken":
+        assert any("weights that were changed after" in line for line in explain(result))
 
 
 def test_a_rank_that_ends_before_others_is_found(tmp_path: Path) -> None:

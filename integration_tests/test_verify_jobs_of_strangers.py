@@ -1,5 +1,6 @@
 """`hp verify -- JOB --against -- REFERENCE` of programs that know nothing of hp-*."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,10 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
+
+PAGE = (Path(__file__).parents[1] / "docs" / "hp-train" / "verify-any-job.md").read_text()
+HP = [sys.executable, "-c", "import sys; from hp_train.cli import main; sys.exit(main())"]
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 JOB = textwrap.dedent(
     """
@@ -80,9 +85,8 @@ def verify(
 ) -> "subprocess.CompletedProcess[str]":
     (tmp_path / "job.py").write_text(JOB)
     script = str(tmp_path / "job.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    hp = [sys.executable, "-c", "import sys; from hp_train.cli import main; sys.exit(main())"]
-    command = [*hp, "verify", "--steps", "2", *flags, "--", *launch, script, *job]
+    launch = [*LAUNCH, "--nproc-per-node=2"]
+    command = [*HP, "verify", "--steps", "2", *flags, "--", *launch, script, *job]
     return subprocess.run(
         [*command, "--against", "--", sys.executable, script],
         capture_output=True,
@@ -110,32 +114,47 @@ def test_updates_that_are_not_made_are_a_difference(tmp_path: Path) -> None:
     )
 
 
+def as_on_the_page(folder: Path, number: int) -> "subprocess.CompletedProcess[str]":
+    """Copy the job of the page, and run one of the commands that the page begins with."""
+    commands, job = re.findall(r"```(?:sh|python)\n(.*?)```", PAGE, re.DOTALL)[:2]
+    (folder / "job.py").write_text(job)
+    known = {"hp": HP, "torchrun": LAUNCH, "python": [sys.executable]}
+    words = [known.get(word, [word]) for word in shlex.split(commands.splitlines()[number])]
+    command = [word for some in words for word in some]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, cwd=folder
+    )
+
+
 def test_data_parallel_training_equals_one_process(tmp_path: Path) -> None:
-    done = verify(tmp_path)
+    done = as_on_the_page(tmp_path, 0)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "job: 2 processes, 2 steps" in done.stdout
-    assert "equal over 2 steps" in done.stdout
+    assert "job: 2 processes, 3 steps" in done.stdout
+    assert "equal over 3 steps" in done.stdout
     assert "could not be compared" not in done.stdout
 
 
-def test_a_loss_that_is_scaled_twice_is_named(tmp_path: Path) -> None:
-    done = verify(tmp_path, "scaled")
+def test_a_loss_that_is_scaled_twice_is_named_as_on_the_page(tmp_path: Path) -> None:
+    done = as_on_the_page(tmp_path, 1)
 
     assert done.returncode == 8
-    assert "first difference: step 1, gradient 2.bias" in done.stdout
-    assert "likely: all 5 are 2 times the reference's" in done.stdout
+    for line in re.findall(r"^(?:      and|first difference:|likely:) .*", PAGE, re.MULTILINE)[:4]:
+        assert line in done.stdout
     assert "exactly: all 30 elements differ, which ranks 0 and 1 hold: they are 2" in done.stdout
     assert "the job their mean on rank 0, their mean on rank 1" in done.stdout
 
 
 @pytest.mark.sample
-def test_programs_that_a_rank_starts_are_listed_and_no_ranks(tmp_path: Path) -> None:
-    done = verify(tmp_path, "starts", flags=["--once"])
+def test_programs_that_a_rank_starts_and_rules_that_fit_nothing_are_listed(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[parameter]]\nname = "other"\n')
+    done = verify(tmp_path, "starts", flags=["--once", "--rules", str(rules)])
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "job: 2 processes, 2 steps" in done.stdout
-    assert "2 could not be compared:" in done.stdout
+    assert "3 could not be compared:" in done.stdout
+    assert "rule other: it fits no parameter of the job" in done.stdout
     for program in ("-c", "job.py"):
         assert f"evaluation ({program}, started by the job): no rank" in done.stdout
 
@@ -190,9 +209,8 @@ def test_the_second_run_can_be_left_out(tmp_path: Path) -> None:
 def test_a_job_that_fails_is_told_with_what_it_printed(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     script = str(tmp_path / "job.py")
-    hp = [sys.executable, "-c", "import sys; from hp_train.cli import main; sys.exit(main())"]
     done = subprocess.run(
-        [*hp, "verify", "--", "true", "--against", "--", sys.executable, script, "fail"],
+        [*HP, "verify", "--", "true", "--against", "--", sys.executable, script, "fail"],
         capture_output=True,
         text=True,
         timeout=300,

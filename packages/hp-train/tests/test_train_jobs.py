@@ -21,7 +21,18 @@ from hp_train.errors import ConfigError
 from hp_train.jobs.command import split
 from hp_train.jobs.compare import REDUCTION, Comparison, Floor, compare
 from hp_train.jobs.disturbing import Disturbing
-from hp_train.jobs.events import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, OWN, RATE, Event, Log
+from hp_train.jobs.events import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    LOSS,
+    NORM,
+    OWN,
+    RATE,
+    START,
+    Event,
+    Log,
+)
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Digests, Recording, Step, distance, join
 from hp_train.jobs.names import Renaming, plain
@@ -89,6 +100,14 @@ def test_digests_of_parts_add_up_to_that_of_the_whole(rows: int, columns: int, c
     sums = [sum(part.sums[k] for part in parts) for k in range(len(whole.sums))]
     assert sums == pytest.approx(whole.sums, abs=1e-12)
     assert math.hypot(*(part.norm for part in parts)) == pytest.approx(whole.norm)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2), (3, 2, 2)])
+def test_a_digest_is_of_what_a_tensor_was_then(shape: tuple[int, ...]) -> None:
+    values, box = torch.ones(shape), tuple((0, size) for size in shape)
+    digest, then = digest_of(values, box), digest_of(torch.ones(shape), box).pieces()
+    values.zero_()
+    assert digest.pieces() == then
 
 
 def test_the_distance_of_digests_is_that_of_the_tensors() -> None:
@@ -334,7 +353,7 @@ def recording(changes: Mapping[str, float] | None = None) -> Recording:
             sums = tuple(changes[phase] * x for x in sums)
         rows = {"" if phase == GRADIENT else "sample": (sums, 2.0)}
         step.tensors[phase] = {"layer": Digests((4,), "float32", rows)}
-    for phase in (LOSS, NORM):
+    for phase in (LOSS, NORM, RATE):
         step.numbers[phase] = {"": {"rank-00000": [3.0 * changes.get(phase, 1.0)]}}
     return Recording({1: step}, [{"rank": "0"}])
 
@@ -364,6 +383,7 @@ def test_a_loss_may_be_scaled_by_ranks_or_microbatches(factor: float) -> None:
         ({GRADIENT: math.nan}, GRADIENT, "not finite"),
         ({NORM: 1.1}, NORM, "counted twice"),
         ({NORM: math.nan}, NORM, ""),
+        ({RATE: 1.1}, RATE, "its schedule"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -373,6 +393,22 @@ def test_the_first_difference_is_named(change: dict[str, float], phase: str, sai
     assert comparison.first is not None
     assert comparison.first.phase == phase
     assert said in " ".join(explain(comparison))
+
+
+@pytest.mark.parametrize("side", ["job", "reference"])
+def test_a_gradient_that_only_one_of_both_has_is_a_difference(side: str) -> None:
+    both = {"job": recording(), "reference": recording()}
+    for made in both.values():
+        step = made.steps[1]
+        step.tensors[START] = dict.fromkeys(("layer", "norm"), step.tensors[GRADIENT]["layer"])
+    more = both[side].steps[1].tensors[GRADIENT]
+    more["norm"] = more["layer"]
+
+    comparison = compare(both["job"], both["reference"], Floor(both["reference"], []))
+
+    assert comparison.first is not None
+    assert (comparison.first.phase, comparison.first.name) == (GRADIENT, "norm")
+    assert ("lost" if side == "reference" else "zeros") in explain(comparison)[0]
 
 
 def test_norms_of_a_step_are_each_compared_with_its_own() -> None:

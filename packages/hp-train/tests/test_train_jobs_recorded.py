@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hp_platform.testing import run_distributed
-from hp_train.jobs.events import EVALUATION, GRADIENT, NORM, OWN, START
+from hp_train.jobs.events import EVALUATION, FORWARD, GRADIENT, NORM, OWN, START
 from hp_train.jobs.joined import Recording, Step, join, numbers_of
 from hp_train.jobs.launches import Launches
 from hp_train.jobs.notes import Notes
@@ -91,6 +91,25 @@ def test_a_model_that_is_first_called_after_an_update_has_no_first_weights(tmp_p
     assert {*steps[1].tensors[START]} == {"weight", "bias"}
     assert START not in steps[2].tensors
     assert {"model2.weight", "model2.bias"} <= {*steps[2].tensors[EVALUATION]}
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        spectrum = torch.fft.rfft(x)
+        return {"all": spectrum, "loudest": spectrum.abs().argmax(-1), "sum": spectrum.abs().sum()}
+
+
+def train_a_spectrum() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), Spectrum())
+    model(torch.randn(2, 3))["sum"].backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def test_complex_outputs_are_compared_and_neither_indices_nor_sums(tmp_path: Path) -> None:
+    (step, *_) = record(tmp_path / "job", train_a_spectrum).steps.values()
+    names = {name for name in step.tensors[FORWARD] if name.startswith("1")}
+    assert names == {"1:all"}
+    assert not step.tensors[FORWARD]["1:all"].problem
 
 
 def train_with_a_closure() -> None:

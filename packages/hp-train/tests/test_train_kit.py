@@ -144,6 +144,20 @@ def test_results_of_another_machine_are_not_mixed(
     assert "has results of another machine" in capsys.readouterr().err
 
 
+def test_what_a_rank_raised_is_told_where_its_launcher_says_more(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    raised = [
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "job.py", line 1, in <module>',
+        "[rank1]:     train()",
+        "[rank1]: ValueError: no data",
+    ]
+    log.write_text("\n".join([*raised, *("of the launcher" for _ in range(60))]))
+    assert last_lines(log).startswith("ValueError: no data\n...\nof the launcher\n")
+    log.write_text("\n".join(raised))
+    assert last_lines(log) == "\n".join(raised)
+
+
 def test_a_process_that_is_late_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     script = (
         "import os, signal, subprocess, sys, time\n"

@@ -4,6 +4,8 @@ The process must not have computed anything in threads, which no fork has.
 """
 
 import contextlib
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -17,6 +19,13 @@ from typing import NoReturn
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.005
 _REASON = "reason"
+
+
+def prepare() -> None:
+    """Import once what torch itself imports late, before any run is forked."""
+    for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
+        importlib.import_module(module)
+    gc.freeze()
 
 
 def run_ranks(

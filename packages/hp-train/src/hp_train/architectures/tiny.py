@@ -1,8 +1,6 @@
 """Tiny models of the causal architectures of transformers, or of a folder with its own code."""
 
-import gc
 import hashlib
-import importlib
 import inspect
 import json
 import shutil
@@ -17,6 +15,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hp_train import __version__
+from hp_train.architectures import forks
 from hp_train.architectures.overrides import OVERRIDES
 from hp_train.architectures.shrinking import shrunk
 
@@ -39,12 +38,10 @@ def versions() -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Import once what all runs need, before any of them is forked."""
-    for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
-        importlib.import_module(module)
+    """Have once what all runs of models need, before any of them is forked."""
     get_checkpoint_conversion_mapping("llama")  # it keeps those of all models
     transformers.logging.set_verbosity_error()
-    gc.freeze()
+    forks.prepare()
 
 
 def fields_of(name: str) -> dict[str, Any]:

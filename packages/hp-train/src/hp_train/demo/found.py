@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
-from hp_train.architectures.forks import run_ranks
+from hp_train.architectures.forks import prepare, run_ranks
 from hp_train.demo.cells import Bred
 from hp_train.demo.zoo.bugs import Bug
 from hp_train.demo.zoo.job import train
@@ -30,6 +30,7 @@ def look_for(bugs: Iterable[Bug], sound: Iterable[str]) -> Iterator[Bred]:
     Yields:
         What was found, one after the other.
     """
+    prepare()
     with tempfile.TemporaryDirectory(prefix="hp-zoo-") as text:
         judge = _Judge(Path(text))
         for layout in sound:

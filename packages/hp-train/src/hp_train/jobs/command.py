@@ -173,6 +173,12 @@ def verify(
         sys.stdout.write(_before_failing(failed.recording, expected, floor))
         raise
     comparison = compare(actual, expected, floor)
+    if options.rules:
+        from hp_train.jobs.launches import parameters_of  # noqa: PLC0415 - imports torch
+
+        idle = read_rules(Path(options.rules)).idle(parameters_of(folder / "job"))
+        told = {f"rule {name}": "it fits no parameter of the job" for name in idle}
+        comparison.unaligned = told | comparison.unaligned
     if comparison.first is None or comparison.first.phase == UPDATE or options.once:
         return comparison
 
@@ -242,9 +248,11 @@ def report(comparison: Comparison) -> str:
     first = comparison.first
     here = [p for p in comparison.differences if first and _where(p) == _where(first)]
     lines = [f"FAIL  {place}" for place in here[:_SHOWN]]
-    if len(comparison.differences) > len(lines):
-        others = len(here) - len(lines), len(comparison.differences) - len(here)
-        lines.append(f"      and {others[0]} more there, {others[1]} after it")
+    more = {
+        "more there": len(here) - len(lines),
+        "after it": len(comparison.differences) - len(here),
+    }
+    lines += [f"      and {count} {where}" for where, count in more.items() if count]
     if comparison.unaligned:
         lines.append(f"{len(comparison.unaligned)} could not be compared:")
         shown = list(comparison.unaligned.items())[:_SHOWN]

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -162,7 +162,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         expected: The reference, to which errors are relative.
         floor: What rounding explains.
     """
-    result = Comparison()
+    result, known = Comparison(), _known(actual) & _known(expected)
     for index, theirs in expected.steps.items():
         mine = actual.steps.get(index)
         if mine is None:
@@ -177,7 +177,8 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
             if phase in (ev.LOSS, ev.NORM, ev.RATE):
                 _numbers(result, index, phase, mine, theirs, floor)
             elif phase != ev.START:
-                _phase(result, index, phase, mine, theirs, floor)
+                filled = known if phase == ev.GRADIENT else ()
+                _phase(result, index, phase, mine, theirs, floor, filled)
         _list_terms(result, index, theirs, actual.num_ranks)
         earlier = actual.steps.get(index - 1), expected.steps.get(index - 1)
         _find_scaled(result, index, *earlier)
@@ -272,10 +273,36 @@ def _batches(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
     result.differences.append(Place(index, ev.INPUT, "", 1.0, 0.0, note=note))
 
 
+def _known(recording: Recording) -> set[str]:
+    """Parameters whose first values are known as a whole."""
+    first = recording.steps.get(1, Step()).tensors.get(ev.START, {})
+    return {name for name, tensor in first.items() if not tensor.problem}
+
+
+def _filled(
+    mine: Mapping[str, Digests], theirs: Mapping[str, Digests], known: Collection[str]
+) -> dict[str, Digests]:
+    """Gradients, with zeros for those that only the other job has, of what both know."""
+    nothing = {"": ((0.0,) * ev.NUM_SIGNS, 0.0)}
+    missing = {
+        name: Digests(tensor.shape, tensor.dtype, nothing)
+        for name, tensor in theirs.items()
+        if name in known and name not in mine and not tensor.problem
+    }
+    return {**mine, **(missing if mine.keys() & known else {})}
+
+
 def _phase(  # noqa: PLR0917
-    result: Comparison, index: int, phase: str, mine: Step, theirs: Step, floor: Floor
+    result: Comparison,
+    index: int,
+    phase: str,
+    mine: Step,
+    theirs: Step,
+    floor: Floor,
+    known: Collection[str] = (),
 ) -> None:
     ours, expected = mine.tensors.get(phase, {}), theirs.tensors.get(phase, {})
+    ours, expected = _filled(ours, expected, known), _filled(expected, ours, known)
     common = [name for name in expected if name in ours]
     if phase in (ev.GRADIENT, ev.CLIPPED):  # of the end of the model first, as they are computed
         common.reverse()

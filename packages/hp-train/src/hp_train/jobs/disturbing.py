@@ -4,6 +4,7 @@ A layout adds the same terms in another order, and halves of them on different r
 to the dtype of the result. A reference that is run again like this differs from itself by as much.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,4 +68,6 @@ def disturb(seed: int) -> None:
     Args:
         seed: Seed of the random orders.
     """
+    # torch.compile leaves out what runs under a mode, and would take the recorder's own code.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     Disturbing(seed).__enter__()  # for as long as the program runs

@@ -18,6 +18,7 @@ _AFTER = {
     ev.GRADIENT: "the backward of this parameter, or its reduction",
     ev.NORM: "gradients are equal and their norm is not: a part is counted twice, or left out",
     ev.CLIPPED: "gradients and norm are equal and what is clipped is not",
+    ev.RATE: "gradients are equal and the rate is not: its schedule, or the step that it is at",
     UPDATE: "a step that is skipped, data that end, or another number of microbatches to an update",
     ev.WEIGHT: "gradients are equal, the update is not: the optimizer's options, groups or state",
 }
@@ -64,8 +65,9 @@ def _reasons(comparison: Comparison, first: Place, together: Sequence[Place]) ->
     elif first.rest == 0 and first.factor == 0:
         yield "nothing arrives here: a sum, an expert or a gradient is lost"
     if first.phase in (ev.FORWARD, ev.EVALUATION):
-        what = first.name or "the model"
-        yield f"what {what} was given is equal and what it gives is not: {_of_module(first.name)}"
+        what, why = first.name or "the model", _of_module(first.name)
+        since = ", or weights that were changed after the last update" if first.step > 1 else ""
+        yield f"what {what} was given is equal and what it gives is not: {why}{since}"
     elif first.origin:
         yield from _of_origin(first, together)
     elif first.phase == ev.WEIGHT and ev.GRADIENT not in comparison.largest:

@@ -25,7 +25,7 @@ from hp_train.jobs.recorder import Call, Recorder
 from hp_train.jobs.request import Request
 from hp_train.jobs.samples import Laid, Samples
 from hp_train.jobs.slices import Slice, placed
-from hp_train.jobs.trees import expressions, replaced, tensors_in
+from hp_train.jobs.trees import expressions, is_compared, replaced, tensors_in
 
 _MOST_BYTES = 2 << 30
 """Of a module that is pickled with its weights."""
@@ -156,7 +156,7 @@ class Keeper(Recorder):
             for (path, tensor), (text, _) in zip(
                 tensors_in(output), expressions(output, "output"), strict=True
             )
-            if tensor.is_floating_point() and tensor.ndim > 0
+            if is_compared(tensor)
         ]
         times = self._met[call.index, name] - 1
         suffix = f"#{times}" if times > 0 else ""
@@ -166,7 +166,7 @@ class Keeper(Recorder):
         }
         self._outputs.append({"module": name, "call": call.index, "times": times, "names": names})
         if self._focus.name in names:
-            by_path = [t for _, t in tensors_in(output) if t.is_floating_point() and t.ndim > 0]
+            by_path = [t for _, t in tensors_in(output) if is_compared(t)]
             self._watched.append(by_path[list(names).index(self._focus.name)])
 
     def _sample(

@@ -61,6 +61,16 @@ class Launches:
         return {}
 
 
+def parameters_of(folder: Path) -> set[str]:
+    """What the processes of a job call their parameters.
+
+    Args:
+        folder: As of `Launches`.
+    """
+    files = folder.glob(f"{_ALIVE}-slices-*.json")
+    return {name for file in files for name in msgspec.json.decode(file.read_bytes())}
+
+
 def _updates_of_ended(path: Path) -> int:
     """Updates by a process that has ended; 0 by one that lives."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -1,12 +1,12 @@
 """Listens to a program that knows nothing of it: torch's global hooks, and some calls of torch.
 
 Note [Steps of a job]. A step ends with an update, or where a scaler of losses has left it out: the
-next call of a root module with gradients begins another. A root module is one with parameters that
-no other module calls. What runs inside a backward is recomputation, and was recorded before. Where
-no module is called, in a compiled function say, a step begins with a backward, or with the second
-update by the same optimizer. Steps are counted over all launches of a job, see Note [Launches of a
-job]. Of what is compiled, updates, backwards and clipping are looked at between graphs, which they
-break; calls of modules are not.
+next call of a root module with gradients begins another; where none is seen, in a compiled function
+say, the next backward does, or another update of the same parameters by the same optimizer. A root
+module is one with parameters that no other module calls. What runs inside a backward is
+recomputation, and was recorded before. Steps are counted over all launches of a job, see Note
+[Launches of a job]. Of what is compiled, updates, backwards and clipping are looked at between
+graphs, which they break; calls of modules are not.
 """
 
 import atexit
@@ -49,7 +49,9 @@ from hp_train.jobs.parameters import ParameterRecorder, why
 from hp_train.jobs.ranks import is_in_group
 from hp_train.jobs.request import Request
 from hp_train.jobs.samples import Made, Samples, batch_of
-from hp_train.jobs.trees import tensors_in
+from hp_train.jobs.sketch import digest_of
+from hp_train.jobs.slices import dense, whole
+from hp_train.jobs.trees import is_compared, tensors_in
 from hp_train.jobs.updates import updated
 
 _OF_NO_SAMPLES = "not made of samples, or not told by which dim"
@@ -249,7 +251,7 @@ class Recorder(ParameterRecorder):
     def _note_outputs(self, call: Call, name: str, output: Any) -> None:
         """Note down all tensors that a module gives."""
         for path, tensor in tensors_in(output):
-            if tensor.is_floating_point() and tensor.ndim > 0:
+            if is_compared(tensor):
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)
 
     def _end(self, call: Call, output: Any) -> None:
@@ -271,7 +273,7 @@ class Recorder(ParameterRecorder):
         if tensor.requires_grad and call.phase == ev.FORWARD:
 
             def noted(grad: Tensor | None) -> None:
-                if grad is not None:  # autograd knows that it is zero
+                if grad is not None and self._is_wanted():  # autograd knows that it is zero
                     self._sample(ev.BACKWARD, name, grad, samples, index)
 
             tensor.register_hook(self._tried(noted, breaks_graphs=False))
@@ -321,10 +323,9 @@ class Recorder(ParameterRecorder):
                 self._launch()
                 for optimizer in some:
                     self._meet_strays(updated(optimizer))
-        if not self._is_called:
-            self._look_for_update()
-            if self._has_updated:
-                self._next_step()
+        self._look_for_update()
+        if self._has_updated:
+            self._next_step()
 
     def _look_for_update(self) -> None:
         """Note down weights that no optimizer has updated, if they are others."""
@@ -375,11 +376,12 @@ class Recorder(ParameterRecorder):
         self._updates.are_by_hand = False
         self._updates.num_made += 1
         with self._lock:
-            if not self._is_called:
-                self._launch()
-                if id(optimizer) in self._updates.done:
-                    self._next_step()
-                self._updates.done.add(id(optimizer))
+            self._launch()
+            # DeepSpeed calls one optimizer with some parameters after the others.
+            one = id(optimizer), id(next(iter(updated(optimizer)), None))
+            if one in self._updates.done:
+                self._next_step()
+            self._updates.done.add(one)
             if self._is_wanted() and not _has_closure(args, kwargs):
                 self._to_be_used(optimizer)
 
@@ -429,10 +431,24 @@ class Recorder(ParameterRecorder):
 
     def _states(self, optimizer: Optimizer) -> None:
         for parameter in updated(optimizer):
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.shape == parameter.shape:
                     self._parameters(f"{ev.MOMENT} {key}", [(parameter, value)])
+                elif value.numel() > 1:
+                    self._tried(self._state_beside)(f"{ev.MOMENT} {key}", parameter, value)
+
+    def _state_beside(self, phase: str, parameter: Tensor, value: Tensor) -> None:
+        """Note down state that has another shape than its parameter, as of a factored optimizer."""
+        name, parts = self._all_owners().of(parameter, "of an optimizer")
+        shape = tuple(value.shape)
+        if len(parts) != 1 or parts[0].box != whole(parts[0].shape):
+            self._not_recorded(phase, name, "of another shape than its parameter, in parts", shape)
+            return
+        digest = digest_of(dense(value.detach()), whole(shape))
+        place = self._place(phase)
+        self._notes.add(Noted(place, phase, parts[0].name, shape, value.dtype, [digest]))
 
     # Writing.
 

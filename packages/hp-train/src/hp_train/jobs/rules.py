@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 import re
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -50,6 +51,11 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if match is not None:
                 return match.expand(rule.reference) if rule.reference else name, rule
         return None
+
+    def idle(self, names: Collection[str]) -> list[str]:
+        """Expressions that fit none of these names."""
+        texts = [rule.name for rule in self.parameter]
+        return [text for text in texts if not any(re.fullmatch(text, name) for name in names)]
 
     def box(self, rule: Rule, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
         """The part of a tensor that a rank has.

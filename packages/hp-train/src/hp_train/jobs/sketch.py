@@ -71,7 +71,7 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
     elif not bool(norms.isfinite().all()):
         values = _finite(values.double())
     if values.ndim == 1:
-        return Digest(box, rows, values[:, None].expand(-1, NUM_SIGNS), norms)
+        return Digest(box, rows, values[:, None].repeat(1, NUM_SIGNS), norms)  # not a view of them
     num_dims = values.ndim - 1
     if num_dims == 1:
         return Digest(box, rows, values @ _signs(0, box[0], values), norms)

@@ -37,6 +37,11 @@ def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
         yield _KEY.sub(r".\1", text).lstrip("."), tensor
 
 
+def is_compared(output: Tensor) -> bool:
+    """Whether what a module gives is compared: not indices, and no single number, say a loss."""
+    return output.ndim > 0 and (output.is_floating_point() or output.is_complex())
+
+
 def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Copy a nested value with other tensors in place of its own; what else it has is shared.
 

@@ -16,13 +16,13 @@ class Updates:
     Attributes:
         are_by_hand: Whether the job has no optimizer of torch; None: not known before a backward.
         weights: Parameters that may be updated.
-        done: Optimizers that have made an update in this step.
+        done: Optimizers that have made an update in this step, and the first parameter of each.
         num_made: Updates by optimizers since a scaler has begun one.
     """
 
     are_by_hand: bool | None = None
     weights: list[Tensor] = field(default_factory=list)
-    done: set[int] = field(default_factory=set)
+    done: set[tuple[int, int]] = field(default_factory=set)
     num_made: int = 0
     _then: list[list[float]] | None = None
 

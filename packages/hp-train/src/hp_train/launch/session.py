@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 _GRACE_SECONDS = 3.0
 _LOG_BYTES = 1 << 20
 _SHOWN_LINES, _SHOWN_LETTERS = 40, 4000
+_RANK = r"(?:\[rank\d+\]: )?"
+_RAISED = re.compile(rf"Traceback \(most recent call last\):\n(?:{_RANK}  .*\n)*{_RANK}(\w.*)")
 
 
 def status_of(
@@ -64,11 +67,13 @@ def _signal(group: int, number: int) -> None:
 
 
 def last_lines(log: Path) -> str:
-    """The end of what a command printed."""
+    """The end of what a command printed; and what was raised first, of which torchrun says less."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(lines[-_SHOWN_LINES:])[-_SHOWN_LETTERS:]
+    shown = "\n".join(text.splitlines()[-_SHOWN_LINES:])[-_SHOWN_LETTERS:]
+    raised = _RAISED.search(text)
+    return shown if raised is None or raised[1] in shown else f"{raised[1]}\n...\n{shown}"
