@@ -39,8 +39,8 @@ _OF_STEP, _PLANNING = 0.015, 0.002
 """Share of a step for which it may be planned; CPU seconds that a microbatch takes, about."""
 _DENSITIES = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
-_FITTED_TO = 2
-"""Typical batches whose documents templates are made to fit."""
+_FITTED_TO, _SPARE = 3, 0.015
+"""Typical batches whose documents templates are made to fit; memory that these leave to others."""
 _FRONT, _BACK = (0.1, 0.25, 0.5, 0.8), (0.8, 0.5)
 """Shares of the first microbatches and of the last ones, by that of the others."""
 
@@ -270,14 +270,14 @@ class Planner:
         random = Random(0)  # noqa: S311 - nothing is secret
         best, changed = math.inf, shape
         for _ in range(2 * self.prepared if teams else 0):
-            runs = [self._expected(work, changed) for work in teams]
+            runs = [self._expected(work, changed, spare=_SPARE) for work in teams]
             seconds = fsum(math.inf if run is None else run for run in runs)
             if seconds < best:
                 best, shape = seconds, changed
             changed = shape._replace(shares=changed_shares(shape.shares, random))
         return shape
 
-    def _expected(self, work: _Work, shape: _Shape) -> float | None:
+    def _expected(self, work: _Work, shape: _Shape, *, spare: float = 0.0) -> float | None:
         """Seconds of a template with the parts of a team; None if they do not fit."""
         parts = self._parts(work, shape)
         if parts is None or shape.schedule is None:
@@ -288,7 +288,8 @@ class Planner:
             seconds.append([stage.alone(of_rank, pairs) for stage in self.costs.stages])
             tokens.append(-int(-of_rank // 1))
         costs = self._costs_of(seconds, tokens)
-        found = shorten(shape.schedule, costs, memory_limit=self.pipeline.tokens)
+        memory = self.pipeline.tokens * (1 - spare)
+        found = shorten(shape.schedule, costs, memory_limit=memory)
         return None if found is None else found[1].makespan
 
     def _plain_shapes(self, work: _Work) -> Iterator[_Shape]:
