@@ -21,10 +21,10 @@ Note [Bound of a step]
     So a microbatch costs T its overhead e and, if z is a price for memory times seconds, z u^2
     besides: at least 2 sqrt(e z) u, and (sqrt(e) - sqrt(z) u)^2 more, where the first ones, which
     the idle time keeps short, are far from what would be best. The sum of all that is linear in
-    tokens, pairs and roots, and so at least its mean for some team; with memory M
-        T (1 + z M) >= work + 2 sqrt(e z) u + D + what the first ones cost more
-    holds for any z, for the D for which it is least, and so does its mean with the same of the
-    first stage, which never waits. The largest of some such bounds counts.
+    tokens, pairs and roots, and so at least its mean for some team: with memory M, T (1 + z M) is
+    at least work + 2 sqrt(e z) u + D + what the first ones cost more, for any z, and for the D for
+    which this is least. So is its mean with the same of the first stage, which never waits. The
+    largest of some such bounds counts.
     Besides, a document goes forward and back through all stages, on all ranks of a stage at best.
 """
 
