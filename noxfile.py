@@ -402,7 +402,7 @@ def exact(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def mutants(session: nox.Session) -> None:
-    """Make 200 small wrong changes, one by one: the tests of the default run must find 95 %.
+    """Make small wrong changes, one by one: the tests of the default run must find 95 % of them.
 
     It goes on where it was stopped; `-- NAME` tries those changes alone. Take away .nox/mutants to
     begin anew. Commit first: it is the last commit that is changed.

@@ -62,6 +62,21 @@ def _random_costs(schedule: Schedule, rng: random.Random, *, message: float | No
     return costs if message is None else replace(costs, message=table(), bandwidth=1 / message)
 
 
+def _agree(schedule: Schedule, costs: Costs) -> None:
+    """The recurrence gives the numbers of the event machine, and the simulator those of both."""
+    found = recurrence(schedule, costs)
+    machine = Machine(schedule, costs)
+    makespan = machine.run()
+    assert found is not None
+    assert found.makespan == pytest.approx(makespan)
+    assert found.busy == pytest.approx([rank.busy for rank in machine.ranks])
+    assert found.exposed == pytest.approx([rank.exposed for rank in machine.ranks])
+    assert found.peak == pytest.approx([rank.peak for rank in machine.ranks])
+    simulated = simulate(schedule, costs)
+    assert simulated.makespan == found.makespan
+    assert simulated.timeline.makespan == pytest.approx(makespan)
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -80,16 +95,7 @@ def test_without_contention_a_recurrence_gives_the_numbers_of_the_event_machine(
 ) -> None:
     rng = random.Random(0)
     for _ in range(10):
-        costs = _random_costs(schedule, rng)
-        found = recurrence(schedule, costs)
-        machine = Machine(schedule, costs)
-        makespan = machine.run()
-        assert found is not None
-        assert found.makespan == pytest.approx(makespan)
-        assert found.busy == pytest.approx([rank.busy for rank in machine.ranks])
-        assert found.exposed == pytest.approx([rank.exposed for rank in machine.ranks])
-        assert found.peak == pytest.approx([rank.peak for rank in machine.ranks])
-        assert simulate(schedule, costs).timeline.makespan == pytest.approx(makespan)
+        _agree(schedule, _random_costs(schedule, rng))
 
 
 @pytest.mark.parametrize("message", [0.1, 1.0, 5.0])
@@ -107,14 +113,7 @@ def test_the_recurrence_lets_messages_queue_on_their_edge_as_the_event_machine_d
 ) -> None:
     rng = random.Random(2)
     for _ in range(10):
-        costs = _random_costs(schedule, rng, message=message)
-        found = recurrence(schedule, costs)
-        machine = Machine(schedule, costs)
-        makespan = machine.run()
-        assert found is not None
-        assert found.makespan == pytest.approx(makespan)
-        assert found.exposed == pytest.approx([rank.exposed for rank in machine.ranks])
-        assert simulate(schedule, costs).makespan == found.makespan
+        _agree(schedule, _random_costs(schedule, rng, message=message))
 
 
 @pytest.mark.parametrize(

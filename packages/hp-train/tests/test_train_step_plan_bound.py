@@ -12,12 +12,14 @@ from hp_schedule import one_f_one_b, search
 from hp_train.step_plan import (
     Pipeline,
     PlannedMicrobatch,
+    Planner,
     StepCosts,
     StepPlan,
     lower_bound,
     price,
 )
 from hp_train.step_plan.costs import Seconds, StageCosts
+from hp_train.step_plan.generators import draw
 from hp_train.step_plan.plan import Team
 from hp_train.step_plan.price import costs_of
 
@@ -118,3 +120,13 @@ def test_a_plan_whose_microbatches_grow_as_they_may_meets_the_bound(
     pipeline = Pipeline(stages, 1, MEMORY)
     found = price(StepPlan(len(lengths), (team,)), lengths, costs, pipeline)
     assert found.bound <= found.seconds < 1.04 * found.bound
+
+
+def test_the_memory_asks_for_microbatches_and_each_costs_something() -> None:
+    lengths = draw("mock", tokens=768 * 1024, longest=32 * 1024, seed=1)
+    costs = StepCosts.equal(token=6e-6, pair=2e-10, microbatch=5e-3)
+    bounds = [lower_bound(lengths, costs, Pipeline(4, 16, m * 1024)) for m in (10**6, 32, 16)]
+    assert 1.03 * bounds[0] < bounds[2]
+    plan = Planner(costs, Pipeline(4, 16, 32 * 1024), prepared=6).plan(lengths)
+    found = price(plan, lengths, costs, Pipeline(4, 16, 32 * 1024))
+    assert bounds[0] < bounds[1] == found.bound <= found.seconds < 1.06 * found.bound

@@ -342,12 +342,13 @@ def _units_of(
 ) -> tuple[tuple[str, _Sharded], ...]:
     found: list[tuple[str, _Sharded]] = []
     for name, kinds in units:
-        sizes = [
-            (shards, _sharded_bytes(kinds, cutting, wide, narrow, is_expert=is_expert))
-            for is_expert, shards in ((False, layout.fsdp), (True, layout.expert_shard))
-            if shards > 1 and (cutting := _cutting(layout, is_expert=is_expert))
-        ]
-        gathered, reduced = (sum(n * size[i] for n, size in sizes) for i in (0, 1))
+        gathered = reduced = 0
+        for is_expert, shards in ((False, layout.fsdp), (True, layout.expert_shard)):
+            if shards > 1:
+                cutting = _cutting(layout, is_expert=is_expert)
+                part = _sharded_bytes(kinds, cutting, wide, narrow, is_expert=is_expert)
+                gathered += shards * part.gathered
+                reduced += shards * part.reduced
         if reduced:
             found.append((name, _Sharded(gathered, reduced)))
     return tuple(found)

@@ -65,7 +65,7 @@ def parameters_of(folder: Path) -> set[str]:
     """What the processes of a job call their parameters.
 
     Args:
-        folder: As of `Launches`.
+        folder: Folder of the job's recording, in which its processes have left their files.
     """
     files = folder.glob(f"{_ALIVE}-slices-*.json")
     return {name for file in files for name in msgspec.json.decode(file.read_bytes())}

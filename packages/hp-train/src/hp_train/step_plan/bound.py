@@ -86,12 +86,13 @@ class _Front(NamedTuple):
     """What is known of the microbatches that a stage takes first.
 
     Attributes:
-        hops: Stages ahead of it.
-        ratio: What it computes for one beyond a forward of those ahead, by that; at most.
-        ahead: What each takes there besides.
-        behind: What it takes itself for each besides, beyond that.
-        root: u by that forward; at most.
-        first: Idle time that there is at least.
+        hops: Number of stages ahead of it.
+        ratio: Largest ratio of what it computes for a document, beyond a forward of a stage ahead,
+            to that forward with its message.
+        ahead: Seconds that the forward of any microbatch takes ahead, besides its documents.
+        behind: Seconds that any microbatch takes in the stage itself, beyond those.
+        root: Largest u of a document by its forward ahead with its message.
+        first: Least idle time, in seconds: that of an empty microbatch.
     """
 
     hops: int
@@ -211,10 +212,10 @@ def _waits(front: _Front, weight: float, overhead: float, price: float, ahead: f
 
     Args:
         front: What is known of them.
-        weight: Of idle time.
-        overhead: What a microbatch costs besides.
-        price: Of a token that is held for a second.
-        ahead: Forwards of all microbatches, at least.
+        weight: Share of the stage's idle time in the bound, > 0 and <= 1.
+        overhead: Seconds that each microbatch costs besides its documents.
+        price: Seconds of the step for a token that is held for a second.
+        ahead: Seconds that forwards of all microbatches take ahead, at least.
     """
     dear, cheap = math.sqrt(overhead), math.sqrt(price) * front.root
     idle, best = front.first, math.inf

@@ -2,13 +2,10 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
-from math import inf
+from heapq import heapify, heappop, heappush, heapreplace
 
 _SWAPS = 4
 """Swaps of documents for each part, at most."""
-_SMALL, _FEW = 0.8, 4
-"""Parts by the mean part below which documents of more than one in so many are kept out."""
 _CLOSE = 0.002
 """Of a part's share of the cost: what is closer is not swapped."""
 
@@ -56,36 +53,26 @@ class _Parts:
         self._missing = [share * total for share in targets]
         self._room = [longest] * len(targets)
         self._close = _CLOSE * total / len(targets)
-        # A small part of few documents would be hard to deal out to ranks.
-        few = min(_FEW, len(costs) / len(targets) / 2)
-        self._dearest = [
-            inf if share * len(targets) > _SMALL else share * total / few for share in targets
-        ]
         self.held: list[list[tuple[float, int]]] = [[] for _ in targets]
 
     def fill(self) -> bool:
         """Put every document into a part; tell whether all fit, and no part has none."""
         costs, lengths, room, held = self._costs, self._lengths, self._room, self.held
-        dearest = self._dearest
         heap = [(-left, part) for part, left in enumerate(self._missing)]
         heapify(heap)
         # The dearest first, and of equal ones the first.
         for document in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
             aside = []
             length, cost = lengths[document], costs[document]
-            while heap and (room[heap[0][1]] < length or dearest[heap[0][1]] < cost):
+            while heap and room[heap[0][1]] < length:
                 aside.append(heappop(heap))
-            if heap:
-                less, part = heappop(heap)
-            else:  # small parts must do
-                fitting = [item for item in aside if room[item[1]] >= length]
-                if not fitting:
-                    return False
-                less, part = min(fitting)
-                aside.remove((less, part))
+            if not heap:
+                return False
+            less, part = heap[0]
             held[part].append((cost, document))
             room[part] -= length
-            for item in (*aside, (less + cost, part)):
+            heapreplace(heap, (less + cost, part))
+            for item in aside:
                 heappush(heap, item)
         for less, part in heap:
             self._missing[part] = -less

@@ -7,9 +7,10 @@ Note [How a step is planned]
     small where microbatches are many and where the first ones are short, since all stages but the
     first wait for those; but each microbatch takes something however short it is. How many there
     are, and their shares of the work, is searched together with a schedule once, for steps that are
-    typical (`templates`). In a step, documents are put into teams and then into parts of these
-    shares by cost (`partition`); of some templates the one with the shortest schedule is taken, its
-    parts are dealt out to ranks, and its schedule is made to fit what they take.
+    typical (`templates`), and then fitted to the documents of some of these. In a step, documents
+    are put into teams and then into parts of these shares by cost (`partition`); of some templates
+    the one with the shortest schedule is taken, its parts are dealt out to ranks, and its schedule
+    is made to fit what they take.
     Without templates, numbers and shares are tried in each step, and schedules searched for the
     most promising. Only numbers go in, and every count of attempts is fixed: all ranks that know
     the lengths make the same plan.

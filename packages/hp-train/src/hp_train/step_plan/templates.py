@@ -7,7 +7,7 @@ they see steps; and they are remembered.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from random import Random
 from typing import NamedTuple
@@ -96,7 +96,7 @@ def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
     """
     best: dict[int, Template] = {}
     for count in _counts(kind, best):
-        found = _best(kind, _shares(count), effort)
+        found = _best(kind, count, effort)
         if found is not None:
             best[count] = found
     every = sorted(best.values(), key=_seconds)
@@ -112,24 +112,28 @@ def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
     They go up from twice the stages, or what the memory asks for, until two were no better, and
     then come close to the best from both sides.
     """
+
+    def shortest() -> int:
+        return min(best, key=lambda count: best[count].seconds)
+
     stages = kind.num_stages
     fewest = max(2 * stages if stages > 1 else 1, math.ceil(stages / kind.memory))
     step = max(2, stages)
     for count in range(min(fewest, kind.most), kind.most + 1, step):
         yield count
-        if len(best) > 2 and min(best, key=lambda one: best[one].seconds) <= count - 2 * step:
+        if best and shortest() <= count - 2 * step:
             break
     while best and step > 1:
         step //= 2
-        middle = min(best, key=lambda one: best[one].seconds)
+        middle = shortest()
         for count in (middle - step, middle + step):
             if 1 <= count <= kind.most and count not in best:
                 yield count
 
 
-def _best(kind: Kind, every: Iterable[tuple[float, ...]], effort: int) -> Template | None:
-    """The best of some shares."""
-    searched = (_searched(kind, shares, _LOOKED_AT) for shares in every)
+def _best(kind: Kind, count: int, effort: int) -> Template | None:
+    """The best for so many microbatches, of all shares that are worth a try."""
+    searched = (_searched(kind, shares, _LOOKED_AT) for shares in _shares(count))
     found = sorted((each for each in searched if each is not None), key=_seconds)[:_KEPT]
     varied = (_varied(kind, each, _VARIED, _FAR) for each in found)
     best = min(varied, key=_seconds, default=None)
