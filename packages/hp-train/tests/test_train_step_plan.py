@@ -35,8 +35,9 @@ from hp_train.step_plan import (
 from hp_train.step_plan.comparison import compare
 from hp_train.step_plan.costs import Seconds
 from hp_train.step_plan.generators import GENERATORS, batches_of, draw, read_lengths
+from hp_train.step_plan.kind import Kind
 from hp_train.step_plan.partition import partition
-from hp_train.step_plan.templates import Kind, templates_for
+from hp_train.step_plan.templates import templates_for
 from hp_train.step_plan.work import pairs_of
 
 K = 1024

@@ -9,8 +9,9 @@ Note [How a step is planned]
     are, and their shares of the work, is searched together with a schedule once, for steps that are
     typical (`templates`), and then fitted to the documents of some of these. In a step, documents
     are put into teams and then into parts of these shares by cost (`partition`); of some templates
-    the one with the shortest schedule is taken, its parts are dealt out to ranks, and its schedule
-    is made to fit what they take.
+    the one with the shortest schedule is taken, with the shares that are best for what its parts
+    take and keep (`shares`); these parts are dealt out to ranks, and the schedule is made to fit
+    what they take.
     Without templates, numbers and shares are tried in each step, and schedules searched for the
     most promising. Only numbers go in, and every count of attempts is fixed: all ranks that know
     the lengths make the same plan.
@@ -27,10 +28,12 @@ from hp_context import deal_documents
 from hp_schedule import Costs, Schedule, search, shorten
 from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import Seconds, StepCosts
+from hp_train.step_plan.kind import Kind
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team
 from hp_train.step_plan.price import cost_of_deal, stage_costs
-from hp_train.step_plan.templates import Kind, changed_shares, templates_for
+from hp_train.step_plan.shares import Rates, best_shares
+from hp_train.step_plan.templates import changed_shares, templates_for
 from hp_train.step_plan.work import Pipeline, pairs_of
 
 TEAM = 32
@@ -41,7 +44,8 @@ _OF_STEP, _PLANNING = 0.015, 0.002
 _DENSITIES = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
 _FITTED_TO, _SPARE = 3, 0.015
-"""Typical batches whose documents templates are made to fit; memory that these leave to others."""
+"""Typical batches whose documents templates are made to fit; memory that shares leave to lengths,
+since parts only come close to them."""
 _FRONT, _BACK = (0.1, 0.25, 0.5, 0.8), (0.8, 0.5)
 """Shares of the first microbatches and of the last ones, by that of the others."""
 
@@ -219,7 +223,8 @@ class Planner:
             shapes = self._fitted if self._typical else self._templates([work])
             found = [(self._expected(teams[0], shape), shape) for shape in shapes]
             fitting = [(seconds, shape) for seconds, shape in found if seconds is not None]
-            yield from (shape for _, shape in sorted(fitting, key=lambda each: each[0]))
+            for _, shape in sorted(fitting, key=lambda each: each[0]):
+                yield self._adapted(shape, teams[0])
         if teams:
             yield from sorted(self._plain_shapes(work), key=lambda each: self._about(work, each))
 
@@ -267,18 +272,48 @@ class Planner:
         return [self._fit(shape, teams) for shape in self._templates(self._typical)]
 
     def _fit(self, shape: _Shape, teams: Sequence[_Work]) -> _Shape:
-        """Change shares as long as some teams take less time."""
+        """Change shares as long as some teams take less time, beginning with the best of one."""
+
+        def seconds(shape: _Shape) -> float:
+            runs = (self._expected(work, shape) for work in teams)
+            return fsum(math.inf if run is None else run for run in runs)
+
+        shape = min([shape, *(self._adapted(shape, work) for work in teams)], key=seconds)
         random = Random(0)  # noqa: S311 - nothing is secret
-        best, changed = math.inf, shape
+        best = seconds(shape)
         for _ in range(2 * self.prepared if teams else 0):
-            runs = [self._expected(work, changed, spare=_SPARE) for work in teams]
-            seconds = fsum(math.inf if run is None else run for run in runs)
-            if seconds < best:
-                best, shape = seconds, changed
             changed = shape._replace(shares=changed_shares(shape.shares, random))
+            if (found := seconds(changed)) < best:
+                best, shape = found, changed
         return shape
 
-    def _expected(self, work: _Work, shape: _Shape, *, spare: float = 0.0) -> float | None:
+    def _adapted(self, shape: _Shape, work: _Work) -> _Shape:
+        """Take the best shares for what the parts of a team take and keep, if that takes less."""
+        parts = self._parts(work, shape)
+        if parts is None or shape.schedule is None:
+            return shape
+        total = fsum(work.seconds)
+        shares = [fsum(part.seconds) / total for part in parts]
+        amounts = [(fsum(p.lengths) / self._ranks, fsum(p.pairs) / self._ranks) for p in parts]
+        of_share = [
+            (tokens / share, pairs / share)
+            for (tokens, pairs), share in zip(amounts, shares, strict=True)
+        ]
+        rates = Rates(
+            work=[[stage.pure(*each) for each in of_share] for stage in self._stages],
+            each=[stage.microbatch for stage in self._stages],
+            least=[stage.least for stage in self._stages],
+            tokens=[tokens for tokens, _ in of_share],
+            message=[self.costs.message * tokens for tokens, _ in of_share],
+            memory=self.pipeline.tokens * (1 - _SPARE),
+        )
+        best = best_shares(shape.schedule, rates)
+        if best is None:
+            return shape
+        ways = [shape, shape._replace(shares=best)]
+        return min(ways, key=lambda way: self._expected(work, way) or math.inf)
+
+    def _expected(self, work: _Work, shape: _Shape) -> float | None:
         """Seconds of a template with the parts of a team; None if they do not fit."""
         parts = self._parts(work, shape)
         if parts is None or shape.schedule is None:
@@ -289,8 +324,7 @@ class Planner:
             seconds.append([stage.alone(of_rank, pairs) for stage in self.costs.stages])
             tokens.append(-int(-of_rank // 1))
         costs = self._costs_of(seconds, tokens)
-        memory = self.pipeline.tokens * (1 - spare)
-        found = shorten(shape.schedule, costs, memory_limit=memory)
+        found = shorten(shape.schedule, costs, memory_limit=self.pipeline.tokens)
         return None if found is None else found[1].makespan
 
     def _plain_shapes(self, work: _Work) -> Iterator[_Shape]:

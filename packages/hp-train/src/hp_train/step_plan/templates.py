@@ -13,7 +13,8 @@ from random import Random
 from typing import NamedTuple
 
 from hp_schedule import Costs, Schedule, search, shorten
-from hp_train.step_plan.costs import Seconds
+from hp_train.step_plan.kind import Kind
+from hp_train.step_plan.shares import Rates, best_shares
 
 _GROWTH = (1.6, 2.2)
 """Of a microbatch by the one before it, of those at the front."""
@@ -21,51 +22,14 @@ _BACK = (0.8, 0.5)
 """Shares of the last microbatches, by those in the middle."""
 _SMALLEST = 0.03
 """Share of the first microbatch, by those in the middle, below which none is tried."""
-_DIGITS = 3
-"""Decimals of what parts of the work are taken to be."""
-_LOOKED_AT, _KEPT = 4, 3
-"""Schedules for each kind of ends; what is varied, and what is looked at closely."""
-_VARIED = 4
-"""Changes of shares for each schedule that is looked at."""
+_LOOKED_AT, _FITTED = 8, 6
+"""Schedules for each kind of ends; kinds of ends whose shares are made to fit, of each number."""
+_KEPT, _FEWER = 3, 4
+"""Numbers that are looked at closely; by what schedules are fewer each further time."""
 _FAR, _NEAR = (0.7, 0.85, 0.93, 1.07, 1.15, 1.3), (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
-"""Factors by which a share is changed, at first and at last."""
-
-
-class Kind(NamedTuple):
-    """What steps have in common that resemble each other, by all that the busiest rank computes.
-
-    Attributes:
-        most: Microbatches, at most.
-        stages: Seconds of all work of a rank of each stage.
-        each: Seconds that each microbatch takes there besides.
-        least: Seconds that each microbatch takes there at least.
-        message: Seconds of a message between stages of all tokens of a rank.
-        memory: Tokens that fit, by the tokens of a rank.
-        split_backward: Whether weight gradients may be put off.
-    """
-
-    most: int
-    stages: tuple[Seconds, ...]
-    each: tuple[Seconds, ...]
-    least: tuple[Seconds, ...]
-    message: float
-    memory: float
-    split_backward: bool = True
-
-    @property
-    def num_stages(self) -> int:
-        """Stages."""
-        return len(self.stages)
-
-    def rounded(self) -> "Kind":
-        """Nearly the same, as others are too; memory is a bit less, since lengths vary."""
-        return self._replace(
-            stages=tuple(Seconds(*(round(x, _DIGITS) for x in each)) for each in self.stages),
-            each=tuple(Seconds(*(_coarse(x, 4) for x in each)) for each in self.each),
-            least=tuple(Seconds(*map(_coarse, each)) for each in self.least),
-            message=_coarse(self.message),
-            memory=_below(self.memory),
-        )
+"""Factors by which a share is changed."""
+_LESS = 1e-6
+"""Of a step: what is not shorter by more is no better."""
 
 
 class Template(NamedTuple):
@@ -88,22 +52,20 @@ def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
 
     Args:
         kind: What the steps have in common.
-        effort: Schedules, and as many changes of shares, that are looked at for the best numbers;
-            four times as many for the best of these.
+        effort: Schedules that are looked at for the shares of the best numbers, and a quarter as
+            often others for shares near these.
 
     Returns:
         The best first; none if nothing fits.
     """
     best: dict[int, Template] = {}
     for count in _counts(kind, best):
-        found = _best(kind, count, effort)
+        found = _best(kind, count)
         if found is not None:
             best[count] = found
     every = sorted(best.values(), key=_seconds)
-    for kept, by in ((_KEPT, 1), (1, 4)):
-        every[:kept] = [_closely(kind, each, by * effort) for each in every[:kept]]
-        every.sort(key=_seconds)
-    return tuple(every)
+    every[:_KEPT] = [_closely(kind, each, effort) for each in every[:_KEPT]]
+    return tuple(sorted(every, key=_seconds))
 
 
 def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
@@ -131,20 +93,23 @@ def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
                 yield count
 
 
-def _best(kind: Kind, count: int, effort: int) -> Template | None:
+def _best(kind: Kind, count: int) -> Template | None:
     """The best for so many microbatches, of all shares that are worth a try."""
     searched = (_searched(kind, shares, _LOOKED_AT) for shares in _shares(count))
-    found = sorted((each for each in searched if each is not None), key=_seconds)[:_KEPT]
-    varied = (_varied(kind, each, _VARIED, _FAR) for each in found)
-    best = min(varied, key=_seconds, default=None)
-    return None if best is None else _varied(kind, best, effort, _FAR)
+    found = sorted((each for each in searched if each is not None), key=_seconds)[:_FITTED]
+    return min((_fitted(kind, each) for each in found), key=_seconds, default=None)
 
 
 def _closely(kind: Kind, template: Template, effort: int) -> Template:
-    """Look at more schedules for a template, and at more shares."""
-    found = _searched(kind, template.shares, effort)
-    template = template if found is None else min(template, found, key=_seconds)
-    return _varied(kind, template, _VARIED * effort, _NEAR)
+    """Look at more schedules for the shares of a template, and for shares near and far."""
+    random = Random(0)  # noqa: S311 - nothing is secret
+    shares = template.shares
+    for turn in range(1 + effort // _FEWER):
+        found = _searched(kind, shares, effort if turn == 0 else max(1, effort // _FEWER))
+        if found is not None:
+            template = min(template, _fitted(kind, found), key=_seconds)
+        shares = changed_shares(template.shares, random, _NEAR if turn % 2 else _FAR)
+    return template
 
 
 def _shares(count: int) -> Iterator[tuple[float, ...]]:
@@ -198,16 +163,26 @@ def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | 
     return Template(found.makespan, shares, found.schedule)
 
 
-def _varied(kind: Kind, template: Template, times: int, factors: Sequence[float]) -> Template:
-    """Change shares by some factors as long as that helps, and the schedule with them."""
-    random = Random(0)  # noqa: S311 - nothing is secret
-    for _ in range(times):
-        changed = changed_shares(template.shares, random, factors)
-        costs = _costs(kind, changed)
-        found = shorten(template.schedule, costs, memory_limit=kind.memory)
-        if found is not None and found[1].makespan < template.seconds:
-            template = Template(found[1].makespan, changed, found[0])
+def _fitted(kind: Kind, template: Template) -> Template:
+    """Take the best shares for the schedule, and the schedule for these, as long as that helps."""
+    rates = _rates(kind, len(template.shares))
+    while (shares := best_shares(template.schedule, rates)) is not None:
+        found = shorten(template.schedule, _costs(kind, shares), memory_limit=kind.memory)
+        if found is None or found[1].makespan > template.seconds * (1 - _LESS):
+            break
+        template = Template(found[1].makespan, shares, found[0])
     return template
+
+
+def _rates(kind: Kind, count: int) -> Rates:
+    return Rates(
+        work=[[seconds] * count for seconds in kind.stages],
+        each=kind.each,
+        least=kind.least,
+        tokens=[1.0] * count,
+        message=[kind.message] * count,
+        memory=kind.memory,
+    )
 
 
 def changed_shares(
@@ -222,14 +197,3 @@ def changed_shares(
 
 def _seconds(template: Template) -> float:
     return template.seconds
-
-
-def _coarse(value: float, numbers: int = 2) -> float:
-    """The nearest of so many numbers from each power of two to the next."""
-    return 0.0 if value <= 0 else 2.0 ** (round(numbers * math.log2(value)) / numbers)
-
-
-def _below(value: float) -> float:
-    """The next lower sixty-fourth part of a power of two."""
-    unit = 2.0 ** (math.floor(math.log2(value)) - 6)
-    return math.floor(value / unit) * unit
