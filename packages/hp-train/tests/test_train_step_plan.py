@@ -43,7 +43,7 @@ from hp_train.step_plan.work import pairs_of
 K = 1024
 COSTS = StepCosts.equal(token=6e-6, pair=2e-10, key=1e-7, far_key=9e-7, heads=5e-7, microbatch=6e-4)
 PIPELINE = Pipeline(4, 16, 32 * K)
-PLANNER = Planner(COSTS, PIPELINE, effort=1)
+PLANNER = Planner(COSTS, PIPELINE, effort=1, prepared=8)
 
 
 def _batch(name: str = "lognormal-2k", seed: int = 0) -> list[int]:
@@ -70,7 +70,7 @@ def test_a_plan_is_proven_and_no_shorter_than_the_bound(name: str) -> None:
 )
 def test_any_lengths_are_planned(lengths: list[int], stages: int, ranks: int) -> None:
     pipeline = Pipeline(stages, ranks, 40_000)
-    planner = Planner(COSTS, pipeline, effort=1)
+    planner = Planner(COSTS, pipeline, effort=1, prepared=4)
     if sum(lengths) > pipeline.tokens * ranks / 8:  # which may fit, or may not
         lengths = lengths[:3]
     plan = planner.plan(lengths)
@@ -81,7 +81,7 @@ def test_all_ranks_make_the_same_plan_also_in_the_background() -> None:
     lengths = _batch()
     with ThreadPoolExecutor(1) as thread:
         later = thread.submit(PLANNER.plan, lengths)
-        plans = [Planner(COSTS, PIPELINE, effort=1).plan(lengths), later.result(60)]
+        plans = [Planner(COSTS, PIPELINE, effort=1, prepared=8).plan(lengths), later.result(60)]
     assert to_text(plans[0]) == to_text(plans[1])
 
 
@@ -227,8 +227,8 @@ def test_what_fits_no_memory_is_refused() -> None:
 @pytest.mark.sample("log-uniform")
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_planner_is_never_behind_others_and_ahead_of_static_packs(name: str) -> None:
-    planner = Planner(COSTS, Pipeline(4, 16, 64 * K), effort=4)
-    lengths = draw(name, tokens=2048 * K, longest=128 * K, seed=3)
+    planner = Planner(COSTS, Pipeline(4, 16, 64 * K), effort=4, prepared=4)
+    lengths = draw(name, tokens=1024 * K, longest=128 * K, seed=3)
     found = compare(lengths, planner, pack=128 * K, degree=8)
     planned = found.rows[-1].seconds
     assert not found.problems
@@ -249,7 +249,7 @@ def test_steps_of_few_tokens_are_compared_as_any_other(tokens: int, pack: int) -
 def test_a_prepared_schedule_is_proven_as_any_other_and_about_as_good() -> None:
     pipeline = Pipeline(4, 16, 32 * K)
     lengths = draw("log-uniform", tokens=1024 * K, longest=32 * K, seed=2)
-    plain = Planner(COSTS, pipeline, effort=1, tries=1)
+    plain = Planner(COSTS, pipeline, effort=1, prepared=0)
     prepared = Planner(COSTS, pipeline, effort=0, tries=4, prepared=12)
     plans = [planner.plan(lengths) for planner in (plain, prepared, prepared)]
     seconds = [price(plan, lengths, COSTS, pipeline).seconds for plan in plans]

@@ -9,9 +9,9 @@ Note [How a step is planned]
     are, and their shares of the work, is searched together with a schedule once, for steps that are
     typical (`templates`), and then fitted to the documents of some of these. In a step, documents
     are put into teams and then into parts of these shares by cost (`partition`); of some templates
-    the one with the shortest schedule is taken, with the shares that are best for what its parts
-    take and keep (`shares`); these parts are dealt out to ranks, and the schedule is made to fit
-    what they take.
+    the one with the shortest schedule is taken, in long steps with the shares that are best for
+    what its parts take and keep (`shares`); these parts are dealt out to ranks, and the schedule is
+    made to fit what they take.
     Without templates, numbers and shares are tried in each step, and schedules searched for the
     most promising. Only numbers go in, and every count of attempts is fixed: all ranks that know
     the lengths make the same plan.
@@ -41,6 +41,8 @@ TEAM = 32
 
 _OF_STEP, _PLANNING = 0.015, 0.002
 """Share of a step for which it may be planned; CPU seconds that a microbatch takes, about."""
+_LONG = 3.0
+"""Seconds of a step that leave time to find the best shares for its documents, 0.02 CPU seconds."""
 _DENSITIES = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
 _FITTED_TO, _SPARE = 3, 0.015
@@ -223,8 +225,9 @@ class Planner:
             shapes = self._fitted if self._typical else self._templates([work])
             found = [(self._expected(teams[0], shape), shape) for shape in shapes]
             fitting = [(seconds, shape) for seconds, shape in found if seconds is not None]
+            is_long = fsum(work.seconds) >= _LONG * self.pipeline.ranks
             for _, shape in sorted(fitting, key=lambda each: each[0]):
-                yield self._adapted(shape, teams[0])
+                yield self._adapted(shape, teams[0]) if is_long else shape
         if teams:
             yield from sorted(self._plain_shapes(work), key=lambda each: self._about(work, each))
 
