@@ -246,14 +246,25 @@ def test_what_is_exported_has_names_and_bits_of_what_transformers_writes(
 
 
 def test_a_layer_that_reads_more_than_hidden_states_is_named(tmp_path: Path) -> None:
+    width = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    transformers.RoFormerConfig(
+        vocab_size=64, num_hidden_layers=2, is_decoder=True, **width, **dropout
+    ).save_pretrained(tmp_path)
+    config = run_of(tmp_path)
+    named = "layers: roformer.encoder.layer.0 reads in aten.split"
+    assert named in outline_of(config.model).beside
+    with pytest.raises(ConfigError, match=r"\(mesh.pp must be 1\): more than hidden states"):
+        stage_of(config, range(1))
+
+
+def test_a_layer_that_gets_other_positions_is_named(tmp_path: Path) -> None:
     fields = {"num_hidden_layers": 2, "dim_head": 8, "dim_ff": 48, "prompt_types": 2}
     transformers.CpmAntConfig(
         vocab_size=64, hidden_size=32, num_attention_heads=4, **fields
     ).save_pretrained(tmp_path)
-    config = run_of(tmp_path)
-    assert "layers: cpmant.encoder.layers.0 reads in aten.add" in outline_of(config.model).beside
-    with pytest.raises(ConfigError, match=r"\(mesh.pp must be 1\): more than hidden states"):
-        stage_of(config, range(1))
+    with pytest.raises(ConfigError, match=r"cpmant.encoder.layers.0 gets other positions than"):
+        stage_of(run_of(tmp_path), range(1))
 
 
 @pytest.mark.parametrize(
