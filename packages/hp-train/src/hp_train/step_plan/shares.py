@@ -109,7 +109,7 @@ class _Program:
 
     def solve(self) -> tuple[float, ...] | None:
         """Find the shares."""
-        from scipy.optimize import linprog  # noqa: PLC0415 - 70 MiB, for those who plan steps
+        from scipy.optimize import linprog  # noqa: PLC0415 - 50 MiB, for those who plan steps
         from scipy.sparse import csr_array  # noqa: PLC0415
 
         others = 2 + len(self._starts)
