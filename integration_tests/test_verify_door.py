@@ -23,8 +23,6 @@ from integration_tests.test_verify_faults import SMALL
 from integration_tests.verify_door import MORE, PROGRAM
 from integration_tests.verify_faults import CONTEXT, FAULTS, LAYOUTS, PIPELINE, SHARDED, TENSOR
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
-
 ROOT = Path(__file__).parent
 ONE = "train.microbatch_size=1"
 ALL = FAULTS | MORE

@@ -34,15 +34,7 @@ def _after_torch(_module: ModuleType) -> None:
 
         own_trainer.listen(module, begun.leave())
 
-    _once_imported("hp_train.training.train", after_trainer)
-
-
-def _once_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Have something done with a module, at once if it is imported: by a .pth file, for one."""
-    if name in sys.modules:
-        then(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _After(name, then))
+    sys.meta_path.insert(0, _After("hp_train.training.train", after_trainer))
 
 
 class _After(importlib.abc.MetaPathFinder):
@@ -74,5 +66,8 @@ class _After(importlib.abc.MetaPathFinder):
 
 
 if "HP_VERIFY_JOB" in os.environ:
-    _once_imported("torch", _after_torch)
+    if "torch" in sys.modules:  # by a .pth file, which comes before
+        _after_torch(sys.modules["torch"])
+    else:
+        sys.meta_path.insert(0, _After("torch", _after_torch))
 _run_hidden()
