@@ -258,6 +258,27 @@ def test_a_prepared_schedule_is_proven_as_any_other_and_about_as_good() -> None:
     assert prove(plans[1], lengths, COSTS, pipeline) == ()
 
 
+def test_a_long_step_has_the_shares_that_are_best_for_its_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = [_batch("mock", seed) for seed in range(3)]
+    planner = Planner(COSTS, PIPELINE, prepared=2, typical=batches[:1])
+    ahead = 0
+    for lengths in batches:
+        (work,) = planner._teams(planner._work(lengths))
+        for shape in planner._fitted:
+            before = planner._expected(work, shape)
+            after = planner._expected(work, planner._adapted(shape, work))
+            if before is not None:
+                assert after is not None
+                assert after <= before
+                ahead += after < 0.9999 * before
+    assert ahead > 1
+    assert next(planner._shapes(work, [work])) in planner._fitted
+    monkeypatch.setattr("hp_train.step_plan.planner._LONG", 0.0)
+    assert any(shape not in planner._fitted for shape in planner._shapes(work, [work]))
+
+
 def test_templates_depend_on_what_is_asked_alone() -> None:
     """So all ranks come to the same, whatever they have planned before, also after a resume."""
     stages = (Seconds(0.333, 0.341, 0.329), Seconds(0.30, 0.30, 0.28))

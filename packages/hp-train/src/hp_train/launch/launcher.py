@@ -60,8 +60,8 @@ _RESTARTED = (HangError.exit_code, RankLostError.exit_code)
 """What another attempt may get over; a wrong config, bad data and the like it will not."""
 
 # Activations come and go in every step: what C's allocator has, it keeps, instead of having the
-# kernel clear pages again. The first number is the largest that every glibc takes. Huge pages would
-# save more of a step, but made the start of a model of 33 M parameters three seconds longer.
+# kernel clear pages again. The first number is the largest that every glibc takes. Huge pages saved
+# more of a step on one machine and less on another, and made starts seconds longer.
 _KEEP_MEMORY = ":".join(
     f"glibc.malloc.{name}" for name in ("mmap_threshold=33554432", "trim_threshold=8589934592")
 )
