@@ -59,8 +59,8 @@ def main() -> None:
                 still += _others(each) < price(plan, cut, costs, planner.pipeline).seconds
     _print("all", every)
     below = sum(each.searched_bound < _planned(each) for each in every)
-    print(f"{len(every)} batches; behind one of the others: {behind}, and {still} with documents cut ")
-    print(f"as packs cut them; above the bound of any schedule of static packs: {below}")
+    print(f"{len(every)} batches; behind one of the others: {behind}, and {still} with documents ")
+    print(f"cut as packs cut them; above the bound of any schedule of static packs: {below}")
 
 
 def _others(each: Comparison) -> float:
