@@ -131,7 +131,8 @@ def mutants(root: Path, command: str, *arguments: str) -> subprocess.CompletedPr
 def test_tests_are_known_by_the_functions_they_enter(repository: Path) -> None:
     """Also those that only a child process enters, which ends without a farewell."""
     known = Map(repository / "known" / "map")
-    double, inner, half = (f"packages/hp-tiny/src/hp_tiny/__init__.py:{n}" for n in (4, 5, 9))
+    file = "packages/hp-tiny/src/hp_tiny/__init__.py"
+    double, inner, half = (f"{file}:{name}" for name in ("double", "double.inner", "half"))
     names = {"test_in_a_child_process", "test_limit"}
     assert {test.partition("::")[2] for test in known.tests(double)} == names
     assert {test.partition("::")[2] for test in known.tests(inner)} == names

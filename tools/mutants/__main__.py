@@ -24,6 +24,7 @@ import threading
 import time
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -75,19 +76,18 @@ class Change:
         """Return the innermost function that the change begins in, as tests are recorded by.
 
         Returns:
-            Path and first line (`packages/.../file.py:12`), or the path alone outside functions.
+            Path and name (`packages/.../file.py:Class.method`), or the path alone outside functions.
         """
         text = (tree / self.file).read_text()
         pairs = enumerate(zip(self.old, self.new, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(self.old), len(self.new)))
         line = text[: text.index(self.old) + same].count("\n") + 1
-        found = [
-            (_first_line(node), node.end_lineno or 0)
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.FunctionDef)
+        around = [
+            f"{self.file}:{name}"
+            for name, node in _functions(ast.parse(text))
+            if _first_line(node) <= line <= (node.end_lineno or 0)
         ]
-        around = [first for first, last in found if first <= line <= last]
-        return f"{self.file}:{max(around)}" if around else self.file
+        return around[-1] if around else self.file  # an inner one comes after its outer one
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,19 @@ def record(root: Path, folder: Path) -> None:
         environment = _environment(tree, hook=True) | {"HP_TEST_MAP": str(into)}
         command = [*_PYTEST, "-p", "map_plugin", "--tb=short", suite]
         subprocess.run(command, cwd=tree, env=environment, check=False)
+        name_functions(into / "entered", tree)
         (into / "done").touch()
+
+
+def name_functions(entered: Path, tree: Path) -> None:
+    """Replace first lines of functions by names, which stay when lines above them change."""
+    lines = [line.partition(" ") for line in set(entered.read_text().splitlines())]
+    names = {
+        f"{file}:{_first_line(node)}": f"{file}:{name}"
+        for file in {function.partition(":")[0] for _, _, function in lines}
+        for name, node in _functions(ast.parse((tree / file).read_text()))
+    }
+    entered.write_text("".join(f"{number} {names[line]}\n" for number, _, line in lines))
 
 
 def run(root: Path, folder: Path, changes: list[Change], *, workers: int) -> None:
@@ -336,6 +348,17 @@ def _environment(tree: Path, *, hook: bool = False) -> dict[str, str]:
         "PYTHONPYCACHEPREFIX": str(compiled),
         "PYTHONDONTWRITEBYTECODE": "",
     }
+
+
+def _functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield each function with its name and those of what it is in (`Class.method.inner`)."""
+    for node in ast.iter_child_nodes(tree):
+        name = within
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = f"{within}.{node.name}".removeprefix(".")
+        if isinstance(node, ast.FunctionDef):
+            yield name, node
+        yield from _functions(node, name)
 
 
 def _first_line(node: ast.FunctionDef) -> int:
