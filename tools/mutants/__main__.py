@@ -76,7 +76,7 @@ class Change:
         """Return the innermost function that the change begins in, as tests are recorded by.
 
         Returns:
-            Path and name (`packages/.../file.py:Class.method`), or the path alone outside functions.
+            Path and name (`packages/.../file.py:Class.method`); the path alone outside functions.
         """
         text = (tree / self.file).read_text()
         pairs = enumerate(zip(self.old, self.new, strict=False))
@@ -180,9 +180,11 @@ def name_functions(entered: Path, tree: Path) -> None:
     names = {
         f"{file}:{_first_line(node)}": f"{file}:{name}"
         for file in {function.partition(":")[0] for _, _, function in lines}
+        if (tree / file).exists()  # no copy that a test makes
         for name, node in _functions(ast.parse((tree / file).read_text()))
     }
-    entered.write_text("".join(f"{number} {names[line]}\n" for number, _, line in lines))
+    rows = [f"{number} {names[line]}\n" for number, _, line in lines if line in names]
+    entered.write_text("".join(rows))
 
 
 def run(root: Path, folder: Path, changes: list[Change], *, workers: int) -> None:
