@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hp_platform import (
@@ -18,6 +18,7 @@ from hp_platform import (
     set_fsdp_exchanges,
     set_fsdp_frees_parameters,
     set_fsdp_gather_dtype,
+    set_fsdp_hooks,
 )
 from hp_platform.testing import record_exchanges, run_distributed
 
@@ -39,6 +40,33 @@ def sharded_after_each_step() -> list[bool]:
 def test_parameters_stay_gathered_until_freeing_is_allowed_again() -> None:
     for found in run_distributed(sharded_after_each_step, world_size=2):
         assert found == [False, False, True, True]
+
+
+def with_and_without_hooks() -> list[object]:
+    """Whether weights are gathered in a forward and the gradient is reduced, by policy."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found: list[object] = []
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        module: Any = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh, mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)
+        for active in (True, False, True):
+            set_fsdp_hooks(module, active=active)
+            module.unshard()
+            y = module(torch.ones(1, 2))
+            module.set_modules_to_backward_prefetch([module])
+            torch.autograd.backward(y.sum())
+            is_gathered = not isinstance(module.weight, DTensor)
+            found += [is_gathered, module.weight.grad is not None, y.dtype]
+            module.reshard()
+    return found
+
+
+def test_without_hooks_parameters_stay_and_gradients_wait_unless_something_is_cast() -> None:
+    usual = [False, True, torch.float32]
+    cast = [False, True, torch.bfloat16]
+    silent = [True, True, torch.float32]  # the gradient of the gathered weight
+    for found in run_distributed(with_and_without_hooks, world_size=2):
+        assert found == [*usual, *silent, *usual, *cast, *cast, *cast]
 
 
 def steps_with_and_without_pairs() -> list[list[float]]:

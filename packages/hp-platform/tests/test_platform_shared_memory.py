@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from hp_platform import set_fsdp_exchanges
 from hp_platform.collectives.shared_memory import Channel, Exchange
@@ -121,10 +123,10 @@ def no_memory(name: str, flags: int) -> int:
 
 
 def steps_of_fsdp() -> list[list[float]]:
-    """Gradients with FSDP's own exchanges, in shared memory, and where one rank has none."""
+    """Gradients with FSDP's own exchanges, in shared memory, in place, and where that fails."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
-    for how in ("usual", "shared", "apart"):
+    for how in ("usual", "shared", "in place", "apart"):
         torch.manual_seed(0)
         group = dist.new_group() if how == "apart" else mesh.get_group()
         assert isinstance(group, dist.ProcessGroup)
@@ -137,7 +139,7 @@ def steps_of_fsdp() -> list[list[float]]:
             if how == "apart" and dist.get_rank() == 1:
                 patch.setattr(os, "memfd_create", no_memory)
             for module in modules if how != "usual" else ():
-                set_fsdp_exchanges(module, group=group)
+                set_fsdp_exchanges(module, group=group, in_place=how in ("in place", "apart"))
         x = torch.arange(10.0, dtype=torch.float64).view(2, 5) + dist.get_rank()
         for ahead in (False, True):
             for module in modules if ahead else ():
@@ -149,10 +151,40 @@ def steps_of_fsdp() -> list[list[float]]:
 
 
 def test_fsdp_has_the_same_gradients_with_and_without_shared_memory() -> None:
-    for usual, shared, apart in run_distributed(steps_of_fsdp, world_size=3):
+    for usual, shared, in_place, apart in run_distributed(steps_of_fsdp, world_size=3):
         torch.testing.assert_close(shared, usual, rtol=1e-13, atol=0.0)
-        assert apart == shared  # sums are in rank order either way
+        assert in_place == apart == shared  # sums are in rank order in all of them
         assert len(set(shared)) > 60
+
+
+def gathers_of_changing_weights() -> list[float]:
+    """Units of uneven sizes, gathered in place again and again by ranks that are early or late."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rank, wrong = dist.get_rank(), []
+    layers = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 300), nn.Linear(300, 2))
+    modules: list[Any] = [fully_shard(layer, mesh=mesh) for layer in layers]
+    for module in modules:
+        set_fsdp_exchanges(module, group=mesh.get_group(), in_place=True)
+    for step in range(40):
+        for number, parameter in enumerate(layers.parameters()):
+            assert isinstance(parameter, DTensor)
+            with torch.no_grad():
+                parameter.to_local().fill_(100 * step + number)
+        time.sleep(0.002 * (random.Random(7 * step + rank).random() < 0.3))
+        for module in modules:
+            module.unshard(async_op=step % 3 > 0)
+        for module in reversed(modules) if step % 3 == 1 else modules:
+            time.sleep(0.002 * (random.Random(5 * step + rank).random() < 0.3))
+            module.unshard()
+        for number, parameter in enumerate(layers.parameters()):
+            wrong += parameter[parameter != 100 * step + number].tolist()
+        for module in modules:
+            module.reshard()
+    return wrong
+
+
+def test_nobody_overwrites_what_another_rank_still_gathers() -> None:
+    assert run_distributed(gathers_of_changing_weights, world_size=3) == [[]] * 3
 
 
 def one_cannot() -> bool:

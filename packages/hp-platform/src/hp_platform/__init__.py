@@ -21,7 +21,11 @@ from hp_platform.collectives.collectives import (
     start_all_to_all,
     wait_tensor,
 )
-from hp_platform.collectives.fsdp import set_fsdp_exchanges, set_fsdp_frees_parameters
+from hp_platform.collectives.fsdp import (
+    set_fsdp_exchanges,
+    set_fsdp_frees_parameters,
+    set_fsdp_hooks,
+)
 from hp_platform.collectives.narrow import set_fsdp_gather_dtype
 from hp_platform.collectives.p2p import irecv, isend, isend_irecv
 from hp_platform.collectives.pending import Pending
@@ -109,6 +113,7 @@ __all__ = [
     "set_fsdp_exchanges",
     "set_fsdp_frees_parameters",
     "set_fsdp_gather_dtype",
+    "set_fsdp_hooks",
     "shutdown",
     "side_stream",
     "start_all_to_all",

@@ -33,6 +33,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -149,6 +150,29 @@ def fsdp_param_groups(module: Any) -> list[Any]:
     if groups is None:
         groups = [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
+
+
+def set_fsdp_hooks(module: Any, active: bool) -> None:
+    """Let FSDP2's hooks around a module's forward do nothing, in their places, or bring them back.
+
+    They stay as they are where they cast, and where several modules have them together.
+    """
+    state = module._get_fsdp_state()
+    state._lazy_init()  # as the first hook does
+    policy = state._mp_policy
+    if policy.param_dtype or policy.reduce_dtype or policy.output_dtype:
+        return
+    for handle, hook in (
+        (state._pre_forward_hook_handle, state._pre_forward),
+        (state._post_forward_hook_handle, state._post_forward),
+    ):
+        hooks = handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None
+        if hooks is not None:
+            hooks[handle.id] = hook if active else _nothing
+
+
+def _nothing(*_: object) -> None:
+    """Be a hook that does nothing."""
 
 
 to_copy: Any = torch.ops.aten._to_copy.default

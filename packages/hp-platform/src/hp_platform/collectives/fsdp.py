@@ -5,10 +5,18 @@ and its reduce-scatter sums all of the input on every rank. Between processes of
 copy is CPU time, a message from each rank to each other one moves the same shards in two thirds of
 the time, and a reduce-scatter as an exchange with a sum behind it takes less than half. Where all
 ranks are processes of one machine, both go through memory that they share (`shared_memory.py`).
+
+Note [Gathered in place]. FSDP copies a unit's shards into one tensor, which it has gathered, and
+copies parameters out of that. Where the tensor is memory that all ranks have in common, each rank
+writes its part and nobody needs to copy those of others. FSDP is done with a unit's tensor before
+it gathers the unit again. So a rank that sees all others begin the gather after knows that they
+have copied what they wanted of this one: of two tensors that take turns, the one whose turn it is
+can be written to without asking. Likewise gradients are put into memory that others can read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -42,7 +50,23 @@ def set_fsdp_frees_parameters(module: object, frees: bool) -> None:
             group.reshard = lambda: None
 
 
-def set_fsdp_exchanges(module: Any, *, group: ProcessGroup) -> None:
+def set_fsdp_hooks(module: object, *, active: bool) -> None:
+    """Say whether a sharded module's forward and backward gather, free and reduce by themselves.
+
+    Without hooks, parameters must be gathered before the module is called (`unshard`), and stay
+    until they are freed; gradients are added up in them, and are reduced by the next backward that
+    begins in a method of the outermost sharded module (`register_fsdp_forward_method`). Without
+    effect where a `MixedPrecisionPolicy` casts, which hooks do.
+
+    Args:
+        module: Module that was passed to `fully_shard`; modules sharded inside it are not affected.
+            The outermost one must come first.
+        active: True brings back the usual behaviour.
+    """
+    _internals.set_fsdp_hooks(module, active)
+
+
+def set_fsdp_exchanges(module: Any, *, group: ProcessGroup, in_place: bool = False) -> None:
     """Let a sharded module gather and reduce over Gloo in less time; see Note [Gloo by pairs].
 
     Sums are in rank order. Without effect on other backends. All ranks of the group call this
@@ -51,6 +75,9 @@ def set_fsdp_exchanges(module: Any, *, group: ProcessGroup) -> None:
     Args:
         module: One that `fully_shard` was applied to over one mesh axis; not those inside it.
         group: Process group of that axis.
+        in_place: Whether ranks of one machine keep two copies of the module's parameters together,
+            in the dtype that they are gathered in, and copy less in a gather. See Note [Gathered in
+            place].
     """
     cpu = torch.device("cpu")
     if group.size() == 1 or _internals.backend_name(group, cpu) != "gloo":
@@ -59,10 +86,11 @@ def set_fsdp_exchanges(module: Any, *, group: ProcessGroup) -> None:
         timeout = _internals.group_timeout(group, cpu) or _TIMEOUT
         _channels[group] = (
             Channel.connect(group, num_slots=2, timeout=timeout),
-            Channel.connect(group, num_slots=1, timeout=timeout),
+            Channel.connect(group, num_slots=2, timeout=timeout),
         )
     gathers, reductions = _channels[group]
-    module.set_custom_all_gather(_Gather(gathers))
+    kind = _GatherInPlace if in_place and gathers is not None else _Gather
+    module.set_custom_all_gather(kind(gathers))
     module.set_custom_reduce_scatter(_ReduceScatter(reductions))
 
 
@@ -100,15 +128,7 @@ class _Gather(_Exchange):
             parts[rank].copy_(input_tensor.view(-1))
         works: list[dist.Work | Exchange]
         if self._channel is not None:
-            rows = parts.view(torch.uint8)
-
-            def read(memories: list[Tensor]) -> None:
-                for other, memory in enumerate(memories):
-                    if other != rank:
-                        rows[other].copy_(memory)
-
-            size = rows.shape[1]
-            works = [self._channel.post(size, fill=lambda m: m.copy_(rows[rank]), read=read)]
+            works = [self.post(parts, self._channel, rank)]
         else:
             others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
             works = [group.recv([parts[other]], other, 0) for other in reversed(others)]
@@ -119,8 +139,49 @@ class _Gather(_Exchange):
         work.wait()
         return None
 
+    def post(self, parts: Tensor, channel: Channel, rank: int) -> Exchange:
+        """Begin to exchange parts, [ranks, numel of each]."""
+        rows = parts.view(torch.uint8)
+
+        def read(memories: list[Tensor]) -> None:
+            for other, memory in enumerate(memories):
+                if other != rank:
+                    rows[other].copy_(memory)
+
+        return channel.post(rows.shape[1], fill=lambda m: m.copy_(rows[rank]), read=read)
+
+
+class _GatherInPlace(_Gather):
+    _turns: tuple[Tensor, ...] = ()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory of all ranks; see Note [Gathered in place]."""
+        if device.type != "cpu" or self._channel is None:
+            return super().allocate(size, dtype=dtype, device=device)
+        num_bytes = math.prod(size) * dtype.itemsize
+        if not self._turns or self._turns[0].nbytes != num_bytes:
+            self._turns = (self._channel.common(num_bytes), self._channel.common(num_bytes))
+        self._turns = self._turns[::-1]
+        return self._turns[0].view(dtype).view(*size)
+
+    def post(self, parts: Tensor, channel: Channel, rank: int) -> Exchange:
+        """Say that this rank's part is there."""
+        if not self._turns or parts.data_ptr() != self._turns[0].data_ptr():
+            return super().post(parts, channel, rank)
+        return channel.post(0, fill=lambda _: None, read=lambda _: None)
+
 
 class _ReduceScatter(_Exchange):
+    _input: Tensor | None = None  # allocated, and not reduced yet
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory that others can read for an input, and of this rank for an output."""
+        if self._channel is None or self._input is not None or device.type != "cpu":
+            return super().allocate(size, dtype=dtype, device=device)
+        memory = self._channel.memory(math.prod(size) * dtype.itemsize)
+        self._input = memory.view(dtype).view(*size)
+        return self._input
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -129,6 +190,7 @@ class _ReduceScatter(_Exchange):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        allocated, self._input = self._input, None
         if output_tensor.device.type != "cpu" or op != dist.ReduceOp.SUM or async_op:
             usual: dist.Work | None = dist.reduce_scatter_tensor(
                 output_tensor, input_tensor, op, group, async_op
@@ -142,6 +204,8 @@ class _ReduceScatter(_Exchange):
             return None
 
         def fill(memory: Tensor) -> None:
+            if allocated is not None and allocated.data_ptr() == whole.data_ptr():
+                return  # it is there
             target = memory.view(whole.dtype).view(whole.shape)
             for others in (slice(rank), slice(rank + 1, None)):
                 target[others].copy_(whole[others])

@@ -40,7 +40,8 @@ class _Offer(NamedTuple):
         pid: Process ID of the rank.
         token: First bytes of each of its memories, hexadecimal, which tell its process from one of
             another machine.
-        memories: File descriptors, one per slot.
+        memories: File descriptors, one per slot, and one of what all have in common if it is of
+            rank 0.
         inlets: Group rank -> file descriptor of the end of a pipe into which that rank writes.
     """
 
@@ -74,10 +75,14 @@ class _Memory:
     def bytes(self, size: int, *, grow: bool = False) -> Tensor:
         """The first bytes, uint8 [size]."""
         if len(self.mapped) < size:
-            if grow and os.fstat(self.file).st_size < size:
-                os.posix_fallocate(self.file, 0, size)  # fails here, not at some later write
-            self.mapped = torch.frombuffer(mmap.mmap(self.file, size), dtype=torch.uint8)
+            self.mapped = self.part(0, size, grow=grow)
         return self.mapped[:size]
+
+    def part(self, offset: int, size: int, *, grow: bool) -> Tensor:
+        """Bytes from a multiple of a page on, uint8 [size]."""
+        if grow and os.fstat(self.file).st_size < offset + size:
+            os.posix_fallocate(self.file, 0, offset + size)  # fails here, not at some later write
+        return torch.frombuffer(mmap.mmap(self.file, size, offset=offset), dtype=torch.uint8)
 
 
 class Channel:
@@ -86,6 +91,9 @@ class Channel:
     In an exchange every rank posts bytes, as many as the others, and reads those of the others.
     Several exchanges may be under way, as many as there are slots; before one more is posted, the
     oldest is finished.
+
+    Ranks can also write to memory that all of them have in common (`common`); an exchange of no
+    bytes then says that they have written.
     """
 
     def __init__(
@@ -100,7 +108,9 @@ class Channel:
         self._memories = memories
         self._inlets, self._outlets = pipes
         self._heard = {other: [0, 0] for other in self._inlets}
+        self._common_bytes = 0
         self._num_posted = 0
+        self._is_free = True  # whether the next exchange can have its slot
         self._under_way: deque[Exchange] = deque()
 
     @classmethod
@@ -122,7 +132,7 @@ class Channel:
         memories: list[list[_Memory]] = [[] for _ in range(group.size())]
         outlets: dict[int, int] = {}
         with suppress(OSError, AttributeError):  # no such system call here
-            mine = [_Memory.create(token) for _ in range(num_slots)]
+            mine = [_Memory.create(token) for _ in range(num_slots + 1)]
             pipes = {other: os.pipe2(os.O_CLOEXEC) for other in others}
         memories[rank] = mine
         files = tuple(memory.file for memory in mine)
@@ -139,7 +149,7 @@ class Channel:
                     )
                 inlet = f"{folder}/{offer.inlets[rank]}"
                 outlets[other] = os.open(inlet, os.O_WRONLY | os.O_CLOEXEC)
-        done = len(outlets) == len(others) and all(len(m) == num_slots for m in memories)
+        done = len(outlets) == len(others) and all(len(m) == num_slots + 1 for m in memories)
         all_done = torch.tensor([done], dtype=torch.int32, device="cpu")
         dist.all_reduce(all_done, dist.ReduceOp.MIN, group=group)
         for _, end in pipes.values():
@@ -154,6 +164,34 @@ class Channel:
             with suppress(OSError):
                 os.close(file)
 
+    def common(self, size: int) -> Tensor:
+        """Return memory that all ranks have in common; all of them call this together.
+
+        Args:
+            size: In bytes.
+
+        Returns:
+            uint8 [size], the same bytes on every rank, of no other call.
+        """
+        offset = self._common_bytes
+        self._common_bytes += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return self._memories[0][-1].part(offset, size, grow=True)
+
+    def memory(self, size: int) -> Tensor:
+        """Return this rank's memory for the next exchange, once the others have read the last.
+
+        Args:
+            size: Bytes of each rank.
+        """
+        slots = self._memories[self._rank][:-1]
+        if len(self._under_way) == len(slots):
+            self._under_way[0].wait()
+        if not self._is_free:
+            for other in self._inlets:
+                self._hear(other, _READ)
+            self._is_free = True
+        return slots[self._num_posted % len(slots)].bytes(size, grow=True)
+
     def post(
         self, size: int, *, fill: Callable[[Tensor], object], read: Callable[[list[Tensor]], object]
     ) -> Exchange:
@@ -165,18 +203,13 @@ class Channel:
             read: Is given what every rank has filled, by group rank, this one's as well; at the
                 latest when another exchange needs the slot.
         """
-        slots = self._memories[self._rank]
-        slot, is_first = self._num_posted % len(slots), self._num_posted < len(slots)
-        if len(self._under_way) == len(slots):
-            self._under_way[0].wait()
-        if not is_first:
-            for other in self._inlets:
-                self._hear(other, _READ)
-        self._num_posted += 1
-        fill(slots[slot].bytes(size, grow=True))
+        fill(self.memory(size))
         self._tell(_POSTED)
-        exchange = Exchange(self, slot, size, read)
+        num_slots = len(self._memories[self._rank]) - 1
+        exchange = Exchange(self, self._num_posted % num_slots, size, read)
         self._under_way.append(exchange)
+        self._num_posted += 1
+        self._is_free = self._num_posted < num_slots
         return exchange
 
     def finish(self, exchange: Exchange) -> None:

@@ -2,14 +2,15 @@
 
 Note [Who launches collectives]. FSDP's own hooks gather parameters before a module's forward and
 backward, free them after, and reduce gradients in every backward. A schedule knows better when:
-its UNSHARD, RESHARD and REDUCE_GRAD steps do so, and nothing else does. The hooks stay, since they
-also cast inputs for mixed precision, but are left nothing to launch: parameters are gathered when
-they run, and reducing and freeing are switched off. In REDUCE_GRAD reducing is switched on for one
-small backward through the outermost sharded module, whose end reduces what all microbatches have
-left. So gradients are reduced once, however many microbatches and whichever halves of backwards
-there were. A forward and a backward of one module in two threads would still make FSDP free
-parameters between them, which `hp_platform.set_fsdp_frees_parameters` prevents; all else is done
-with public methods of `FSDPModule`.
+its UNSHARD, RESHARD and REDUCE_GRAD steps do so, and nothing else does. The hooks are silent
+(`hp_platform.set_fsdp_hooks`). Those that cast for mixed precision stay, but are left nothing to
+launch: parameters are gathered when they run, and reducing and freeing are switched off. In
+REDUCE_GRAD reducing is switched on for one small backward through the outermost sharded module,
+whose end reduces what all microbatches have left. So gradients are reduced once, however many
+microbatches and whichever halves of backwards there were. A forward and a backward of one module in
+two threads would still make hooks that stay free parameters between them, which
+`hp_platform.set_fsdp_frees_parameters` prevents; all else is done with public methods of
+`FSDPModule`.
 """
 
 import sys
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hp_platform import set_fsdp_frees_parameters
+from hp_platform import set_fsdp_frees_parameters, set_fsdp_hooks
 from hp_schedule.packing import BWD_WEIGHT, FSDP_KINDS, FSDP_REDUCE_GRAD, encode
 from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.stage import PipelineStage
@@ -71,6 +72,7 @@ class FullySharded:
             # Otherwise each would gather the one that ran before it, perhaps of another stage.
             module.set_modules_to_backward_prefetch([module])
             set_fsdp_frees_parameters(module, False)
+            set_fsdp_hooks(module, active=False)
         try:
             yield
         finally:
@@ -78,6 +80,7 @@ class FullySharded:
             for module in self._all():
                 module.set_modules_to_backward_prefetch([])
                 set_fsdp_frees_parameters(module, True)
+                set_fsdp_hooks(module, active=True)
 
     def unshard(self, stage: PipelineStage) -> None:
         """Start to gather a stage's parameters."""

@@ -6,13 +6,15 @@ hooks gather a unit when it is called, and reduce its gradients when its backwar
 embedding and the output matrix are units of their own then: the embedding is there while rows are
 looked up in it, and not in backward; the output matrix from the loss to its gradient. A table that
 is both on one stage, and what else is in no block, stays from the stage's forward to its backward.
+By stage, ranks of one machine with a CPU gather into memory that they have in common: it takes two
+copies of the parameters, of all of them together; by block, memory is what matters.
 
 Gradients are summed over the ranks that keep copies as well (HSDP), of each unit when it was
 reduced. Over those ranks sums are of all microbatches, in the backward of the last one.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 import torch.distributed as dist
@@ -40,9 +42,9 @@ def shard(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
         over = _with_copies(mesh, "expert_replicate", "expert_shard")
         fully_shard_experts(module, over, divide_gradients_by=1.0)
         for part in module.experts:
-            set_fsdp_exchanges(part, group=mesh.groups["expert_shard"])
+            set_fsdp_exchanges(part, group=mesh.groups["expert_shard"], in_place=not by_block)
     if mesh.size("fsdp") > 1:
-        _shard_dense(module, mesh, module.units if by_block else module.apart)
+        _shard_dense(module, mesh, by_block=by_block)
     if by_block:
         prefetch_blocks(module)
 
@@ -51,7 +53,8 @@ def _with_copies(mesh: Mesh, copies: str, shards: str) -> DeviceMesh:
     return mesh.submesh(*([copies] if mesh.size(copies) > 1 else []), shards)
 
 
-def _shard_dense(module: Stage, mesh: Mesh, units: Sequence[nn.Module]) -> None:
+def _shard_dense(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
+    units = module.units if by_block else module.apart
     device_mesh, group = _with_copies(mesh, "dp_replicate", "fsdp"), mesh.groups["fsdp"]
     experts = {parameter for part in module.experts for parameter in part.parameters(recurse=False)}
     for part in (*units, module):
@@ -60,7 +63,7 @@ def _shard_dense(module: Stage, mesh: Mesh, units: Sequence[nn.Module]) -> None:
         part.set_gradient_divide_factor(1.0)
         # Gloo cannot scale while it sums.
         part.set_force_sum_reduction_for_comms("nccl" not in str(dist.get_backend(group)))
-        set_fsdp_exchanges(part, group=group)
+        set_fsdp_exchanges(part, group=group, in_place=not by_block)
         if isinstance(part, Lender):
             register_fsdp_forward_method(part, "lend")
         if isinstance(part, Lender) and part is units[-1]:
