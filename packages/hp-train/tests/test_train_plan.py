@@ -125,6 +125,19 @@ def test_the_best_layout_is_the_best_of_all(num: int) -> None:
             assert one.config.world_size == num
 
 
+def test_the_next_best_are_found_as_well_where_ranks_share_a_core() -> None:
+    """What their steps take at least is known before they are laid out, and not in which order."""
+    config = with_keys(config_of(), {"train.global_batch_size": 4})
+    machine, axes = MACHINES["cpu"].with_values(cores=1), plan_axes(config, 2)
+    layouts = enumerate_layouts(config, num_processes=range(2, 3), axes=axes)
+    every = [estimate(layout, machine, vocab_size=VOCAB).seconds for _, layout in layouts]
+    best = choose(config, 2, machine, vocab_size=VOCAB, count=8)
+    found = sorted({one.seconds for one in best.best})  # some are one schedule by two names
+    assert found == pytest.approx(sorted(set(every))[: len(found)])
+    assert best.is_complete
+    assert best.num_laid_out < len(every) / 10
+
+
 def test_stages_that_take_longer_give_layers_away() -> None:
     values = {"model.num_layers": 8, "train.global_batch_size": 16, "mesh.pp": 2}
     config = with_keys(config_of(), values)

@@ -106,6 +106,8 @@ def test_teams_have_the_same_shares() -> None:
     lengths = draw("lognormal-2k", tokens=2048 * K, longest=64 * K, seed=1)
     work = planner._work(lengths)
     teams = planner._teams(work)
+    of_teams = [sum(team.seconds) for team in teams]
+    assert of_teams == pytest.approx([sum(of_teams) / 2] * 2, rel=1e-3)
     shaped = [each for each in planner._plain_shapes(work) if len({*each.shares}) > 1]
     assert shaped
     for shape in shaped:

@@ -10,11 +10,16 @@ from torch.distributed.tensor import DTensor
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_train.config.options import resolve
+from hp_train.launch.heartbeats import Heartbeats
+from hp_train.launch.signals import StopFlag
+from hp_train.launch.task import Worker
 from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
 from hp_train.model import TransformerStage
 from hp_train.model.layers import Linear
 from hp_train.model.parallelize import Pipeline, build_pipeline
+from hp_train.training.startup import prepare_data
+from hp_train.training.train import Trainer
 
 _TABLE = "embedding.weight"
 _TIMEOUT = timedelta(seconds=30)
@@ -110,3 +115,40 @@ def test_both_ends_have_one_table(tmp_path: Path) -> None:
         assert (both["tables"], both["twins"], both["peers"]) == (1, 1, [0])
         assert both["sharded"] == [True, True]
         assert torch.equal(*both["parts"])
+
+
+def _resumed(folder: Path, address: str) -> list[bool]:
+    """Whether the table's copies of a rank are equal: at the start, after a step, after a load."""
+    info = RankInfo.from_env()
+    assert info is not None
+    given: dict[str, Any] = {"mesh.pp": 1, "mesh.dp_replicate": 1, "mesh.ep": 1}
+    given |= {"model.tie_embeddings": True, "model.num_experts": 0, "data.seq_len": 12}
+    given |= LAYOUTS["sharded by stage"] | {"data.paths": [str(folder / "text.txt")]}
+    given |= {"launch.device": "cpu", "train.async_save": False, "train.learning_rate": 1e-1}
+    config = resolve("quickstart", given.items(), env={}).config
+    heartbeats = Heartbeats.create(folder / f"heartbeats-{info.rank}", num_ranks=2)
+    worker = Worker(info, folder / "run", heartbeats, StopFlag())
+    runtime = initialize(info, device_type="cpu", init_method=address)
+    tokenizer = prepare_data(config, worker, runtime)
+    found: list[bool] = []
+    for is_first in (True, False):
+        trainer = Trainer(config, worker, runtime, tokenizer)
+        if is_first:
+            trainer.train_step()
+            trainer.save()
+        else:
+            trainer.resume()
+        stages = [s for s in trainer.pipeline.modules.values() if isinstance(s, TransformerStage)]
+        tables = [s.embedding.weight for s in stages if s.embedding is not None]
+        one, other = [w.to_local() for w in tables if isinstance(w, DTensor)]
+        found.append(torch.equal(one, other))
+        trainer.pipeline.close()
+    shutdown()
+    return found
+
+
+def test_copies_follow_after_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "text.txt").write_text("some words in a row\\n" * 400)
+    address = f"file://{tmp_path}/meeting"
+    assert run_distributed(_resumed, tmp_path, address, world_size=2) == [[True, True]] * 2
