@@ -13,15 +13,15 @@ The methods of `hp_expert.experts.activation` are the reference.
 Shape symbols: P positions, S slots, H hidden width, L local experts.
 """
 
-import importlib
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from hp_expert.kernels.triton_rows import num_blocks, options, wide
-from hp_platform.own_kernels import launch
+from hp_expert.kernels.launching import launch_kernel
+from hp_expert.kernels.triton_rows import num_blocks, options
 
+_launch = partial(launch_kernel, "triton_activation_kernels")
 _ZEROS = 1024
 _MOST_PROGRAMS = 32
 
@@ -68,15 +68,15 @@ def activate(gate_PH: Tensor, up_PH: Tensor, row_P: Tensor, form: Form) -> Tenso
     h_PH = gate_PH.new_empty(num_positions, width)
     if h_PH.numel() > 0:
         chosen = options(width)
-        grid = (num_positions, num_blocks(width, chosen))
-
-        def run() -> None:
-            given = gate_PH, up_PH, row_P, width, stride
-            constants = {**chosen, **form.constants(), "WIDE": wide(h_PH.dtype)}
-            with torch.cuda.device_of(h_PH):
-                _kernels().activate[grid](h_PH, *given, **constants)
-
-        launch("hp_expert.activate", run, reads=(gate_PH, up_PH, row_P), writes=(h_PH,))
+        _launch(
+            "activate",
+            (num_positions, num_blocks(width, chosen)),
+            made=(h_PH,),
+            given=(gate_PH, up_PH, row_P, width, stride),
+            wide=h_PH.dtype,
+            **chosen,
+            **form.constants(),
+        )
     return h_PH
 
 
@@ -101,25 +101,18 @@ def activate_backward(
         weights_S: Routing weight of each slot; None: one.
         extra_P: What else the gradient of the weight of each position has.
     """
-    (row_P, slot_P), (num_positions, width), stride = at, dh_PH.shape, pre[0].stride(0)
+    (num_positions, width), stride = dh_PH.shape, pre[0].stride(0)
     scaled_PH = dh_PH.new_empty(num_positions, width)
     grad_S = None if weights_S is None else weights_S.new_zeros(weights_S.shape)
     if scaled_PH.numel() > 0:
-        dh = dh_PH.contiguous()
-
-        def run() -> None:
-            made = *dpre, scaled_PH, grad_S
-            given = dh, *pre, row_P, slot_P, weights_S, extra_P, width, stride
-            constants = {**options(width), **form.constants(), "WIDE": wide(dh.dtype)}
-            with torch.cuda.device_of(dh):
-                _kernels().activate_backward[(num_positions,)](*made, *given, **constants)
-
-        given = (dh, *pre, row_P, slot_P, weights_S, extra_P)
-        launch(
-            "hp_expert.activate_backward",
-            run,
-            reads=[t for t in given if t is not None],
-            writes=[t for t in (*dpre, scaled_PH, grad_S) if t is not None],
+        _launch(
+            "activate_backward",
+            (num_positions,),
+            made=(*dpre, scaled_PH, grad_S),
+            given=(dh_PH.contiguous(), *pre, *at, weights_S, extra_P, width, stride),
+            wide=dh_PH.dtype,
+            **options(width),
+            **form.constants(),
         )
     return Gradients(scaled_PH, grad_S)
 
@@ -127,18 +120,12 @@ def activate_backward(
 def zero_idle(gradient: Tensor, num_rows_L: Tensor) -> None:
     """Zero the gradients of experts without rows, [L, ...] and contiguous, in place."""
     num_experts, size = gradient.shape[0], gradient[0].numel()
-    grid = (num_experts, min(-(-size // _ZEROS), _MOST_PROGRAMS))
-
-    def run() -> None:
-        with torch.cuda.device_of(gradient):
-            _kernels().zero_idle[grid](
-                gradient, num_rows_L, size, BLOCK=_ZEROS, enable_fp_fusion=False
-            )
-
-    # In a dry run every expert has rows: nothing of this memory is written.
-    launch("hp_expert.zero_idle", run, reads=(num_rows_L,), writes=(gradient[:0],))
-
-
-def _kernels() -> Any:
-    """The module of the kernels, which wants Triton."""
-    return importlib.import_module("hp_expert.kernels.triton_activation_kernels")
+    _launch(
+        "zero_idle",
+        (num_experts, min(-(-size // _ZEROS), _MOST_PROGRAMS)),
+        made=(gradient,),
+        given=(num_rows_L, size),
+        writes=(gradient[:0],),  # in a dry run every expert has rows: nothing of it is written
+        BLOCK=_ZEROS,
+        enable_fp_fusion=False,
+    )

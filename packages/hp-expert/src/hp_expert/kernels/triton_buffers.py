@@ -7,14 +7,15 @@ Shape symbols: W ranks, L local experts, E = W * L experts, C rows per pair of r
 of a buffer, B numbers in a block.
 """
 
-import importlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hp_platform.own_kernels import launch
+from hp_expert.kernels.launching import launch_kernel, power_from
 
+_launch = partial(launch_kernel, "triton_buffers_kernels")
 _TILE = 2048  # comparisons of a program at once
 _MOST_PLACES = 256
 _MOST_ROWS = 2**31 - 1
@@ -71,15 +72,10 @@ def tell(counts: Tensor, columns: Columns, *, code: int, num_ranks: int, size: i
         size: B.
     """
     sent, num_experts = counts.new_empty(num_ranks, size), counts.shape[0] - 2
-
-    def run() -> None:
-        sizes = {**_sizes(num_ranks, num_experts // num_ranks), **columns.constants()}
-        sizes |= {"B": size, "BLOCK_B": _power(size)}
-        del sizes["CODE"]
-        with torch.cuda.device_of(counts):
-            _kernels().tell[(num_ranks,)](sent, counts, code, **sizes)
-
-    launch("hp_expert.tell", run, reads=(counts,), writes=(sent,))
+    sizes = {**_sizes(num_ranks, num_experts // num_ranks), **columns.constants()}
+    sizes |= {"B": size, "BLOCK_B": power_from(size)}
+    del sizes["CODE"]
+    _launch("tell", (num_ranks,), made=(sent,), given=(counts, code), **sizes)
     return sent
 
 
@@ -126,28 +122,18 @@ def sort_received(
     sizes = {**_sizes(num_ranks, num_local), **columns.constants(), "B": width}
     del sizes["TOKENS"]
     block = max(16, min(_MOST_PLACES, _TILE // sizes["BLOCK_L"]))
-
-    def run() -> None:
-        given = received, weights, code, room
-        with torch.cuda.device_of(received):
-            _kernels().sort_received[(num_ranks, -(-room // block))](
-                *made, found, *given, **sizes, BLOCK=block
-            )
-
-    reads = [t for t in (received, weights, found) if t is not None]
-    launch("hp_expert.sort_received", run, reads=reads, writes=(*made, found))
+    _launch(
+        "sort_received",
+        (num_ranks, -(-room // block)),
+        made=(*made, found),
+        given=(received, weights, code, room),
+        updated=(found,),
+        **sizes,
+        BLOCK=block,
+    )
     return made
 
 
 def _sizes(num_ranks: int, num_local: int) -> dict[str, Any]:
-    blocks = {"BLOCK_W": _power(num_ranks), "BLOCK_L": _power(num_local)}
+    blocks = {"BLOCK_W": power_from(num_ranks), "BLOCK_L": power_from(num_local)}
     return {"W": num_ranks, "L": num_local, **blocks, "num_warps": 8, "enable_fp_fusion": False}
-
-
-def _power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _kernels() -> Any:
-    """The module of the kernels, which wants Triton."""
-    return importlib.import_module("hp_expert.kernels.triton_buffers_kernels")

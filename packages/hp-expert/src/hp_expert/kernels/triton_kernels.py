@@ -9,16 +9,8 @@ torch path on CUDA.
 Offsets are 64 bits wide: R * D reaches 2 ** 31 at 262144 rows of 8192.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-
-
-def wide(dtype: torch.dtype) -> Any:
-    """What sums of numbers of a dtype are kept in."""
-    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 @triton.jit

@@ -10,15 +10,16 @@ What `TopKRouter` computes by torch is the reference of both.
 Shape symbols: T tokens, E experts, K experts per token.
 """
 
-import importlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hp_platform.own_kernels import launch
+from hp_expert.kernels.launching import launch_kernel, power_from
 
+_launch = partial(launch_kernel, "triton_routing_kernels")
 _MOST_EXPERTS = 2048
 _TILE = 2048  # numbers of a program's tokens
 
@@ -76,20 +77,19 @@ def route(
     experts = logits.new_empty(T, K, dtype=torch.int64) if experts_TK is None else experts_TK
     if T > 0:
         sizes, grid = _sizes(E, T)
-        sizes["BLOCK_K"] = _power(K)
-        groups = (rule.num_groups, rule.num_limited_groups)
-        sizes |= {"GROUPS": groups[0], "LIMITED": groups[1], "TOP2": rule.top2_sum}
-
-        def run() -> None:
-            made = scores, weights, experts
-            with torch.cuda.device_of(logits):
-                _kernels().route[grid](
-                    *made, logits, bias, experts_TK, T, **sizes, **_constants(rule, logits)
-                )
-
-        reads = [t for t in (logits, bias, experts_TK) if t is not None]
-        writes = [scores, weights] if experts_TK is not None else [scores, weights, experts]
-        launch("hp_expert.route", run, reads=reads, writes=writes)
+        _launch(
+            "route",
+            grid,
+            made=(scores, weights, experts),
+            given=(logits, bias, experts_TK, T),
+            writes=None if experts_TK is None else (scores, weights),
+            **sizes,
+            BLOCK_K=power_from(K),
+            GROUPS=rule.num_groups,
+            LIMITED=rule.num_limited_groups,
+            TOP2=rule.top2_sum,
+            **_constants(rule, logits),
+        )
     return scores, weights, experts
 
 
@@ -116,28 +116,20 @@ def route_backward(
     if T > 0:
         sizes, grid = _sizes(E, T)
         grads = [None if g is None else g.contiguous() for g in (grad_weights, grad_scores)]
-
-        def run() -> None:
-            with torch.cuda.device_of(scores_TE):
-                _kernels().route_backward[grid](
-                    grad_logits,
-                    load,
-                    *grads,
-                    scores_TE,
-                    experts_TK,
-                    T,
-                    **sizes,
-                    **_constants(rule, scores_TE),
-                )
-
-        reads = [t for t in (*grads, scores_TE, experts_TK, load) if t is not None]
-        writes = [grad_logits] if load is None else [grad_logits, load]
-        launch("hp_expert.route_backward", run, reads=reads, writes=writes)
+        _launch(
+            "route_backward",
+            grid,
+            made=(grad_logits, load),
+            given=(*grads, scores_TE, experts_TK, T),
+            updated=(load,),
+            **sizes,
+            **_constants(rule, scores_TE),
+        )
     return grad_logits
 
 
 def _sizes(num_experts: int, num_tokens: int) -> tuple[dict[str, Any], tuple[int]]:
-    block = _power(num_experts)
+    block = power_from(num_experts)
     tokens = max(1, _TILE // block)
     return {"E": num_experts, "BLOCK_E": block, "BLOCK_T": tokens}, (-(-num_tokens // tokens),)
 
@@ -152,12 +144,3 @@ def _constants(rule: Rule, like: Tensor) -> dict[str, Any]:
         "num_warps": 4,
         "enable_fp_fusion": False,
     }
-
-
-def _power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _kernels() -> Any:
-    """The module of the kernels, which wants Triton."""
-    return importlib.import_module("hp_expert.kernels.triton_routing_kernels")

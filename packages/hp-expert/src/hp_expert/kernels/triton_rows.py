@@ -12,14 +12,14 @@ Traffic is all that these kernels cost. With b bytes per element and S = T * K s
 Shape symbols: T tokens, K choices per token, R positions, D width.
 """
 
-import importlib
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hp_platform.own_kernels import launch
+from hp_expert.kernels.launching import launch_kernel, power_from
 
+_launch = partial(launch_kernel, "triton_kernels")
 _MAX_BLOCK = 2048  # columns: 16 bytes of bf16 for each of 256 threads
 _COLUMNS_PER_WARP = 256
 _VALUES = 512
@@ -34,14 +34,13 @@ def gather_rows(x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
     rows_RD = x_TD.new_empty(num_positions, width)
     if rows_RD.numel() > 0:
         chosen = options(width)
-        grid = (num_positions, num_blocks(width, chosen))
-        x, token = x_TD.contiguous(), token_R.contiguous()
-
-        def run() -> None:
-            with torch.cuda.device_of(x_TD):
-                _kernels().gather_rows[grid](rows_RD, x, token, width, **chosen)
-
-        launch("hp_expert.gather_rows", run, reads=(x, token), writes=(rows_RD,))
+        _launch(
+            "gather_rows",
+            (num_positions, num_blocks(width, chosen)),
+            made=(rows_RD,),
+            given=(x_TD.contiguous(), token_R.contiguous(), width),
+            **chosen,
+        )
     return rows_RD
 
 
@@ -62,20 +61,16 @@ def sum_rows(
     (num_tokens, num_choices), width = inverse_TK.shape, rows_RD.shape[1]
     y_TD = rows_RD.new_empty(num_tokens, width)
     if y_TD.numel() > 0:
-        chosen = options(width)
-        grid = (num_tokens, num_blocks(width, chosen))
-        rows, inverse = rows_RD.contiguous(), inverse_TK.contiguous()
-        weights = None if weights_TK is None else weights_TK.contiguous()
-        more = None if more_RD is None else more_RD.contiguous()
-
-        def run() -> None:
-            given = rows, more, inverse, weights, width
-            sizes = {"K": num_choices, "WIDE": wide(rows.dtype)}
-            with torch.cuda.device_of(rows_RD):
-                _kernels().sum_rows[grid](y_TD, *given, **chosen, **sizes)
-
-        reads = [t for t in (rows, more, inverse, weights) if t is not None]
-        launch("hp_expert.sum_rows", run, reads=reads, writes=(y_TD,))
+        chosen, tensors = options(width), (rows_RD, more_RD, inverse_TK, weights_TK)
+        _launch(
+            "sum_rows",
+            (num_tokens, num_blocks(width, chosen)),
+            made=(y_TD,),
+            given=(*(None if t is None else t.contiguous() for t in tensors), width),
+            wide=rows_RD.dtype,
+            K=num_choices,
+            **chosen,
+        )
     return y_TD
 
 
@@ -89,17 +84,16 @@ def sum_rows_backward(
     grad_rows_RD = rows_RD.new_empty(rows_RD.shape)
     grad_weights_TK = weights_TK.new_zeros(weights_TK.shape)
     if grad_rows_RD.numel() > 0:
-        given = tuple(t.contiguous() for t in (grad_TD, rows_RD, slot_R, weights_TK))
-        made = (grad_rows_RD, grad_weights_TK)
-
-        def run() -> None:
-            sizes = {"K": weights_TK.shape[1], "WIDE": wide(rows_RD.dtype)}
-            with torch.cuda.device_of(rows_RD):
-                _kernels().sum_rows_backward[(num_positions,)](
-                    *made, *given, width, **options(width), **sizes
-                )
-
-        launch("hp_expert.sum_rows_backward", run, reads=given, writes=made)
+        tensors = grad_TD, rows_RD, slot_R, weights_TK
+        _launch(
+            "sum_rows_backward",
+            (num_positions,),
+            made=(grad_rows_RD, grad_weights_TK),
+            given=(*(t.contiguous() for t in tensors), width),
+            wide=rows_RD.dtype,
+            K=weights_TK.shape[1],
+            **options(width),
+        )
     return grad_rows_RD, grad_weights_TK
 
 
@@ -107,32 +101,21 @@ def _gather_values(x_T: Tensor, index_R: Tensor) -> Tensor:
     num_positions = index_R.numel()
     values_R = x_T.new_empty(num_positions)
     if num_positions > 0:
-        x, index = x_T.contiguous(), index_R.contiguous()
-
-        def run() -> None:
-            block = {"BLOCK": _VALUES, "num_warps": 4, "enable_fp_fusion": False}
-            with torch.cuda.device_of(x_T):
-                _kernels().gather_values[(-(-num_positions // _VALUES),)](
-                    values_R, x, index, num_positions, **block
-                )
-
-        launch("hp_expert.gather_values", run, reads=(x, index), writes=(values_R,))
+        _launch(
+            "gather_values",
+            (-(-num_positions // _VALUES),),
+            made=(values_R,),
+            given=(x_T.contiguous(), index_R.contiguous(), num_positions),
+            BLOCK=_VALUES,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return values_R
-
-
-def wide(dtype: torch.dtype) -> Any:
-    """What sums of numbers of a dtype are kept in, as Triton calls it."""
-    return _kernels().wide(dtype)
-
-
-def _kernels() -> Any:
-    """The module of the kernels, which wants Triton."""
-    return importlib.import_module("hp_expert.kernels.triton_kernels")
 
 
 def options(width: int) -> dict[str, Any]:
     """How a kernel goes through rows of some width."""
-    block = min(1 << (width - 1).bit_length(), _MAX_BLOCK)
+    block = min(power_from(width), _MAX_BLOCK)
     warps = max(1, block // _COLUMNS_PER_WARP)
     return {"BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
 

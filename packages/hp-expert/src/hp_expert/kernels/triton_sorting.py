@@ -6,14 +6,15 @@ the reference.
 Shape symbols: T tokens, K choices per token, S = T * K slots, E experts, B blocks, N keys or more.
 """
 
-import importlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hp_platform.own_kernels import launch
+from hp_expert.kernels.launching import launch_kernel, power_from
 
+_launch = partial(launch_kernel, "triton_sorting_kernels")
 _BLOCK = 256
 _PART = 32
 _TILE = 8192  # numbers that `scan` has in registers
@@ -56,21 +57,18 @@ def count(experts_TK: Tensor, num_experts: int, *, run: int = 1) -> Starts:
     starts = experts_TK.new_empty(num_blocks + 1, keys, dtype=torch.int32)
     totals = experts_TK.new_empty(num_experts + 2, dtype=torch.int64)
     ends = experts_TK.new_empty(num_experts, dtype=torch.int32)
-
-    def count_blocks() -> None:
-        with torch.cuda.device_of(experts_TK):
-            _kernels().count[(num_blocks,)](
-                found, experts_TK, num_slots, **sizes, DIV=run, BLOCK=_BLOCK, PART=_PART
-            )
-
-    def scan_blocks() -> None:
-        rows = max(1, _TILE // keys)
-        with torch.cuda.device_of(experts_TK):
-            _kernels().scan[(1,)](starts, totals, ends, found, num_blocks, **sizes, ROWS=rows)
-
     if num_slots > 0:
-        launch("hp_expert.count", count_blocks, reads=(experts_TK,), writes=(found,))
-    launch("hp_expert.scan", scan_blocks, reads=(found,), writes=(starts, totals, ends))
+        given = experts_TK, num_slots
+        blocks = {"BLOCK": _BLOCK, "PART": _PART}
+        _launch("count", (num_blocks,), made=(found,), given=given, **sizes, DIV=run, **blocks)
+    _launch(
+        "scan",
+        (1,),
+        made=(starts, totals, ends),
+        given=(found, num_blocks),
+        **sizes,
+        ROWS=max(1, _TILE // keys),
+    )
     return Starts(starts, totals, ends, run)
 
 
@@ -82,23 +80,25 @@ def place(experts_TK: Tensor, counted: Starts) -> tuple[Tensor, Tensor, Tensor]:
         of no expert have -1, and so have the positions after those of all others.
     """
     num_slots, (_, num_choices) = experts_TK.numel(), experts_TK.shape
-    made = order, token, inverse = (
+    made = (
         experts_TK.new_empty(num_slots, dtype=torch.int64),
         experts_TK.new_empty(num_slots, dtype=torch.int64),
         experts_TK.new_empty(experts_TK.shape, dtype=torch.int64),
     )
     num_blocks = -(-num_slots // _BLOCK)
-
-    def run() -> None:
-        sizes = {**_sizes(counted.ends.numel()), "DIV": counted.run, "K": num_choices}
-        sizes |= {"BLOCK": _BLOCK, "PART": _PART}
-        given = counted.starts, experts_TK, num_slots, num_blocks
-        with torch.cuda.device_of(experts_TK):
-            _kernels().place[(num_blocks,)](*made, *given, **sizes)
-
     if num_slots > 0:
-        launch("hp_expert.place", run, reads=(counted.starts, experts_TK), writes=made)
-    return order, token, inverse
+        _launch(
+            "place",
+            (num_blocks,),
+            made=made,
+            given=(counted.starts, experts_TK, num_slots, num_blocks),
+            **_sizes(counted.ends.numel()),
+            DIV=counted.run,
+            K=num_choices,
+            BLOCK=_BLOCK,
+            PART=_PART,
+        )
+    return made
 
 
 def fill(
@@ -114,17 +114,18 @@ def fill(
     order, token = experts_TK.new_full((2, num_ranks * room), -1, dtype=torch.int64)
     inverse = experts_TK.new_empty(experts_TK.shape, dtype=torch.int64)
     num_blocks = -(-num_slots // _BLOCK)
-
-    def run() -> None:
-        sizes = {**_sizes(counted.ends.numel()), "L": num_local, "K": num_choices}
-        sizes |= {"BLOCK": _BLOCK, "PART": _PART}
-        given = counted.starts, experts_TK, num_slots, num_blocks, room
-        with torch.cuda.device_of(experts_TK):
-            _kernels().fill[(num_blocks,)](order, token, inverse, *given, **sizes)
-
     if num_slots > 0:
-        made = order, token, inverse
-        launch("hp_expert.fill", run, reads=(counted.starts, experts_TK), writes=made)
+        _launch(
+            "fill",
+            (num_blocks,),
+            made=(order, token, inverse),
+            given=(counted.starts, experts_TK, num_slots, num_blocks, room),
+            **_sizes(counted.ends.numel()),
+            L=num_local,
+            K=num_choices,
+            BLOCK=_BLOCK,
+            PART=_PART,
+        )
     return order, token, inverse
 
 
@@ -138,19 +139,21 @@ def find_ranks(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> tuple[T
     num_tokens, num_choices = experts_TK.shape
     ranks = experts_TK.new_empty(num_tokens, num_ranks, dtype=torch.int64)
     slots = experts_TK.new_empty(num_tokens, num_ranks, dtype=torch.int32)
-    width = 1 << (num_ranks - 1).bit_length()
+    width = power_from(num_ranks)
     tokens = max(1, _TILE // 32 // width)
-
-    def run() -> None:
-        sizes = {"W": num_ranks, "L": num_local, "K": num_choices}
-        sizes |= {"BLOCK_T": tokens, "BLOCK_W": width}
-        with torch.cuda.device_of(experts_TK):
-            _kernels().find_ranks[(-(-num_tokens // tokens),)](
-                ranks, slots, experts_TK, num_tokens, **sizes, enable_fp_fusion=False
-            )
-
     if num_tokens > 0:
-        launch("hp_expert.find_ranks", run, reads=(experts_TK,), writes=(ranks, slots))
+        _launch(
+            "find_ranks",
+            (-(-num_tokens // tokens),),
+            made=(ranks, slots),
+            given=(experts_TK, num_tokens),
+            W=num_ranks,
+            L=num_local,
+            K=num_choices,
+            BLOCK_T=tokens,
+            BLOCK_W=width,
+            enable_fp_fusion=False,
+        )
     return ranks, slots
 
 
@@ -160,16 +163,18 @@ def encode(
     """Return the code of the slot at each position [S]; see `hp_expert.dispatch.deduplicated`."""
     num_slots, (_, num_choices) = order_S.numel(), experts_TK.shape
     codes = order_S.new_empty(num_slots, dtype=dtype)
-
-    def run() -> None:
-        sizes = {"E": num_local * num_ranks, "L": num_local, "K": num_choices, "BLOCK": _BLOCK}
-        with torch.cuda.device_of(order_S):
-            _kernels().encode[(-(-num_slots // _BLOCK),)](
-                codes, order_S, experts_TK, num_slots, **sizes, enable_fp_fusion=False
-            )
-
     if num_slots > 0:
-        launch("hp_expert.encode", run, reads=(order_S, experts_TK), writes=(codes,))
+        _launch(
+            "encode",
+            (-(-num_slots // _BLOCK),),
+            made=(codes,),
+            given=(order_S, experts_TK, num_slots),
+            E=num_local * num_ranks,
+            L=num_local,
+            K=num_choices,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
     return codes
 
 
@@ -183,24 +188,18 @@ def decode(codes_P: Tensor, num_begun_P: Tensor, *, per_row: int) -> tuple[Tenso
     """
     num_codes = codes_P.numel()
     slots, experts = torch.empty_like(num_begun_P), torch.empty_like(num_begun_P)
-
-    def run() -> None:
-        given = codes_P, num_begun_P, num_codes, per_row
-        with torch.cuda.device_of(codes_P):
-            _kernels().decode[(-(-num_codes // _BLOCK),)](
-                slots, experts, *given, BLOCK=_BLOCK, enable_fp_fusion=False
-            )
-
     if num_codes > 0:
-        launch("hp_expert.decode", run, reads=(codes_P, num_begun_P), writes=(slots, experts))
+        _launch(
+            "decode",
+            (-(-num_codes // _BLOCK),),
+            made=(slots, experts),
+            given=(codes_P, num_begun_P, num_codes, per_row),
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
     return slots, experts
 
 
 def _sizes(num_experts: int) -> dict[str, Any]:
-    keys = 1 << (num_experts + 1).bit_length()
+    keys = power_from(num_experts + 2)
     return {"E": num_experts, "KEYS": keys, "num_warps": 8, "enable_fp_fusion": False}
-
-
-def _kernels() -> Any:
-    """The module of the kernels, which wants Triton."""
-    return importlib.import_module("hp_expert.kernels.triton_sorting_kernels")
