@@ -7,7 +7,7 @@ group: give it a short one.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher
 from hp_expert.testing.problem import (
     ROUTINGS,
@@ -108,16 +107,11 @@ def check_threads(
     dispatcher = make(group, case.num_experts)
     alone = _sequentially(dispatcher, _batches(case, group, 2), case, group)
     batches, matrices = _batches(case, group, 2), _matrices(case, group)
-    first, second = (_Flight(dispatcher, batch, matrices) for batch in batches)
-    answers: dict[int, Answer] = {}
-    for step in _Flight.STEPS:
-        if step == "finish_dispatch":
-            for whole in _Flight.STEPS:
-                _in_threads([partial(second.take, whole)])
-            _in_threads([lambda: answers.update({1: second.backward()})])
-        _in_threads([partial(first.take, step)])
-    answers[0] = first.backward()
-    crossed = [answers[0], answers[1]]
+    first, second = (_flight(dispatcher, batch, matrices) for batch in batches)
+    _in_turn(first, 2)  # its rows are on their way
+    answer = _in_turn(second, 7)
+    _in_turn(first, 4)
+    crossed = [next(first), answer]
     _agree_on_bits(crossed, alone, group, case, where="calls from several threads")
     if second_group is not None:
         _check_concurrency(dispatcher, make(second_group, case.num_experts), group, case, alone)
@@ -139,57 +133,38 @@ def check_recompute(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEF
 
 def run(dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> Answer:
     """Send a batch through all calls, with a look at what arrives, and take the gradients."""
-    flight = _Flight(dispatcher, batch, matrices)
-    for step in _Flight.STEPS:
-        flight.take(step)
-    return flight.backward()
+    *_, answer = _flight(dispatcher, batch, matrices)
+    return answer
 
 
-class _Flight:
-    """One batch on its way, one call after the other."""
+def _flight(dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> Iterator[Any]:
+    """Send a batch on its way, one call after the other.
 
-    STEPS = (
-        "prepare",
-        "launch_dispatch",
-        "finish_dispatch",
-        "compute",
-        "launch_combine",
-        "finish_combine",
-    )
-
-    def __init__(self, dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> None:
-        self.dispatcher, self.batch, self.matrices = dispatcher, batch, matrices
-        self.rows, self.state, self.arrived = torch.empty(0), None, _NOTHING
-        self.problems: list[str] = []
-
-    def take(self, step: str) -> None:
-        getattr(self, step)()
-
-    def prepare(self) -> None:
-        batch = self.batch
-        self.rows, self.state = self.dispatcher.prepare(batch.x, batch.experts, batch.weights)
-
-    def launch_dispatch(self) -> None:
-        self.rows, self.state = self.dispatcher.launch_dispatch(self.rows, self.state)
-
-    def finish_dispatch(self) -> None:
-        self.arrived = self.dispatcher.finish_dispatch(self.rows, self.state)
-
-    def compute(self) -> None:
-        self.problems += batch_problems(self.arrived, num_local=len(self.matrices))
-        self.rows = apply_experts(self.arrived, self.matrices)
-
-    def launch_combine(self) -> None:
-        self.rows = self.dispatcher.launch_combine(self.rows, self.state)
-
-    def finish_combine(self) -> None:
-        self.rows = self.dispatcher.finish_combine(self.rows, self.state)
-
-    def backward(self) -> Answer:
-        return answer_of(self.batch, self.matrices, self.rows, problems=self.problems)
+    Yields:
+        None after each of the six calls, and then the answer.
+    """
+    rows, state = dispatcher.prepare(batch.x, batch.experts, batch.weights)
+    yield None
+    rows, state = dispatcher.launch_dispatch(rows, state)
+    yield None
+    arrived = dispatcher.finish_dispatch(rows, state)
+    yield None
+    problems = batch_problems(arrived, num_local=len(matrices))
+    rows = apply_experts(arrived, matrices)
+    yield None
+    rows = dispatcher.launch_combine(rows, state)
+    yield None
+    y = dispatcher.finish_combine(rows, state)
+    yield None
+    yield answer_of(batch, matrices, y, problems=problems)
 
 
-_NOTHING = ExpertBatch(torch.empty(0, 0), None, torch.empty(0), (), torch.empty(0))
+def _in_turn(flight: Iterator[Any], count: int) -> Any:
+    """Go on by so many steps of a batch, each in a thread of its own; return what the last gave."""
+    found: list[Any] = []
+    for _ in range(count):
+        _in_threads([lambda: found.append(next(flight))])
+    return found[-1]
 
 
 def agree_on(
