@@ -246,16 +246,15 @@ def test_a_part_that_is_no_part_of_experts_on_one_rank_is_an_error_on_all(checkp
 def test_a_file_that_one_rank_cannot_write_is_an_error_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unfit = saving._unfit
+    require_fit = saving._require_fit
 
-    def spoil(*args: Any, **keywords: Any) -> Any:
+    def spoil(*args: Any, **keywords: Any) -> None:
         """A directory in the place of the file, once all ranks have looked."""
-        found = unfit(*args, **keywords)
+        require_fit(*args, **keywords)
         if keywords["is_first"]:
             (tmp_path / "experts-00000-00002.safetensors").mkdir()
-        return found
 
-    monkeypatch.setattr(saving, "_unfit", spoil)
+    monkeypatch.setattr(saving, "_require_fit", spoil)
 
     def rank_main(group: dist.ProcessGroup) -> None:
         kind = CheckpointError if group.rank() else PeerError

@@ -70,7 +70,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(Tensor, "device", GPU)
     if hasattr(streams, "_side_streams"):  # an older version has none, and makes each anew
         monkeypatch.setattr(streams, "_side_streams", {})
-        monkeypatch.setattr(exchange_plan, "_pinned_buffers", exchange_plan._PinnedBuffers())
+        monkeypatch.setattr(exchange_plan, "_free_pinned", [])
     yield found
     monkeypatch.undo()
 

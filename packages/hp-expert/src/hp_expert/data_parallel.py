@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert.experts import GroupedExperts
-from hp_expert.experts.placement import local_part
 from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_expert.placement import local_part
 from hp_platform import resolve_group
 
 _EXPERTS: Final = (GroupedExperts, DispatchedExperts)

@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_expert.experts import GroupedExperts
-from hp_expert.experts.placement import local_part
 from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_expert.placement import local_part
 from hp_expert.styles.sharding import shard_dim
 
 Groups = tuple[ProcessGroup, ...]
@@ -36,10 +36,9 @@ def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
         if not isinstance(experts, (GroupedExperts, DispatchedExperts)) or experts.ranks is None:
             continue
         ranks = experts.ranks
-        if isinstance(experts, GroupedExperts):
-            total = experts.num_experts
-        else:
-            total = experts.total_experts
+        total = (
+            experts.num_experts if isinstance(experts, GroupedExperts) else experts.total_experts
+        )
         for name, parameter in experts.named_parameters(recurse=False):
             if ranks.mesh is not None and isinstance(parameter, DTensor):
                 continue

@@ -242,8 +242,7 @@ class _SumWeightedSlots(torch.autograd.Function):
 
 def gather_rows(x: Tensor, permutation: Permutation) -> Tensor:
     """Copy each token's row to the positions of its slots; not differentiable."""
-    kernels = kernels_for(x)
-    return kernels.gather_rows(x.detach(), permutation.token, holes=permutation.padded)
+    return kernels_for(x).gather_rows(x.detach(), permutation.token, holes=permutation.padded)
 
 
 def gather_and_sum(

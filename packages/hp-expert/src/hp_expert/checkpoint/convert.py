@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames
 from hp_expert.checkpoint.parts import Piece, StackedPart, pieces, stacked_names
+from hp_expert.placement import placed_like
 
 
 def to_hf(
@@ -81,19 +82,20 @@ def from_hf(
     """
     names = names or ExpertNames()
     stacked = set() if names.is_stacked else _stacked_keys(like)
+    device = next((t.device for t in state_dict.values()), torch.device("cpu"))
     found: dict[str, Tensor] = {}
     taken: set[str] = set()
     for key in stacked:
         path, _, name = key.rpartition(".")
         model = _part(like[key], first_expert)
-        local = torch.empty(model.local.shape, dtype=model.local.dtype, device=_device(state_dict))
+        local = torch.empty(model.local.shape, dtype=model.local.dtype, device=device)
         for piece in pieces(name, StackedPart(local, model.shape, model.offset)):
             single = names.expert_key(path, piece.expert, piece.projection, bias=name in BIASES)
             if single not in state_dict:
                 raise ValueError(f"state_dict must contain {single}")
             piece.destination.copy_(_slice_of(single, state_dict[single], piece))
             taken.add(single)
-        found[key] = _as(local, like[key])
+        found[key] = placed_like(like[key], local)
     others = {names.module_key(k): t for k, t in state_dict.items() if k not in taken}
     return others | found
 
@@ -157,26 +159,9 @@ def _stacked_keys(state_dict: Mapping[str, Tensor]) -> set[str]:
     }
 
 
-def _device(state_dict: Mapping[str, Tensor]) -> torch.device:
-    return next((t.device for t in state_dict.values()), torch.device("cpu"))
-
-
 def _slice_of(key: str, tensor: Tensor, piece: Piece) -> Tensor:
     """Take from a projection, which may be a part itself, what a piece needs."""
     if tuple(tensor.shape) != piece.shape:
         raise ValueError(f"shape of {key} {tuple(tensor.shape)} must equal {piece.shape}")
     part = StackedPart.of(tensor)
     return part.local[piece.box.within(part.box)]
-
-
-def _as(local: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )

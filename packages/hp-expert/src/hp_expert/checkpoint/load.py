@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +24,8 @@ _DTYPES = ("F64", "F32", "BF16", "F16")
 _SHOWN = 3
 
 
-class _Read(NamedTuple):
-    """One box of a tensor of a file, and where it goes."""
-
-    destination: Tensor
-    key: str
-    box: Box
+_Read = tuple[Tensor, str, Box]
+"""Where one box of a tensor of a file goes, the name of the tensor, and the box."""
 
 
 def load_experts(
@@ -67,7 +62,7 @@ def load_experts(
             found = stack.enter_context(opened_tensors(_paths(files)))
             reads = _plan(parts, found, names)
             if isinstance(files, str | Path) and os.path.lexists(Path(files, MANIFEST)):
-                Checkpoint.open(Path(files).resolve()).verify({read.key for read in reads})
+                Checkpoint.open(Path(files).resolve()).verify({key for _, key, _ in reads})
         with agreeing(group=group, where="loaded experts are used"), torch.no_grad():
             for destination, key, box in reads:
                 destination.copy_(found[key].read(box).view(destination.shape))
@@ -102,11 +97,7 @@ def _plan(
         else:
             wanted |= keys_of(name, part, names)
             reads += [
-                _Read(
-                    p.destination,
-                    names.expert_key(path, p.expert, p.projection, bias=bias),
-                    p.box,
-                )
+                (p.destination, names.expert_key(path, p.expert, p.projection, bias=bias), p.box)
                 for p in pieces(stacked, part)
             ]
     _require_wanted(wanted, found)
@@ -127,7 +118,7 @@ def _stacked_reads(key: str, stacked: str, part: StackedPart) -> Iterator[_Read]
         (first_row, *columns), sizes = piece.box
         shift = piece.shape[0] if piece.projection == "up" else 0
         box = Box((piece.expert, first_row + shift, *columns), (1, *sizes))
-        yield _Read(piece.destination, key, box)
+        yield piece.destination, key, box
 
 
 def _require_wanted(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, FileTensor]) -> None:

@@ -53,8 +53,8 @@ def save_experts(
     """
     names, directory = names or ExpertNames(), Path(directory).resolve()
     is_first = group is None or group.rank() == 0
-    unfit = _unfit(module, directory, names, is_first=is_first)
-    agree(unfit, group=group, where="experts are saved")
+    with agreeing(group=group, where="experts are saved"):
+        _require_fit(module, directory, names, is_first=is_first)
     head = on_rank_zero(lambda: uuid4().hex, of=str, group=group), 0
     error: Exception | None = None
     written: list[Written] = []
@@ -63,7 +63,9 @@ def save_experts(
             f"{path}.{name}" if path else name: experts.get_parameter(name).detach()
             for name in stacked
         }
-        first = _first_expert(experts, stacked)
+        first = StackedPart.of(
+            experts.get_parameter(stacked[0]), first_expert=getattr(experts, "first_expert", 0)
+        ).offset[0]
         try:
             mine = _gathered(to_hf(own, names, first_expert=first))
             if writes and error is None and _is_first_of_replicas(experts, stacked):
@@ -84,30 +86,17 @@ def save_experts(
             _write_index(directory, manifest)
 
 
-def _unfit(
-    module: nn.Module, directory: Path, names: ExpertNames, *, is_first: bool
-) -> Exception | None:
-    """Return why nothing can be saved, if so; the first rank makes the directory."""
-    try:
-        if names.is_stacked:
-            return ValueError("names must not be stacked: ranks cannot write one tensor together")
-        list(find_experts(module))
-        if is_first:
-            directory.mkdir(parents=True, exist_ok=True)
-            if any(directory.glob("*.safetensors")):
-                return ValueError(f"directory ({directory}) must have no safetensors files")
-            for name in (INDEX, MANIFEST, DIGEST):
-                (directory / name).unlink(missing_ok=True)
-    except Exception as error:  # noqa: BLE001 - told to all ranks, then raised
-        return error
-    return None
-
-
-def _first_expert(experts: nn.Module, stacked: list[str]) -> int:
-    parameter = experts.get_parameter(stacked[0])
-    if isinstance(parameter, DTensor):
-        return StackedPart.of(parameter).offset[0]
-    return int(getattr(experts, "first_expert", 0))
+def _require_fit(module: nn.Module, directory: Path, names: ExpertNames, *, is_first: bool) -> None:
+    """Refuse what cannot be saved; the first rank makes the directory."""
+    if names.is_stacked:
+        raise ValueError("names must not be stacked: ranks cannot write one tensor together")
+    list(find_experts(module))
+    if is_first:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.glob("*.safetensors")):
+            raise ValueError(f"directory ({directory}) must have no safetensors files")
+        for name in (INDEX, MANIFEST, DIGEST):
+            (directory / name).unlink(missing_ok=True)
 
 
 def _is_first_of_replicas(experts: nn.Module, stacked: list[str]) -> bool:

@@ -223,7 +223,9 @@ def count_slice(
     if error is None:
         shared = over.deduplicates(x, experts, weights)
         header = Header.of(x, experts, weights, num_experts=over.num_experts, deduplicated=shared)
-        counted = _count(experts, num_ranks=W, num_local=L, shared=shared)
+        counts = count_slots(experts, W * L)
+        where = destinations(counts.experts, num_local=L, num_ranks=W) if shared else None
+        counted = counts, where
     sent = count_block(
         header,
         *(counted or (None, None)),
@@ -290,15 +292,6 @@ class _Ahead(NamedTuple):
     gathered: Tensor
     slots: Permutation
     codes: Tensor | None
-
-
-def _count(
-    experts: Tensor, *, num_ranks: int, num_local: int, shared: bool
-) -> tuple[SlotCounts, Destinations | None]:
-    counted = count_slots(experts, num_ranks * num_local)
-    if not shared:
-        return counted, None
-    return counted, destinations(counted.experts, num_local=num_local, num_ranks=num_ranks)
 
 
 def _sort_and_gather(

@@ -313,7 +313,7 @@ def read_counts(
     with use_stream(stream):
         received = exchange.wait()
         both = torch.stack([sent[..., :num_columns], received[..., :num_columns]])
-        with _pinned_buffers.lend(both) as on_host:
+        with _pinned_like(both) as on_host:
             on_host.copy_(both, non_blocking=True)
             done.record(stream)
             # Also keeps `sent` and `both` alive for as long as the other stream reads them.
@@ -323,28 +323,23 @@ def read_counts(
     return received, mine, theirs
 
 
-class _PinnedBuffers:
-    """Pinned memory that copies to the host land in; each piece serves one read at a time."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []  # adding and taking are one step each, in any thread
-
-    @contextmanager
-    def lend(self, source: Tensor) -> Iterator[Tensor]:
-        """Memory of the shape and dtype of `source` for as long as the context lasts."""
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if memory.numel() < source.nbytes:
-            size = max(_SMALLEST, 1 << (source.nbytes - 1).bit_length())
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        yield memory[: source.nbytes].view(source.dtype).view(source.shape)
-        self._free.append(memory)  # not after an error: the device may yet write to it
-
-
 _SMALLEST = 1 << 14
-_pinned_buffers = _PinnedBuffers()
+_free_pinned: list[Tensor] = []
+"""Pinned memory that serves no read; adding and taking are one step each, in any thread."""
+
+
+@contextmanager
+def _pinned_like(source: Tensor) -> Iterator[Tensor]:
+    """Pinned memory of the shape and dtype of `source` for as long as the context lasts."""
+    try:
+        memory = _free_pinned.pop()
+    except IndexError:
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    if memory.numel() < source.nbytes:
+        size = max(_SMALLEST, 1 << (source.nbytes - 1).bit_length())
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    yield memory[: source.nbytes].view(source.dtype).view(source.shape)
+    _free_pinned.append(memory)  # not after an error: the device may yet write to it
 
 
 def raise_on_all_ranks(

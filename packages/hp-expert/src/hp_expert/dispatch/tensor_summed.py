@@ -81,7 +81,7 @@ class TensorSummedDispatcher:
         self._require_same(received)
         assert order is not None
         assert counted is not None
-        x, weights = _sum_gradients(x, weights, self.group)
+        x, weights = _SumGradients.apply(x, weights, self.group)
         counts = tuple(mine[_COUNTS:])
         order, num_tokens = order[: sum(counts)], counted.counts[:E]
         return x, ExpertBatch(x, weights, order, counts, num_tokens, experts.shape[1])
@@ -127,25 +127,17 @@ def _count_block(
     return sent
 
 
-def _sum_gradients(
-    x: Tensor, weights: Tensor | None, group: ProcessGroup
-) -> tuple[Tensor, Tensor | None]:
-    if weights is None:
-        x, _ = _SumGradients.apply(x, x.new_empty(0), group)
-        return x, None
-    x, weights = _SumGradients.apply(x, weights, group)
-    return x, weights
-
-
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor | None, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.group = group
-        return x.view_as(x), weights.view_as(weights)
+        return x.view_as(x), None if weights is None else weights.view_as(weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         wanted = ctx.needs_input_grad[:2]
         summed = iter(_sum_over([g for g, w in zip(grads, wanted, strict=True) if w], ctx.group))
         grad_x, grad_weights = (next(summed) if is_wanted else None for is_wanted in wanted)

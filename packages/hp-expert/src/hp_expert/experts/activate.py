@@ -3,26 +3,13 @@
 Shape symbols: N rows, F slots per row, P positions in expert order, H hidden width.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch, Places
 from hp_expert.experts.activation import Activation, ClampedSwiGLU, SwiGLU
 from hp_expert.kernels import fuses, triton_activation
-
-
-class Through(NamedTuple):
-    """What comes out of the gradient beside those of gate and up.
-
-    Attributes:
-        scaled: The activation times the routing weight [P, H].
-        weights: Gradient of the routing weights [N, F]; None without weights.
-    """
-
-    scaled: Tensor
-    weights: Tensor | None
+from hp_expert.kernels.triton_activation import Gradients
 
 
 def activate(pre: tuple[Tensor, Tensor], activation: Activation, places: Places) -> Tensor:
@@ -44,7 +31,7 @@ def activate_backward(
     batch: ExpertBatch,
     places: Places,
     extra_P: Tensor | None,
-) -> Through:
+) -> Gradients:
     """Write the gradients of gate and up.
 
     Args:
@@ -61,10 +48,8 @@ def activate_backward(
     if form is not None and fuses(dh_PH):
         weights_S = None if weights_NF is None else weights_NF.contiguous()
         at = places.row, places.slot
-        return Through(
-            *triton_activation.activate_backward(
-                dh_PH, pre, dpre, form, at=at, weights_S=weights_S, extra_P=extra_P
-            )
+        return triton_activation.activate_backward(
+            dh_PH, pre, dpre, form, at=at, weights_S=weights_S, extra_P=extra_P
         )
     (gate_PH, up_PH), scale_P, grad_P = pre, batch.weight_at(), None
     gated_PH = activation.gate(gate_PH)
@@ -76,7 +61,7 @@ def activate_backward(
         dh_PH.mul_(scale_P[:, None])
         h_PH.mul_(scale_P[:, None])
     activation.backward(dh_PH, gate_PH, up_PH, gated_PH, *dpre)
-    return Through(h_PH, batch.weight_gradient(grad_P))
+    return Gradients(h_PH, batch.weight_gradient(grad_P))
 
 
 def dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ H hidden width, D width, K and M the dims of a product.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].mT.unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.mT.unbind(0), experts.activation
-    output_bias = experts.biases.down if experts.adds_output_bias else None
+    output_bias = experts.output_bias
     kept: list[Tensor] = [position_NF]
     for positions, run in _chunks(batch):
         x_RD = kernels.gather_rows(rows, row_P[positions], holes=False)
@@ -72,7 +72,7 @@ def backward(
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.unbind(0), experts.activation
-    output_bias = experts.biases.down if experts.adds_output_bias else None
+    output_bias = experts.output_bias
     for index, (positions, run) in enumerate(_chunks(batch)):
         row_R = row_P[positions]
         x_RD = kernels.gather_rows(rows, row_R, holes=False)
@@ -112,13 +112,6 @@ def backward(
     return InputGradients(dx, grad_S.view_as(batch.weights).to(batch.weights.dtype))
 
 
-class _Chunk(NamedTuple):
-    """Some positions, and whose they are."""
-
-    positions: slice
-    run: ExpertRun
-
-
 def _pieces(batch: ExpertBatch, experts: ExpertWeights) -> list[tuple[int, slice]]:
     """Which stored tensors have the gate and up projections, and in which rows.
 
@@ -133,21 +126,21 @@ def _pieces(batch: ExpertBatch, experts: ExpertWeights) -> list[tuple[int, slice
     return [(0, slice(hidden)), (0, slice(hidden, 2 * hidden))]
 
 
-def _chunks(batch: ExpertBatch) -> list[_Chunk]:
-    """See Note [Chunks]."""
+def _chunks(batch: ExpertBatch) -> list[tuple[slice, ExpertRun]]:
+    """Positions of each chunk, and whose they are; see Note [Chunks]."""
     if batch.counts is None:
         raise ValueError("counts (None) must be on the host to compute one expert after the other")
     chunks, start, size, run = [], 0, 0, ExpertRun([], [])
     for expert, count in enumerate(batch.counts):
         if size > 0 and size + count > _ROWS:
-            chunks.append(_Chunk(slice(start, start + size), run))
+            chunks.append((slice(start, start + size), run))
             start, size, run = start + size, 0, ExpertRun([], [])
         if count > 0:
             run.experts.append(expert)
             run.sizes.append(count)
             size += count
     if size > 0:
-        chunks.append(_Chunk(slice(start, start + size), run))
+        chunks.append((slice(start, start + size), run))
     return chunks
 
 

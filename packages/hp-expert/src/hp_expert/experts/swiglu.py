@@ -18,13 +18,11 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch, Places
 from hp_expert.experts import loop
 from hp_expert.experts.activation import SWIGLU, Activation
 from hp_expert.experts.grouped import Grouped
-from hp_expert.experts.placement import local_part
 from hp_expert.experts.types import (
     Backend,
     CastOf,
@@ -34,6 +32,7 @@ from hp_expert.experts.types import (
 )
 from hp_expert.experts.weight_gradient import WeightGradient
 from hp_expert.once import differentiable_once
+from hp_expert.placement import local_part
 from hp_platform import wait_tensor
 
 T = TypeVar("T")
@@ -204,16 +203,18 @@ class _RoutedSwiGLU(torch.autograd.Function):
         experts = _cast(parts, ctx.parameters, rows.dtype, ctx.options)
         # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
         wide = torch.promote_types(rows.dtype, torch.float32)
-        wanted: list[WeightGradient | None] = [None] * num_parameters
-        for index, part in enumerate(parts):
-            if part is not None:
-                wanted[index] = WeightGradient(
-                    ctx.parameters[index],
-                    part.shape,
-                    dtype=wide if 2 * index >= num_parameters else rows.dtype,
-                    batch=batch,
-                    needed=ctx.needs_input_grad[5 + index],
-                )
+        wanted = [
+            None
+            if part is None
+            else WeightGradient(
+                ctx.parameters[index],
+                part.shape,
+                dtype=wide if 2 * index >= num_parameters else rows.dtype,
+                batch=batch,
+                needed=ctx.needs_input_grad[5 + index],
+            )
+            for index, part in enumerate(parts)
+        ]
         weights, biases = _by_projection(wanted)
         grad_out = wait_tensor(grad_out).contiguous()
         with torch.autocast(rows.device.type, enabled=False):
@@ -237,11 +238,7 @@ def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
 
 def _here(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The parts of parameters that are here."""
-    parts = list(parameters)
-    for index, parameter in enumerate(parameters):
-        if isinstance(parameter, DTensor):
-            parts[index] = parameter.to_local()
-    return parts
+    return [local_part(parameter) for parameter in parameters]
 
 
 def _cast(

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.placement import placed_like
 from hp_expert.kernels import fuses, triton_activation
+from hp_expert.placement import placed_like
 from hp_platform import put_off_weight_grad
 
 
@@ -109,7 +108,4 @@ class WeightGradient:
             for expert, count in enumerate(self._counts):
                 if count == 0:
                     total[expert].zero_()
-        gradient = total.view(self._shape).to(self._weight.dtype)
-        if isinstance(self._weight, DTensor):
-            return placed_like(self._weight, gradient)
-        return gradient
+        return placed_like(self._weight, total.view(self._shape).to(self._weight.dtype))

@@ -43,12 +43,12 @@ class Form(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What `activate_backward` computes.
+    """What comes out of the gradient beside those of gate and up.
 
     Attributes:
         scaled: The activation times the routing weight [P, H].
-        weights: Gradient of the routing weight of each slot [S]; 0 where it has no position. None
-            without weights.
+        weights: Gradient of the routing weight of each slot, in the shape of the weights; 0 where
+            it has no position. None without weights.
     """
 
     scaled: Tensor

@@ -58,9 +58,16 @@ def count(experts_TK: Tensor, num_experts: int, *, run: int = 1) -> Starts:
     totals = experts_TK.new_empty(num_experts + 2, dtype=torch.int64)
     ends = experts_TK.new_empty(num_experts, dtype=torch.int32)
     if num_slots > 0:
-        given = experts_TK, num_slots
-        blocks = {"BLOCK": _BLOCK, "PART": _PART}
-        _launch("count", (num_blocks,), made=(found,), given=given, **sizes, DIV=run, **blocks)
+        _launch(
+            "count",
+            (num_blocks,),
+            made=(found,),
+            given=(experts_TK, num_slots),
+            **sizes,
+            DIV=run,
+            BLOCK=_BLOCK,
+            PART=_PART,
+        )
     _launch(
         "scan",
         (1,),

@@ -115,16 +115,6 @@ class _Recording(_Context):
 class _Repeating(_Context):
     """Around the recompute, and around each further one if the graph is kept."""
 
-    def __init__(
-        self,
-        around: AbstractContextManager[Any],
-        decisions: list[tuple[object, Any]],
-        *,
-        runs_again: bool,
-    ) -> None:
-        super().__init__(around, decisions, runs_again=runs_again)
-        self.position = 0
-
     def __enter__(self) -> None:
         self.position = 0
         super().__enter__()

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch import Dispatcher
 from hp_expert.experts import GroupedExperts
-from hp_expert.experts.placement import local_part
+from hp_expert.placement import local_part
 from hp_expert.styles.ranks import ExpertMesh, ExpertRanks
 from hp_expert.styles.sharding import agree_on, shared_parameters
 

@@ -52,18 +52,11 @@ class ExpertTensorParallel(DispatchedParallel):
         """Return what exchanges rows; along an axis of one rank nothing is."""
         assert ranks.ep is not None
         assert ranks.tp is not None
-        if ranks.tp_size == 1:
-            return _without_tp(ranks, num_experts, deduplicate=self.deduplicate)
+        if ranks.tp_size == ranks.ep_size == 1:
+            return LocalDispatcher(num_experts)
         if ranks.ep_size == 1 and not self.sliced:
             return TensorSummedDispatcher(ranks.tp, num_experts)
-        inner = AllToAllDispatcher(ranks.ep, num_experts, deduplicate=self.deduplicate)
-        return TensorSlicedDispatcher(inner, ranks.tp, sliced=self.sliced)
-
-
-def _without_tp(
-    ranks: ExpertRanks, num_experts: int, *, deduplicate: bool | Literal["auto"]
-) -> Dispatcher[Any]:
-    assert ranks.ep is not None
-    if ranks.ep_size == 1:
-        return LocalDispatcher(num_experts)
-    return AllToAllDispatcher(ranks.ep, num_experts, deduplicate=deduplicate)
+        over_ep = AllToAllDispatcher(ranks.ep, num_experts, deduplicate=self.deduplicate)
+        if ranks.tp_size == 1:
+            return over_ep
+        return TensorSlicedDispatcher(over_ep, ranks.tp, sliced=self.sliced)

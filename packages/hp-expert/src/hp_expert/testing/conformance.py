@@ -133,6 +133,7 @@ def check_recompute(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEF
 
 def run(dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> Answer:
     """Send a batch through all calls, with a look at what arrives, and take the gradients."""
+    answer: Answer
     *_, answer = _flight(dispatcher, batch, matrices)
     return answer
 

@@ -26,13 +26,10 @@ def replace_file(path: Path, content: bytes) -> None:
         path: The file; it need not exist, its directory must.
         content: All of it.
     """
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with closed_at_end(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)) as directory:
         with replacing(directory, path.name) as file:
             file.write(content)
         file.close()
-    finally:
-        os.close(directory)
 
 
 @contextmanager
@@ -80,12 +77,11 @@ def remove_unfinished(directory: Path | int) -> None:
         directory: Descriptor, or path of one that need not exist.
     """
     if not isinstance(directory, int):
-        with suppress(FileNotFoundError):
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                remove_unfinished(descriptor)
-            finally:
-                os.close(descriptor)
+        with (
+            suppress(FileNotFoundError),
+            closed_at_end(os.open(directory, os.O_RDONLY | os.O_DIRECTORY)) as descriptor,
+        ):
+            remove_unfinished(descriptor)
         return
     for name in filter(_UNFINISHED.match, names_in(directory)):
         try:
@@ -96,7 +92,7 @@ def remove_unfinished(directory: Path | int) -> None:
             descriptor = os.open(name, flags, dir_fd=directory)
         except OSError:  # it has its name by now, or is neither
             continue
-        try:
+        with closed_at_end(descriptor):
             if not try_lock(descriptor, without_locks=False):
                 continue
             if is_folder:
@@ -104,8 +100,6 @@ def remove_unfinished(directory: Path | int) -> None:
             else:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
-        finally:
-            os.close(descriptor)
 
 
 def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
@@ -120,6 +114,15 @@ def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES) and without_locks
     return True
+
+
+@contextmanager
+def closed_at_end(descriptor: int) -> Iterator[int]:
+    """An open file or directory, which is closed at the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def names_in(directory: int) -> list[str]:

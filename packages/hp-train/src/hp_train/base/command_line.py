@@ -39,6 +39,12 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def warn(text: str) -> None:
+    """Write lines to standard error at once."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def require_files(options: argparse.Namespace, *names: str) -> None:
     """Refuse files that cannot be written, before a command works for what is to stand in them.
 

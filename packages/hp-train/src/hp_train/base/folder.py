@@ -16,12 +16,18 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from hp_train.base.atomic_write import names_in, new_unfinished, remove_unfinished, replacing
+from hp_train.base.atomic_write import (
+    closed_at_end,
+    names_in,
+    new_unfinished,
+    remove_unfinished,
+    replacing,
+)
 from hp_train.errors import RunDirectoryError
 
 MOST_BYTES = 1 << 26
@@ -193,14 +199,9 @@ def open_directory(path: str | Path, parent: int | None = None) -> int:
         raise DamageError(f"{which}must be a directory and no symbolic link") from None
 
 
-@contextmanager
-def opened_directory(path: Path) -> Iterator[int]:
+def opened_directory(path: Path) -> AbstractContextManager[int]:
     """Like :func:`open_directory`, and closed at the end."""
-    descriptor = open_directory(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    return closed_at_end(open_directory(path))
 
 
 def open_file(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
@@ -223,14 +224,9 @@ def open_file(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-@contextmanager
-def opened(directory: int, name: str) -> Iterator[int]:
+def opened(directory: int, name: str) -> AbstractContextManager[int]:
     """Like :func:`open_file`, to be read, and closed at the end."""
-    descriptor = open_file(directory, name)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    return closed_at_end(open_file(directory, name))
 
 
 def read_whole(directory: int, name: str, *, limit: int) -> bytes:

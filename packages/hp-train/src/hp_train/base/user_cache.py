@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hp_train.base.atomic_write import closed_at_end
+
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -41,9 +43,7 @@ def opened_own(path: Path) -> Iterator[int | None]:
     except OSError:
         yield None
         return
-    try:
+    with closed_at_end(descriptor):
         about = os.fstat(descriptor)
         is_own = about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077
         yield descriptor if is_own else None
-    finally:
-        os.close(descriptor)

@@ -94,14 +94,10 @@ def find_sources(paths: Sequence[str]) -> Iterator[Source]:
     if not paths:
         yield from _standard_library()
     for given in map(Path, paths):
-        if not given.is_dir():
-            yield _source(given, "jsonl" if given.suffix == ".jsonl" else "text")
-            continue
-        is_empty = True
-        for path in _files_below(given):
-            is_empty = False
+        found = _files_below(given) if given.is_dir() else [given]
+        for path in found:
             yield _source(path, "jsonl" if path.suffix == ".jsonl" else "text")
-        if is_empty:
+        if not found:
             suffixes = " ".join(_TEXT_SUFFIXES)
             raise DataError(f"data.paths: {printable(given)} must have files of text ({suffixes})")
 

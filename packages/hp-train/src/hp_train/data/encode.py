@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import cycle, islice
+from itertools import cycle
 from typing import IO, NamedTuple, Self
 
 import numpy as np
@@ -72,15 +72,13 @@ def encode_all(
     with contextlib.ExitStack() as stack:
         helpers = [stack.enter_context(_Helper(tokenizer)) for _ in range(num_processes)]
         given: deque[_Helper] = deque()
-        turns = zip(cycle(helpers), pieces)
-        for helper, piece in islice(turns, num_processes * _AHEAD):
+        for helper, piece in zip(cycle(helpers), pieces):
+            if len(given) == num_processes * _AHEAD:
+                yield given.popleft().take()
             helper.give(piece)
             given.append(helper)
-        while given:
-            yield given.popleft().take()
-            for helper, piece in islice(turns, 1):
-                helper.give(piece)
-                given.append(helper)
+        for helper in given:
+            yield helper.take()
 
 
 def encode_piece(piece: Piece, tokenizer: Tokenizer) -> Encoded:

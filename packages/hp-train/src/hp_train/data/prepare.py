@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from hp_train.base.atomic_write import remove_unfinished
@@ -52,7 +51,14 @@ def prepare(
     remove_unfinished(directory.parent)
     if not is_prepared(directory):
         kept = None if tokenizer.is_cheap else cache
-        _Maker(directory, tokenizer, eval_fraction, on_progress).make(paths, kept)
+        _make(
+            directory,
+            paths,
+            kept,
+            tokenizer=tokenizer,
+            eval_fraction=eval_fraction,
+            on_progress=on_progress,
+        )
     index = read_index(directory)
     if isinstance(index, OldIndex):
         index = renew(directory, index, tokenizer)
@@ -90,57 +96,69 @@ def digest_of_text(paths: Sequence[str]) -> str:
     return _digest_of(find_sources(paths), lambda: None)
 
 
-@dataclass(frozen=True)
-class _Maker:
-    """Makes the tokens of a folder that is not there yet."""
+def _make(
+    directory: Path,
+    paths: Sequence[str],
+    cache: Cache | None,
+    *,
+    tokenizer: Tokenizer,
+    eval_fraction: float,
+    on_progress: OnProgress,
+) -> None:
+    """Take the tokens from the cache, or from the text and put them there."""
+    sources = list(find_sources(paths))
+    if cache is not None and not cache.is_empty:
+        key = key_of(_digest_of(sources, on_progress), tokenizer.identity, eval_fraction)
+        if cache.fetch(key, directory, on_progress=on_progress):
+            return
+    with new_folder(directory) as draft:
+        index = _tokenize(
+            draft,
+            sources,
+            tokenizer=tokenizer,
+            eval_fraction=eval_fraction,
+            on_progress=on_progress,
+        )
+        write_index(draft, index)
+        if cache is not None:
+            cache.store(draft, index)
 
-    directory: Path
-    tokenizer: Tokenizer
-    eval_fraction: float
-    on_progress: OnProgress
 
-    def make(self, paths: Sequence[str], cache: Cache | None) -> None:
-        """Take them from the cache, or from the text and put them there."""
-        sources = list(find_sources(paths))
-        if cache is not None and not cache.is_empty:
-            source = _digest_of(sources, self.on_progress)
-            key = key_of(source, self.tokenizer.identity, self.eval_fraction)
-            if cache.fetch(key, self.directory, on_progress=self.on_progress):
-                return
-        with new_folder(self.directory) as draft:
-            index = self._tokenize(draft, sources)
-            write_index(draft, index)
-            if cache is not None:
-                cache.store(draft, index)
-
-    def _tokenize(self, folder: Path, sources: Sequence[Source]) -> Index:
-        """Write both splits; returns their index."""
-        tokenizer, text = self.tokenizer, new_hasher()
-        num_processes = count_processes(sum(source.size for source in sources), tokenizer)
-        pieces = (piece for source in sources for piece in pieces_of(source))
-        with (
-            closing(TokenWriter(folder, "train", dtype=tokenizer.dtype)) as train,
-            closing(TokenWriter(folder, "eval", dtype=tokenizer.dtype)) as held,
-        ):
-            stream = HoldOut(train, held, tokenizer.separator, fraction=self.eval_fraction)
-            for piece, digest, tokens in encode_all(pieces, tokenizer, num_processes=num_processes):
-                _note(text, piece, digest)
-                stream.write(tokens)
-                self.on_progress()
-            stream.finish()
-            for split, writer in zip(SPLITS, (train, held), strict=True):
-                if not writer.tokens:
-                    raise DataError(f"data.paths hold no text for the {split} split")
-            return Index(
-                dtype=tokenizer.dtype.name,  # type: ignore[arg-type] # one of three
-                vocab_size=tokenizer.vocab_size,
-                separator=tokenizer.separator,
-                tokenizer=tokenizer.identity,
-                eval_fraction=self.eval_fraction,
-                source=text.hexdigest(),
-                train=train.finish(),
-                eval=held.finish(),
-            )
+def _tokenize(
+    folder: Path,
+    sources: Sequence[Source],
+    *,
+    tokenizer: Tokenizer,
+    eval_fraction: float,
+    on_progress: OnProgress,
+) -> Index:
+    """Write both splits; returns their index."""
+    text = new_hasher()
+    num_processes = count_processes(sum(source.size for source in sources), tokenizer)
+    pieces = (piece for source in sources for piece in pieces_of(source))
+    with (
+        closing(TokenWriter(folder, "train", dtype=tokenizer.dtype)) as train,
+        closing(TokenWriter(folder, "eval", dtype=tokenizer.dtype)) as held,
+    ):
+        stream = HoldOut(train, held, tokenizer.separator, fraction=eval_fraction)
+        for piece, digest, tokens in encode_all(pieces, tokenizer, num_processes=num_processes):
+            _note(text, piece, digest)
+            stream.write(tokens)
+            on_progress()
+        stream.finish()
+        for split, writer in zip(SPLITS, (train, held), strict=True):
+            if not writer.tokens:
+                raise DataError(f"data.paths hold no text for the {split} split")
+        return Index(
+            dtype=tokenizer.dtype.name,  # type: ignore[arg-type] # one of three
+            vocab_size=tokenizer.vocab_size,
+            separator=tokenizer.separator,
+            tokenizer=tokenizer.identity,
+            eval_fraction=eval_fraction,
+            source=text.hexdigest(),
+            train=train.finish(),
+            eval=held.finish(),
+        )
 
 
 def _note(text: "hashlib.blake2b", piece: Piece, digest: bytes) -> None:

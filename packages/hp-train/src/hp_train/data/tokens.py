@@ -86,6 +86,11 @@ class TokenFile:
         split: Name of the split, one of `SPLITS`.
         index: Index of the folder.
 
+    Attributes:
+        path: Path of the file of ids.
+        size: Number of ids.
+        sums: The digests of all chunks.
+
     Raises:
         DataError: When files do not fit the index.
     """
@@ -99,7 +104,7 @@ class TokenFile:
         try:
             with opened_directory(folder) as directory:
                 limit = num_chunks * _DIGEST_BYTES
-                self._sums = read_whole(directory, f"{split}.sums", limit=limit)
+                self.sums = read_whole(directory, f"{split}.sums", limit=limit)
                 with opened(directory, f"{split}.bin") as descriptor:
                     self._descriptor = os.dup(descriptor)
         except DamageError as error:
@@ -107,7 +112,7 @@ class TokenFile:
         except OSError as error:
             raise DataError(f"{printable(folder)}: {error.strerror}") from None
         weakref.finalize(self, os.close, self._descriptor)
-        if digest_of_split(self._sums, self.size, self._dtype) != about.digest:
+        if digest_of_split(self.sums, self.size, self._dtype) != about.digest:
             where = printable(folder / f"{split}.sums")
             raise DataError(f"{where} does not have the digest that {INDEX} says")
         self._stamp = _stamp(os.fstat(self._descriptor))
@@ -166,11 +171,6 @@ class TokenFile:
         """How many digests there are."""
         return int(self._seen.size)
 
-    @property
-    def sums(self) -> bytes:
-        """The digests of all chunks."""
-        return self._sums
-
     def verified(self, chunk: int) -> bytes:
         """The bytes of a chunk, compared with its digest now.
 
@@ -180,7 +180,7 @@ class TokenFile:
         end = min((chunk + 1) * CHUNK_BYTES, self.size * self._dtype.itemsize)
         data = self._read(chunk * CHUNK_BYTES, end)
         begin = chunk * _DIGEST_BYTES
-        if new_hasher(data).digest() != self._sums[begin : begin + _DIGEST_BYTES]:
+        if new_hasher(data).digest() != self.sums[begin : begin + _DIGEST_BYTES]:
             raise DataError(f"{self._place(chunk)} is not what was written")
         largest = int(np.frombuffer(data, dtype=self._dtype).max())
         if largest >= self._vocab_size:

@@ -141,8 +141,8 @@ def why_no_node_is_replaced(env: Mapping[str, str]) -> str:
     Returns:
         A warning; empty: none.
     """
-    if env.get("GROUP_WORLD_SIZE", "1") == "1" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        return ""
-    if env.get(_NOT_SHARED) == "1":
+    is_alone = env.get("GROUP_WORLD_SIZE", "1") == "1"
+    is_final = env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
+    if is_alone or is_final or env.get(_NOT_SHARED) == "1":
         return ""
     return f"a node that is lost cannot be replaced: start torchrun with {_NOT_SHARED}=1"

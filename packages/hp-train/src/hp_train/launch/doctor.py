@@ -49,14 +49,12 @@ def main(*, as_json: bool = False) -> int:
     checks = diagnose()
     ok = all(check.status != "missing" for check in checks)
     if as_json:
-        content = {"ok": ok, "checks": [asdict(check) for check in checks]}
-        say(json.dumps(content, indent=2))
+        say(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         for check in checks:
             advice = f" -> {check.advice}" if check.advice else ""
             say(f"{check.status:<9}{check.name:<16}{check.value}{advice}")
-        verdict = "this machine can train" if ok else "this machine cannot train yet"
-        say(verdict)
+        say("this machine can train" if ok else "this machine cannot train yet")
     return 0 if ok else 1
 
 

@@ -5,7 +5,6 @@ launcher's watch for hangs. What torchrun leaves to be done is in `hp_train.laun
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported, bu
 from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import PeerError, RankInfo
+from hp_train.base.command_line import say, warn
 from hp_train.base.environment import slurm_rendezvous
 from hp_train.config.options import Resolved
 from hp_train.config.timeouts import Timeouts
@@ -76,7 +76,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
     if info.rank == 0:
         write_config(folder, resolved)
         if warning := why_no_node_is_replaced(os.environ):
-            sys.stderr.write(f"warning: {warning}\n")
+            warn(f"warning: {warning}")
     if store is not None:
         timeout = timedelta(seconds=Timeouts.of(resolved.config).init)
         _served = meet(store, info, os.environ, timeout=timeout)
@@ -99,18 +99,17 @@ def _end_failed(worker: Worker, error: BaseException) -> NoReturn:
     if isinstance(error, PeerError):
         print_report(error.report, rank=rank)
     else:
-        sys.stderr.write(f"error: rank {rank} failed at {fate.place}: {one_line(error)}\n")
+        warn(f"error: rank {rank} failed at {fate.place}: {one_line(error)}")
         if read_error(worker.folder, error_file(rank)):
-            sys.stderr.write(f"traceback: {worker.run_dir / ERRORS / error_file(rank)}\n")
-        sys.stderr.flush()
+            warn(f"traceback: {worker.run_dir / ERRORS / error_file(rank)}")
     os._exit(fate.status)
 
 
 def _say_where(run_dir: Path, status: int) -> None:
     if status == PREEMPTED:
-        sys.stderr.write(f"stopped on request; go on with: hp train --resume {run_dir}\n")
+        warn(f"stopped on request; go on with: hp train --resume {run_dir}")
     elif status == 0:
-        sys.stdout.write(f"{run_dir}\n")
+        say(f"{run_dir}")
 
 
 def _run_directory(

@@ -8,7 +8,6 @@ is stuck, is ended from here.
 """
 
 import os
-import sys
 import threading
 import time
 from typing import NoReturn
@@ -19,6 +18,7 @@ from hp_platform import FailureReport, PeerError, default_note
 from hp_platform.failures.failures import WORLD_KEY
 from hp_platform.failures.liveness import whom_to_blame
 from hp_platform.threads.places import main_place, stand
+from hp_train.base.command_line import warn
 from hp_train.errors import HangError
 from hp_train.launch.task import Worker
 from hp_train.launch.worker import exit_status
@@ -44,8 +44,7 @@ def print_report(report: FailureReport, *, rank: int) -> None:
     lines = [f"error: {report}"]
     if report.stack and rank in (0, report.rank):
         lines += [f"the Python stack of rank {report.rank}:", *(f"  {s}" for s in report.stack)]
-    sys.stderr.write("\n".join([*lines, ""]))
-    sys.stderr.flush()
+    warn("\n".join(lines))
 
 
 def _watch(worker: Worker, hang_seconds: float) -> None:

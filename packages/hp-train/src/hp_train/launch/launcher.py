@@ -6,13 +6,12 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_train.base.command_line import say
+from hp_train.base.command_line import say, warn
 from hp_train.base.environment import external_world
 from hp_train.base.lifetime import LAUNCHER_VARIABLE
 from hp_train.config.timeouts import Timeouts
@@ -148,7 +147,7 @@ def _run_ranks(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -
         if in_a_row > most:
             return status
         place = newest or "the beginning"
-        _say(f"starting again from {place} ({in_a_row} of {most})")
+        warn(f"starting again from {place} ({in_a_row} of {most})")
 
 
 def _newest_checkpoint(run_dir: Path) -> str:
@@ -181,11 +180,15 @@ def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> 
             start_seconds=timeouts.init,
             ended=ranks.ended,
         )
-        grace = config.launch.stop_grace_seconds
-        started = _Run(
-            folder, trap, heartbeats, ranks, watch, stop_grace_seconds=grace, resumable=resumable
-        )
-        return started.finish()
+        return _Run(
+            folder,
+            trap,
+            heartbeats,
+            ranks,
+            watch,
+            stop_grace_seconds=config.launch.stop_grace_seconds,
+            resumable=resumable,
+        ).finish()
     except BaseException:
         if ranks is not None:
             ranks.kill()
@@ -253,7 +256,7 @@ class _Run:
                 return self._end_now()
             if self.trap.first and not self.heartbeats.stop_requested():
                 self.heartbeats.request_stop()
-                _say("stopping: the ranks save after this step; once more to stop at once")
+                warn("stopping: the ranks save after this step; once more to stop at once")
             if self.trap.second or self.trap.waiting_seconds > self.stop_grace_seconds:
                 return self._end_now()
             if self._all_returned():
@@ -291,14 +294,14 @@ class _Run:
             how = f"by force, not done saving after {self.stop_grace_seconds:g} s"
         resume = f"; from the last checkpoint: hp train --resume {self.run_dir}"
         hint = resume if self.resumable else ""
-        _say(f"stopped {how}, rank {slot.rank} was at {slot.place}{hint}")
+        warn(f"stopped {how}, rank {slot.rank} was at {slot.place}{hint}")
         return 128 + (self.trap.second or self.trap.first)
 
     def _directory_gone(self) -> int:
         """Nothing can be kept, whatever the ranks still compute."""
         slot = most_suspect(self.heartbeats.slots())
         self._kill()
-        _say(f"error: {self.folder.gone} at step {slot.step}")
+        warn(f"error: {self.folder.gone} at step {slot.step}")
         return RunDirectoryError.exit_code
 
     def _fail(self, verdict: Verdict) -> int:
@@ -315,11 +318,11 @@ class _Run:
                 when = "before the first step, nothing to save"
                 return _stopped(self.run_dir, when, self.resumable)
             reason = _describe_exit(code)
-        _say(f"error: {verdict.message}" + (f": {reason}" if reason else ""))
+        warn(f"error: {verdict.message}" + (f": {reason}" if reason else ""))
         if verdict.state is State.FAILED:
-            _say(f"traceback: {self.run_dir / ERRORS / error_file(verdict.rank)}")
+            warn(f"traceback: {self.run_dir / ERRORS / error_file(verdict.rank)}")
         for line in stack:
-            _say(line)
+            warn(line)
         return verdict.status
 
     def _ended_unseen(self) -> int:
@@ -354,7 +357,7 @@ class _Run:
 def _stopped(run_dir: Path, when: str = "", resumable: bool = True) -> int:
     when = f" {when}" if when else ""
     hint = f"; go on with: hp train --resume {run_dir}" if resumable else ""
-    _say(f"stopped on request{when}{hint}")
+    warn(f"stopped on request{when}{hint}")
     return PREEMPTED
 
 
@@ -364,8 +367,3 @@ def _describe_exit(code: int | None) -> str:
     if code > 0:
         return f"its process ended with status {code}"
     return f"killed by {name_of(-code)}"
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()

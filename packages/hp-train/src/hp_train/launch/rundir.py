@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from hp_train.base.atomic_write import try_lock
+from hp_train.base.atomic_write import closed_at_end, try_lock
 from hp_train.base.command_line import say
 from hp_train.base.folder import Folder
 from hp_train.config import Config
@@ -38,11 +38,9 @@ def make_run_directory(resolved: Resolved) -> Path:
     try:
         base.mkdir(parents=True, exist_ok=True)
         for name in names:
-            try:
+            with suppress(FileExistsError):
                 (base / name).mkdir()
-            except FileExistsError:
-                continue
-            return base / name
+                return base / name
     except OSError as error:
         raise ConfigError(
             f'run.output_dir ("{base}") must be a writable folder: {error.strerror}'
@@ -148,10 +146,7 @@ def locked(folder: Folder) -> Iterator[None]:
         ConfigError: When another process holds it.
     """
     # Some network file systems lock only what is opened for writing; nothing is written.
-    descriptor = folder.open_file(_LOCK, os.O_RDWR | os.O_CREAT)
-    try:
+    with closed_at_end(folder.open_file(_LOCK, os.O_RDWR | os.O_CREAT)) as descriptor:
         if not try_lock(descriptor):
             raise ConfigError(f'run.resume ("{folder.path}") must not be in use by another process')
         yield
-    finally:
-        os.close(descriptor)

@@ -60,10 +60,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(group: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def last_lines(log: Path) -> str:

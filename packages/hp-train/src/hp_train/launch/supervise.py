@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,7 +163,5 @@ def kill_ranks(slots: Sequence[Slot], signum: int = signal.SIGKILL) -> None:
     """Send a signal to every rank that is still there."""
     for slot in slots:
         if slot.pid:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(slot.pid, signum)
-            except ProcessLookupError:
-                continue

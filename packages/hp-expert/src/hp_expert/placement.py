@@ -20,10 +20,12 @@ def local_part(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def placed_like(parameter: DTensor, gradient: Tensor) -> DTensor:
-    """Return the gradient of a parameter from that of its local part."""
+def placed_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return what is as large and placed as a parameter, from the part of it that is here."""
+    if not isinstance(parameter, DTensor):
+        return local
     return DTensor.from_local(
-        gradient,
+        local,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
