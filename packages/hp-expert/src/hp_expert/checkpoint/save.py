@@ -63,9 +63,7 @@ def save_experts(
             f"{path}.{name}" if path else name: experts.get_parameter(name).detach()
             for name in stacked
         }
-        first = StackedPart.of(
-            experts.get_parameter(stacked[0]), first_expert=getattr(experts, "first_expert", 0)
-        ).offset[0]
+        first = _first_expert(experts, stacked)
         try:
             mine = _gathered(to_hf(own, names, first_expert=first))
             if writes and error is None and _is_first_of_replicas(experts, stacked):
@@ -97,6 +95,13 @@ def _require_fit(module: nn.Module, directory: Path, names: ExpertNames, *, is_f
             raise ValueError(f"directory ({directory}) must have no safetensors files")
         for name in (INDEX, MANIFEST, DIGEST):
             (directory / name).unlink(missing_ok=True)
+
+
+def _first_expert(experts: nn.Module, stacked: list[str]) -> int:
+    parameter = experts.get_parameter(stacked[0])
+    if isinstance(parameter, DTensor):
+        return StackedPart.of(parameter).offset[0]
+    return int(getattr(experts, "first_expert", 0))
 
 
 def _is_first_of_replicas(experts: nn.Module, stacked: list[str]) -> bool:

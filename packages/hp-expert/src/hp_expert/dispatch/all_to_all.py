@@ -35,6 +35,7 @@ from hp_expert.dispatch.deduplicated import (
     unpack,
 )
 from hp_expert.dispatch.exchange_plan import (
+    FAILED,
     ExchangePlan,
     ExchangeRead,
     Header,
@@ -219,7 +220,7 @@ def count_slice(
         num_tokens: How many the slices have together, if all ranks of `slices` know.
     """
     W, L = over.group.size(), over.num_experts // over.group.size()
-    error, counted, header = input_error(x, experts, weights), None, Header.failed()
+    error, counted, header = input_error(x, experts, weights), None, FAILED
     if error is None:
         shared = over.deduplicates(x, experts, weights)
         header = Header.of(x, experts, weights, num_experts=over.num_experts, deduplicated=shared)

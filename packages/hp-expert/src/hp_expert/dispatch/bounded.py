@@ -28,6 +28,7 @@ from hp_expert.dispatch.all_to_all import by_expert
 from hp_expert.dispatch.exchange_plan import (
     CODE,
     COUNTS,
+    FAILED,
     INVALID,
     MOST,
     TOKENS,
@@ -232,7 +233,7 @@ class BoundedAllToAllDispatcher:
             )
 
     def _agreed_header(self, x: Tensor, experts: Tensor, weights: Tensor | None) -> Header:
-        error, header = input_error(x, experts, weights), Header.failed()
+        error, header = input_error(x, experts, weights), FAILED
         if error is None:
             header = Header.of(x, experts, weights, num_experts=self.num_experts)
         capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

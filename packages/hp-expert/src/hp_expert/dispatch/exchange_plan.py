@@ -23,7 +23,7 @@ experts, B numbers in a block, C of them that are read.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,12 @@ from torch.distributed import ProcessGroup
 
 from hp_expert.batch import FLOATS, wrong_input
 from hp_expert.dispatch.deduplicated import Destinations
-from hp_expert.dispatch.refusal import refused_input
+from hp_expert.dispatch.refusal import refused
 from hp_expert.permute import SlotCounts
 from hp_platform import Event, PeerError, Pending, agree, side_stream, use_stream
 from hp_platform.host_reads import arrived
 
 _NO_WEIGHTS = len(FLOATS)
-_FAILED = -1
 _GRAIN = 512
 
 # How many values each of them may have: dtype of the rows, that of the weights, K, number of
@@ -92,11 +91,6 @@ class Header:
             code = code * limit + value % limit
         return cls(code)
 
-    @classmethod
-    def failed(cls) -> "Header":
-        """Say that the input is wrong."""
-        return cls(_FAILED)
-
     def __str__(self) -> str:
         """Describe it in words."""
         values, width = [], self.code
@@ -113,6 +107,10 @@ class Header:
             *(["deduplicated"] if deduplicated else []),
         ]
         return ", ".join(words)
+
+
+FAILED: Final = Header(-1)
+"""Says that the input is wrong."""
 
 
 class Volume(NamedTuple):
@@ -204,7 +202,7 @@ class ExchangeRead:
 
 def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
     """Return what is wrong with tokens [T, D], experts [T, K] and weights [T, K], if anything."""
-    return refused_input() or wrong_input(x, experts, weights)
+    return refused.get() or wrong_input(x, experts, weights)
 
 
 def block_size(num_numbers: int) -> int:
@@ -360,7 +358,7 @@ def raise_on_all_ranks(
             the first, which follow each other.
         device: Where the exchange took place.
     """
-    failed = [rank for rank, (code, bad) in enumerate(verdicts) if bad or code == _FAILED]
+    failed = [rank for rank, (code, bad) in enumerate(verdicts) if bad or code == FAILED.code]
     if failed:
         if device.type == "cpu":
             error = _own_or_peer_error(error, groups)

@@ -17,12 +17,8 @@ from hp_expert.batch import ExpertBatch
 from hp_platform import PeerError, doing, failing_together, is_no_failure, mark_agreed
 from hp_platform.groups.groups import global_ranks
 
-_refused: ContextVar[Exception | None] = ContextVar("refused", default=None)
-
-
-def refused_input() -> Exception | None:
-    """Return why this rank takes no part in an exchange that it enters only to say so."""
-    return _refused.get()
+refused: ContextVar[Exception | None] = ContextVar("refused", default=None)
+"""Why this rank takes no part in an exchange that it enters only to say so."""
 
 
 def groups_of(dispatcher: Any) -> list[ProcessGroup]:
@@ -80,11 +76,11 @@ def refuse(dispatcher: Any, x_TD: Tensor, error: Exception) -> None:
     groups = groups_of(dispatcher)
     if not groups or is_no_failure(error):
         return
-    before = _refused.set(error)
+    before = refused.set(error)
     try:
         with suppress(Exception), dispatching(dispatcher):
             nothing = x_TD.new_empty(0, 0, 0)
             dispatcher.launch_dispatch(*dispatcher.prepare(x_TD, nothing))
     finally:
-        _refused.reset(before)
+        refused.reset(before)
     mark_agreed(error, (rank for group in groups for rank in global_ranks(group)))

@@ -95,10 +95,10 @@ class TensorSlicedDispatcher:
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[tuple[int, ...], CountedSlice]:
         """Slice, launch the exchange of counts, sort and gather; see `PreparesInTwo`."""
-        num_tokens, sizes = 0, _even_sizes(0, self.group.size())
+        num_tokens, sizes = 0, even_sizes(0, self.group.size())
         if not self.sliced and input_error(x, experts, weights) is None:  # else refused later
             num_tokens = len(x)
-            sizes = _even_sizes(num_tokens, self.group.size())
+            sizes = even_sizes(num_tokens, self.group.size())
             x, experts, weights = (_slice(t, sizes, self.group) for t in (x, experts, weights))
         return sizes, count_slice(
             self.over_ep, x, experts, weights, slices=self.group, num_tokens=num_tokens
@@ -162,7 +162,7 @@ class TensorSlicedDispatcher:
         return by_slice.index_select(0, merged)
 
 
-def _even_sizes(num_tokens: int, num_slices: int) -> tuple[int, ...]:
+def even_sizes(num_tokens: int, num_slices: int) -> tuple[int, ...]:
     """How many tokens each slice has: as even as can be, the longer ones first."""
     short, longer = divmod(num_tokens, num_slices)
     return tuple(short + (index < longer) for index in range(num_slices))

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.exchange_plan import (
+    FAILED,
     ExchangeRead,
     Header,
     block_size,
@@ -55,7 +56,7 @@ class TensorSummedDispatcher:
     ) -> tuple[Tensor, ExpertBatch]:
         """Sort while counts are compared; see `Dispatcher.prepare`."""
         E, W = self.num_experts, self.group.size()
-        error, header, counted = input_error(x, experts, weights), Header.failed(), None
+        error, header, counted = input_error(x, experts, weights), FAILED, None
         if error is None:
             header = Header.of(x, experts, weights, num_experts=E)
             counted = count_slots(experts, E)

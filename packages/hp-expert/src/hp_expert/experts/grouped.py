@@ -115,8 +115,7 @@ class Grouped:
             for piece, weight in zip(dpre, experts.weights.gate_up, strict=True)
         ]
         more_PD = others.pop() if others else None
-        position_NF, holes = places.position, places.partial
-        dx = kernels.sum_rows(dx_PD, position_NF, None, holes=holes, more_RD=more_PD)
+        dx = kernels.sum_rows(dx_PD, places.position, None, holes=places.partial, more_RD=more_PD)
         del dx_PD, more_PD
         x_PD = gather(batch.rows, places.row)
         for gradient, piece in zip(wanted.weights.gate_up, dpre, strict=True):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_expert.dispatch.tensor_sliced import even_sizes
 from hp_platform import all_gather_uneven
 
 
@@ -37,8 +38,7 @@ def of_own_tokens(
     Returns:
         [T, D], the same on all of these ranks.
     """
-    least, more = divmod(len(experts_TK), group.size())
-    sizes = [least + (rank < more) for rank in range(group.size())]
+    sizes = even_sizes(len(experts_TK), group.size())
     own = forward(
         _Part.apply(x_TD, sizes, group),
         _part(experts_TK, sizes, group),
@@ -48,12 +48,12 @@ def of_own_tokens(
     return whole
 
 
-def _part(x: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+def _part(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
     part: Tensor = x.split(sizes)[group.rank()]
     return part.contiguous()
 
 
-def _whole(x: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+def _whole(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
     return all_gather_uneven(x.contiguous(), sizes=sizes, group=group)
 
 
@@ -61,7 +61,7 @@ class _Part(torch.autograd.Function):
     """This rank's rows of what all have; backward puts gradients of all parts together."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
         return _part(x, sizes, group)
 
@@ -75,7 +75,7 @@ class _Whole(torch.autograd.Function):
     """Rows of all ranks, which go on with the same numbers: backward keeps this rank's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
         return _whole(x, sizes, group)
 

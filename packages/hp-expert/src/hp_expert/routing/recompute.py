@@ -67,7 +67,7 @@ def decide(owner: object, make: Callable[[], T]) -> T:
 @outside_graph
 def _decide_in_contexts(owner: object, make: Callable[[], T]) -> T:
     """Decide outside of compiled graphs, so that a recompute runs the graphs of its forward."""
-    recordings: list[_Context] = []
+    recordings: list[_Recording] = []
     for context in reversed(_open.contexts):
         if isinstance(context, _Repeating):
             decision: T = context.repeat(owner)
@@ -82,8 +82,8 @@ def _decide_in_contexts(owner: object, make: Callable[[], T]) -> T:
     return decision
 
 
-class _Context:
-    """One of the two contexts, inside another one; may be entered again after it was left."""
+class _Recording:
+    """Around the forward, inside another context; may be entered again after it was left."""
 
     def __init__(
         self,
@@ -108,11 +108,7 @@ class _Context:
         return self.around.__exit__(kind, error, traceback)
 
 
-class _Recording(_Context):
-    """Around the forward."""
-
-
-class _Repeating(_Context):
+class _Repeating(_Recording):
     """Around the recompute, and around each further one if the graph is kept."""
 
     def __enter__(self) -> None:
@@ -143,7 +139,7 @@ class _Open(threading.local):
     """
 
     def __init__(self) -> None:
-        self.contexts: tuple[_Context, ...] = ()
+        self.contexts: tuple[_Recording, ...] = ()
 
 
 _open = _Open()

@@ -208,14 +208,12 @@ class TopKRouter(nn.Module):
         if padding is not None:
             replay = self._without(padding, replay, make)
         choice = decide(self, make) if replay is None else _Choice(replay, replay)
-        replayed = replay is not None
-        weights_TK = self._weigh(scores_TE, logits_TE, choice, replayed=replayed)
+        made = replay is None
+        weights_TK = self._weigh(scores_TE, logits_TE, choice, replayed=not made)
         load = self._counter(weights_TK)
         if load is not None:
-            made = replay is None
             weights_TK = count_in_backward(weights_TK, choice.chosen, load, all_exist=made)
-        drops = choice.experts is not choice.chosen
-        before_drop = choice.chosen if drops else None
+        before_drop = None if choice.experts is choice.chosen else choice.chosen
         return Routing(weights_TK, choice.experts, scores_TE, logits_TE, before_drop)
 
     def _route_fused(

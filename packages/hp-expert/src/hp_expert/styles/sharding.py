@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hp_expert.experts import GroupedExperts
 from hp_expert.styles.ranks import ExpertRanks
@@ -31,7 +31,8 @@ def keep_part(experts: GroupedExperts, ranks: ExpertRanks) -> None:
         # A copy, so that the whole parameter can be freed.
         kept = mine.clone() if mine.numel() < parameter.numel() else mine
         if ranks.mesh is not None:
-            placements = [_placement(name, axis) for axis in ranks.axes]
+            dims = [shard_dim(name, axis) for axis in ranks.axes]
+            placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
             kept = DTensor.from_local(
                 kept.contiguous(),
                 ranks.mesh,
@@ -120,11 +121,6 @@ def _part(x: Tensor, dim: int | None, group: dist.ProcessGroup | None) -> Tensor
     if group is None or dim is None:
         return x
     return x.chunk(group.size(), dim)[group.rank()]
-
-
-def _placement(name: str, axis: str) -> Placement:
-    dim = shard_dim(name, axis)
-    return Replicate() if dim is None else Shard(dim)
 
 
 class _Said(NamedTuple):

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 from hp_train.errors import ConfigError
 
+T = TypeVar("T")
 _LARGEST = 2**31 - 1
 
 
@@ -19,19 +21,13 @@ def whole(option: str, *, least: int, largest: int = _LARGEST) -> Callable[[str]
     Returns:
         For `argparse`; raises `ConfigError`.
     """
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ConfigError(f"{option} ({text}) must be a whole number") from None
-        if value < least:
-            raise ConfigError(f"{option} ({text}) must be at least {least}")
-        if value > largest:
-            raise ConfigError(f"{option} ({text}) must be at most {largest}")
-        return value
-
-    return read
+    return _reader(
+        option,
+        int,
+        "a whole number",
+        (lambda value: value >= least, f"at least {least}"),
+        (lambda value: value <= largest, f"at most {largest}"),
+    )
 
 
 def real(option: str, *, below: float = math.inf) -> Callable[[str], float]:
@@ -44,18 +40,29 @@ def real(option: str, *, below: float = math.inf) -> Callable[[str], float]:
     Returns:
         For `argparse`; raises `ConfigError`.
     """
+    return _reader(
+        option,
+        float,
+        "a number",
+        (math.isfinite, "a finite number"),
+        (lambda value: value >= 0, "at least 0"),
+        (lambda value: value < below, f"less than {below:g}"),
+    )
 
-    def read(text: str) -> float:
+
+def _reader(
+    option: str, kind: Callable[[str], T], form: str, *rules: tuple[Callable[[T], bool], str]
+) -> Callable[[str], T]:
+    """Make what reads a number of a kind; each rule says what the number must be."""
+
+    def read(text: str) -> T:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            raise ConfigError(f"{option} ({text}) must be a number") from None
-        if not math.isfinite(value):
-            raise ConfigError(f"{option} ({text}) must be a finite number")
-        if value < 0:
-            raise ConfigError(f"{option} ({text}) must be at least 0")
-        if value >= below:
-            raise ConfigError(f"{option} ({text}) must be less than {below:g}")
+            raise ConfigError(f"{option} ({text}) must be {form}") from None
+        for is_kept, rule in rules:
+            if not is_kept(value):
+                raise ConfigError(f"{option} ({text}) must be {rule}")
         return value
 
     return read

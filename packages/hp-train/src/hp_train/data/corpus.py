@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from hp_train.base.folder import read_span
+from hp_train.base.atomic_write import closed_at_end
+from hp_train.base.folder import open_named, read_span
 from hp_train.errors import DataError
 
 # Not the library's own prose and code: third-party packages and megabytes of test tables.
@@ -208,17 +209,14 @@ def _source(path: Path, kind: Literal["text", "jsonl", "library"]) -> Source:
 def _opened(path: str) -> Iterator[int]:
     """Descriptor of a regular file; a pipe that took its place does not block."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with closed_at_end(open_named(Path(path))) as descriptor:
+            yield descriptor
     except OSError as error:
         raise DataError(f"data.paths: cannot read {printable(path)}: {error.strerror}") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise DataError(f"data.paths: {printable(path)} must be a regular file or a folder")
-        yield descriptor
-    except OSError as error:
-        raise DataError(f"data.paths: cannot read {printable(path)}: {error.strerror}") from None
-    finally:
-        os.close(descriptor)
+    except ValueError:  # of `open_named`
+        raise DataError(
+            f"data.paths: {printable(path)} must be a regular file or a folder"
+        ) from None
 
 
 def _cut(descriptor: int, at: int, source: Source) -> int:

@@ -44,11 +44,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> TokenArray:
         """Ids of a text, one-dimensional."""
-        ...
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids; what is not text is shown replaced, never an error."""
-        ...
 
 
 class ByteTokenizer:

@@ -1,7 +1,5 @@
 """From a resolved config to an exit status: the run directory, the ranks, and their end."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -9,11 +7,13 @@ import signal
 import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hp_train.base.command_line import say, warn
 from hp_train.base.environment import external_world
+from hp_train.base.folder import Folder
 from hp_train.base.lifetime import LAUNCHER_VARIABLE
+from hp_train.config import Config
+from hp_train.config.options import Resolved
 from hp_train.config.timeouts import Timeouts
 from hp_train.errors import (
     PREEMPTED,
@@ -44,11 +44,6 @@ from hp_train.launch.task import (
     read_error,
     stack_file,
 )
-
-if TYPE_CHECKING:
-    from hp_train.base.folder import Folder
-    from hp_train.config import Config
-    from hp_train.config.options import Resolved
 
 _ENTRY = "hp_train.training.train:main"
 _LOOK_SECONDS = 0.2  # twenty times a second took 0.6 % of the CPU time of four ranks
