@@ -172,8 +172,7 @@ class ExpertBatch(NamedTuple):
     def sum_over_slots(self, values_PD: Tensor, weights_NF: Tensor | None = None) -> Tensor:
         """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
         position_NF, partial = self.positions()
-        kernels = kernels_for(values_PD)
-        return kernels.sum_rows(values_PD, position_NF, weights_NF, holes=partial)
+        return kernels_for(values_PD).sum_rows(values_PD, position_NF, weights_NF, holes=partial)
 
     def spans(self) -> list[slice]:
         """Positions of each local expert, if the host knows them."""

@@ -227,16 +227,18 @@ class _SumWeightedSlots(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
         ctx.save_for_backward(rows, weights)
-        partial = permutation.partial
-        return gather_and_sum(rows, permutation.inverse, partial=partial, weights=weights)
+        return gather_and_sum(
+            rows, permutation.inverse, partial=permutation.partial, weights=weights
+        )
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights = ctx.saved_tensors
         slot_R, holes = ctx.permutation.order, ctx.permutation.padded
-        kernels = kernels_for(rows)
-        grads = kernels.sum_rows_backward(wait_tensor(grad), rows, slot_R, weights, holes=holes)
+        grads = kernels_for(rows).sum_rows_backward(
+            wait_tensor(grad), rows, slot_R, weights, holes=holes
+        )
         return *grads, None
 
 

@@ -304,14 +304,13 @@ def _sort_and_gather(
     # A token goes to no more ranks than there are, and no more than it has experts.
     rows = sort_rows(where)
     most = min(rows.order.numel(), counted.keys.numel())
-    rows = rows.first(most) if counted.starts is None else _cut(rows, most)
+    rows = (
+        rows.first(most)
+        if counted.starts is None
+        else rows.without_padding(most)._replace(padded=True)  # not all of it
+    )
     slots, codes = sort_codes(counted, where, num_local=num_local)
     return _Ahead(rows, gather_rows(x, rows), slots, codes)
-
-
-def _cut(sort: Permutation, num_positions: int) -> Permutation:
-    """Drop positions that are padding, where kernels have sorted."""
-    return sort.without_padding(num_positions)._replace(padded=sort.padded)
 
 
 def _prepared(

@@ -146,8 +146,7 @@ class BoundedAllToAllDispatcher:
             )
         if self.rows_per_pair < 1:
             raise ValueError(f"rows_per_pair ({self.rows_per_pair}) must be at least 1")
-        found = torch.zeros(3, dtype=torch.int64, device=self.device)
-        object.__setattr__(self, "_found", found)
+        object.__setattr__(self, "_found", torch.zeros(3, dtype=torch.int64, device=self.device))
         object.__setattr__(self, "_lock", threading.Lock())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BoundedAllToAllDispatcher":

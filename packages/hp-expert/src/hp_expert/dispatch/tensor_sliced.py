@@ -22,8 +22,9 @@ Shape symbols: T tokens, K experts per token, L local experts, W tp ranks, N row
 arrived, P positions, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ from hp_expert.dispatch.all_to_all import (
 from hp_expert.dispatch.exchange_plan import ExchangePlan, input_error
 from hp_expert.dispatch.protocol import DispatchState
 from hp_platform import all_to_all_lazy, wait_tensor
+
+Gather = Callable[..., Tensor]
+"""Takes a slice, the `sizes` of all and the `group`, and gives all of them, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +153,7 @@ class TensorSlicedDispatcher:
         mine = self.over_ep.finish_combine(rows, state.mine)
         if self.sliced:
             return mine
-        y: Tensor = _GatherOutputs.apply(mine, state.num_tokens, self.group)
+        y: Tensor = GatherSlices.apply(mine, state.num_tokens, self.group, _gather_now)
         return y
 
     def _order_of_all(self, mine: ExpertBatch, state: SlicedState) -> Tensor:
@@ -180,7 +184,7 @@ def _require_same_tokens(plans: Sequence[ExchangePlan]) -> None:
 
 
 def _slice(x: Tensor | None, sizes: tuple[int, ...], group: ProcessGroup) -> Any:
-    return None if x is None else _Slice.apply(x, sizes, group)
+    return None if x is None else Slice.apply(x, sizes, group, _gather_now)
 
 
 def _gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -207,31 +211,39 @@ def _gather_now(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     return wait_tensor(_gather(wait_tensor(x), sizes, group))
 
 
-class _Slice(torch.autograd.Function):
+class Slice(torch.autograd.Function):
     """Take this rank's slice of what all ranks have; see Note [No factor of tp]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
-        ctx.call = (sizes, group)
+    def forward(
+        ctx: Any, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, gather: Gather
+    ) -> Tensor:
+        """Keep the rows of this rank's slice."""
+        ctx.gather = partial(gather, sizes=sizes, group=group)
         mine: Tensor = x.split(sizes)[group.rank()]
         return mine
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_now(grad, *ctx.call), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Put the gradients of all slices together."""
+        return ctx.gather(grad), None, None, None
 
 
-class _GatherOutputs(torch.autograd.Function):
+class GatherSlices(torch.autograd.Function):
     """Give all ranks all slices; see Note [No factor of tp]."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, sizes: tuple[int, ...], group: ProcessGroup, gather: Gather
+    ) -> Tensor:
+        """Put the slices of all ranks together."""
         ctx.call = (sizes, group)
-        return _gather_now(y.detach(), sizes, group)
+        return gather(y.detach(), sizes=sizes, group=group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Keep the gradient of this rank's slice, which all ranks have whole."""
         sizes, group = ctx.call
-        return wait_tensor(grad).split(sizes)[group.rank()], None, None
+        return wait_tensor(grad).split(sizes)[group.rank()], None, None, None

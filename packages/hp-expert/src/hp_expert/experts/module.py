@@ -89,8 +89,7 @@ class GroupedExperts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
         for name, width in ("b1", hidden), ("b2", dim), ("b3", hidden):
-            shape = (num_experts, width)
-            value = torch.empty(shape, device=device, dtype=dtype) if bias else None
+            value = torch.empty(num_experts, width, device=device, dtype=dtype) if bias else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(num_experts)
         self.products: GroupedProducts | None = None

@@ -9,13 +9,11 @@ Shape symbols: T tokens, t of them on a rank, K experts per token, D width.
 """
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert.dispatch.tensor_sliced import even_sizes
+from hp_expert.dispatch.tensor_sliced import GatherSlices, Slice, even_sizes
 from hp_platform import all_gather_uneven
 
 
@@ -40,46 +38,13 @@ def of_own_tokens(
     """
     sizes = even_sizes(len(experts_TK), group.size())
     own = forward(
-        _Part.apply(x_TD, sizes, group),
-        _part(experts_TK, sizes, group),
-        _Part.apply(weights_TK, sizes, group),
+        Slice.apply(x_TD, sizes, group, _whole),
+        experts_TK.split(sizes)[group.rank()],
+        Slice.apply(weights_TK, sizes, group, _whole),
     )
-    whole: Tensor = _Whole.apply(own, sizes, group)
+    whole: Tensor = GatherSlices.apply(own, sizes, group, _whole)
     return whole
-
-
-def _part(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
-    part: Tensor = x.split(sizes)[group.rank()]
-    return part.contiguous()
 
 
 def _whole(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
     return all_gather_uneven(x.contiguous(), sizes=sizes, group=group)
-
-
-class _Part(torch.autograd.Function):
-    """This rank's rows of what all have; backward puts gradients of all parts together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _part(x, sizes, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _whole(grad, ctx.sizes, ctx.group), None, None
-
-
-class _Whole(torch.autograd.Function):
-    """Rows of all ranks, which go on with the same numbers: backward keeps this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _whole(x, sizes, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _part(grad, ctx.sizes, ctx.group), None, None

@@ -238,8 +238,7 @@ def _check_concurrency(
             answers[i] = run(dispatcher, batches[i], matrices)
 
     _in_threads([partial(work, 0, first), partial(work, 1, second)])
-    together = [answers[0], answers[1]]
-    _agree_on_bits(together, alone, group, case, where="two threads at once")
+    _agree_on_bits([answers[0], answers[1]], alone, group, case, where="two threads at once")
 
 
 def _in_threads(works: list[Callable[[], Any]]) -> None:

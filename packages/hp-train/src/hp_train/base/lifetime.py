@@ -30,8 +30,7 @@ def die_with(pid: int) -> None:
 
 def kill_when_parent_dies() -> None:
     """Ask the kernel to kill this process when its parent ends."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _exit_after(launcher: int) -> None:

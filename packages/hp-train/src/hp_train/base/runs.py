@@ -18,9 +18,7 @@ def runs_in(sequences: Sequence[int], places: Sequence[int]) -> Iterator[tuple[i
         places: Its place in that.
     """
     for begin, end in runs_of(places):
-        start = begin
-        for at in range(begin + 1, end + 1):
-            if at == end or sequences[at] != sequences[start]:
-                if sequences[start] >= 0:
-                    yield sequences[start], places[start], slice(start, at)
-                start = at
+        changes = [i for i in range(begin + 1, end) if sequences[i] != sequences[i - 1]]
+        for start, stop in pairwise([begin, *changes, end]):
+            if sequences[start] >= 0:
+                yield sequences[start], places[start], slice(start, stop)

@@ -266,6 +266,6 @@ class Dataset:
         """Lengths of the documents of sequences [B, S], separators included."""
         is_last = rows == self.separator
         is_last[:, -1] = True
-        lengths = np.diff(np.flatnonzero(is_last), prepend=-1).tolist()
-        documents = iter(lengths)  # sequences follow each other, and each ends with a document
+        # Sequences follow each other, and each ends with a document.
+        documents = iter(np.diff(np.flatnonzero(is_last), prepend=-1).tolist())
         return tuple([tuple(islice(documents, count)) for count in is_last.sum(axis=1).tolist()])

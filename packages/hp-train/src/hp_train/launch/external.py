@@ -80,8 +80,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
     if store is not None:
         timeout = timedelta(seconds=Timeouts.of(resolved.config).init)
         _served = meet(store, info, os.environ, timeout=timeout)
-    heartbeats = Heartbeats.unwatched()
-    worker = Worker(info=info, run_dir=run_dir, heartbeats=heartbeats, stop=stop)
+    worker = Worker(info, run_dir, Heartbeats.unwatched(), stop)
     report_stacks(worker)
     end_when_stuck(worker, hang_seconds=Timeouts.of(config).hang)
     status = run_guarded(entry, config, worker)

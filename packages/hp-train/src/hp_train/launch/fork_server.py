@@ -32,9 +32,7 @@ if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
     kill_when_parent_dies()
     for _signum, _handler in _previous.items():
         if _handler is not signal.SIG_IGN:
-            signal.signal(_signum, signal.SIG_IGN)
-    if _previous[signal.SIGINT] is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _on_interrupt)
+            signal.signal(_signum, _on_interrupt if _signum == signal.SIGINT else signal.SIG_IGN)
     os.register_at_fork(after_in_child=_restore)
     # The launcher blocked them until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
