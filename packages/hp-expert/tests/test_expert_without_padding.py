@@ -10,7 +10,7 @@ from hp_expert import (
     sequence_balance_loss,
     take_loads,
 )
-from hp_expert.routing import save_routing
+from hp_expert.routing.recompute import save_routing
 
 B, S, D, E, K = 3, 8, 6, 4, 2
 PADS = torch.tensor([[False] * 8, [False] * 5 + [True] * 3, [True] * 7 + [False]])

@@ -1,16 +1,11 @@
 """Expert parallelism for mixture-of-experts models: stateless dispatch, one host read per layer."""
 
 from hp_expert.batch import ExpertBatch, LocalRead
-from hp_expert.checkpoint import (
-    ExpertNames,
-    StackedPart,
-    expert_names,
-    from_hf,
-    load_experts,
-    save_experts,
-    stacked_parts,
-    to_hf,
-)
+from hp_expert.checkpoint.convert import from_hf, to_hf
+from hp_expert.checkpoint.load import load_experts
+from hp_expert.checkpoint.names import ExpertNames, expert_names
+from hp_expert.checkpoint.parts import StackedPart, stacked_parts
+from hp_expert.checkpoint.save import save_experts
 from hp_expert.data_parallel import (
     expert_parameter_names,
     fully_shard_experts,
@@ -57,28 +52,26 @@ from hp_expert.hugging_face import (
 )
 from hp_expert.moe import MoE
 from hp_expert.permute import Permutation, gather_slots, sort_by_expert, sum_slots
-from hp_expert.routing import (
-    Routing,
-    TopKRouter,
-    check_replay,
+from hp_expert.routing.balance import (
     document_balance_loss,
     global_balance_loss,
+    router_z_loss,
+    sequence_balance_loss,
+)
+from hp_expert.routing.correction import (
     load_imbalance,
     register_correction_bias_update,
-    router_z_loss,
-    save_routing,
-    sequence_balance_loss,
     take_loads,
     update_correction_biases,
 )
-from hp_expert.styles import (
-    BaseExpertParallel,
-    DispatchedParallel,
-    ExpertParallel,
-    ExpertRanks,
-    ExpertTensorParallel,
-    TensorParallel,
-)
+from hp_expert.routing.recompute import save_routing
+from hp_expert.routing.replay import check_replay
+from hp_expert.routing.router import Routing, TopKRouter
+from hp_expert.styles.base import BaseExpertParallel, DispatchedParallel
+from hp_expert.styles.expert_parallel import ExpertParallel
+from hp_expert.styles.expert_tensor_parallel import ExpertTensorParallel
+from hp_expert.styles.ranks import ExpertRanks
+from hp_expert.styles.tensor_parallel import TensorParallel
 
 __all__ = [
     "Activation",

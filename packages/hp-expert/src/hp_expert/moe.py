@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hp_expert.dispatch import LocalDispatcher
 from hp_expert.dispatch.refusal import dispatching, groups_of, refuse, through_experts
 from hp_expert.experts import GroupedExperts, autocast
-from hp_expert.routing import Routing, TopKRouter
+from hp_expert.routing.router import Routing, TopKRouter
 from hp_platform import doing, failing_together, mark_place, outside_graph, raise_first
 
 

@@ -74,15 +74,14 @@ def pieces(name: str, part: StackedPart) -> Iterator[Piece]:
         for number, projection in enumerate(projections):
             begin = max(first_row, number * rows)
             end = min(last_row, (number + 1) * rows)
-            if begin >= end:
-                continue
-            yield Piece(
-                part.local[local_expert, begin - first_row : end - first_row],
-                part.offset[0] + local_expert,
-                projection,
-                (rows, *part.shape[2:]),
-                Box((begin - number * rows, *offsets), (end - begin, *sizes)),
-            )
+            if begin < end:
+                yield Piece(
+                    part.local[local_expert, begin - first_row : end - first_row],
+                    part.offset[0] + local_expert,
+                    projection,
+                    (rows, *part.shape[2:]),
+                    Box((begin - number * rows, *offsets), (end - begin, *sizes)),
+                )
 
 
 def stacked_parts(module: nn.Module) -> dict[str, StackedPart]:

@@ -23,13 +23,10 @@ refused: ContextVar[Exception | None] = ContextVar("refused", default=None)
 
 def groups_of(dispatcher: Any) -> list[ProcessGroup]:
     """Return the process groups over which a dispatcher exchanges; none if all experts are here."""
-    groups = []
-    for holder in (dispatcher, getattr(dispatcher, "over_ep", None)):
-        for name in ("group", "control", "small_group"):
-            group = getattr(holder, name, None)
-            if isinstance(group, ProcessGroup):
-                groups.append(group)
-    return groups
+    holders = dispatcher, getattr(dispatcher, "over_ep", None)
+    names = "group", "control", "small_group"
+    found = [getattr(holder, name, None) for holder in holders for name in names]
+    return [group for group in found if isinstance(group, ProcessGroup)]
 
 
 @contextmanager

@@ -50,11 +50,11 @@ def host_reads(device: torch.device | str = "cpu") -> Iterator[list[str]]:
     with ExitStack() as stack:
         stack.enter_context(watch_operators(look))
         for name in _METHODS:
-            read = _noting_reads(name, kind, found)
+            read = _noting(getattr(Tensor, name), name, found, kind=kind)
             stack.enter_context(patch.object(Tensor, name, read))
         if kind == "cuda":
             for owner in (torch.cuda.Event, torch.cuda.Stream, torch.cuda):
-                wait = _noting_waits(owner.synchronize, found)
+                wait = _noting(owner.synchronize, "synchronize", found)
                 stack.enter_context(patch.object(owner, "synchronize", wait))
         yield found
 
@@ -76,20 +76,14 @@ def _waits(name: str, args: Any, kwargs: Any, kind: str) -> bool:
     return name.startswith(_SYNCING)
 
 
-def _noting_reads(name: str, kind: str, found: list[str]) -> Callable[..., Any]:
-    method = getattr(Tensor, name)
+def _noting(
+    call: Callable[..., Any], name: str, found: list[str], *, kind: str | None = None
+) -> Callable[..., Any]:
+    """Note down the name of what is called, for a tensor on a device of this kind, if any."""
 
-    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == kind:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if kind is None or args[0].device.type == kind:
             found.append(name)
-        return method(self, *args, **kwargs)
+        return call(*args, **kwargs)
 
-    return read
-
-
-def _noting_waits(wait: Callable[..., Any], found: list[str]) -> Callable[..., Any]:
-    def synchronize(*args: Any, **kwargs: Any) -> Any:
-        found.append("synchronize")
-        return wait(*args, **kwargs)
-
-    return synchronize
+    return noting

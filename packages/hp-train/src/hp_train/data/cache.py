@@ -97,11 +97,11 @@ class Cache:
 
     def _make_room(self, folder: Path) -> None:
         """Remove the least recently used entries until the others are within the limit."""
-        entries = []
-        for entry in folder.iterdir():
-            if _NAME.fullmatch(entry.name):
-                files = [file.lstat().st_size for file in entry.iterdir()]
-                entries.append((entry.lstat().st_mtime_ns, entry.name, sum(files)))
+        entries = [
+            (entry.lstat().st_mtime_ns, entry.name, sum(f.lstat().st_size for f in entry.iterdir()))
+            for entry in folder.iterdir()
+            if _NAME.fullmatch(entry.name)
+        ]
         total = sum(size for _, _, size in entries)
         for _, name, size in sorted(entries):
             if total <= self._limit:

@@ -134,11 +134,11 @@ class Dataset:
         Raises:
             DataError: When that is to be looked at, and the file cannot be read.
         """
-        if digest == self.digest:
-            return True
-        if self.packs is not None or not isinstance(self.tokens, TokenFile):
-            return False
-        return digest == old_digest(self.tokens.path)
+        return digest == self.digest or (
+            self.packs is None
+            and isinstance(self.tokens, TokenFile)
+            and digest == old_digest(self.tokens.path)
+        )
 
     @property
     def num_sequences(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_train.base.folder import DamageError, opened, opened_directory, read_span, read_whole
+from hp_train.base.folder import DamageError, open_file, opened_directory, read_span, read_whole
 from hp_train.data.corpus import printable
 from hp_train.data.index import INDEX, Index, Split
 from hp_train.data.tokenizer import TokenArray
@@ -105,8 +105,7 @@ class TokenFile:
             with opened_directory(folder) as directory:
                 limit = num_chunks * _DIGEST_BYTES
                 self.sums = read_whole(directory, f"{split}.sums", limit=limit)
-                with opened(directory, f"{split}.bin") as descriptor:
-                    self._descriptor = os.dup(descriptor)
+                self._descriptor = open_file(directory, f"{split}.bin")
         except DamageError as error:
             raise DataError(f"{printable(folder)}: {error}") from None
         except OSError as error:

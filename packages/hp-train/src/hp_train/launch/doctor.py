@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -61,8 +61,7 @@ def main(*, as_json: bool = False) -> int:
 def diagnose() -> list[Check]:
     """Look at everything; nothing that goes wrong in one check keeps the others from running."""
     found: list[Check] = []
-    groups: tuple[Callable[[], Iterator[Check]], ...] = (_software, _devices, _machine, _extras)
-    for group in groups:
+    for group in (_software, _devices, _machine, _extras):
         try:
             found.extend(group())
         except Exception as error:  # noqa: BLE001 - a doctor reports what it meets
