@@ -67,9 +67,8 @@ def apply_to_transformers(
     agree_on(list(found.values()), error, ranks or ExpertRanks())
     tied: dict[int, nn.Parameter] = {}  # what the same parameter became in another module
     for experts, its_dispatcher in zip(found.values(), dispatchers, strict=True):
-        total, first = num_experts_of(experts), 0
-        if group is not None:
-            first = _partition(experts, group, mesh, tied)
+        total = num_experts_of(experts)
+        first = 0 if group is None else _partition(experts, group, mesh, tied)
         change_class(experts, DispatchedExperts)
         assert isinstance(experts, DispatchedExperts)
         experts.dispatcher = its_dispatcher

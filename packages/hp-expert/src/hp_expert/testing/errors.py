@@ -99,10 +99,9 @@ def check_errors(
     """
     case = case or Case()
     dispatcher, is_last = make(group, case.num_experts), group.rank() == group.size() - 1
-    wanted = {name: spoil for name, spoil in (SPOILS | DISAGREEMENTS).items() if name in spoils}
+    possible = SPOILS if group.size() == 1 else SPOILS | DISAGREEMENTS
+    wanted = {name: spoil for name, spoil in possible.items() if name in spoils}
     for name, spoil in wanted.items():
-        if group.size() == 1 and name in DISAGREEMENTS:
-            continue
         batch = make_batch(case, group.rank(), group.size())
         if is_last:
             batch = spoil(batch, case)

@@ -50,11 +50,10 @@ def prepare(
     directory.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(directory.parent)
     if not is_prepared(directory):
-        kept = None if tokenizer.is_cheap else cache
         _make(
             directory,
             paths,
-            kept,
+            None if tokenizer.is_cheap else cache,
             tokenizer=tokenizer,
             eval_fraction=eval_fraction,
             on_progress=on_progress,
