@@ -126,7 +126,7 @@ def initialize(
             or if NCCL cannot serve the GPUs and Gloo was not asked for; then on every rank.
     """
     init_method = init_method or os.environ.get(INIT_METHOD_VARIABLE)
-    info = info or RankInfo.from_env() or _existing_world() or RankInfo(0, 1, 0, 1)
+    info = info or RankInfo.from_env() or _existing_world()
     device = local_device(info.local_rank, device_type=device_type)
     is_own = not dist.is_initialized()
     if not is_own:
@@ -209,10 +209,9 @@ def _choose(asked: str, device: torch.device, shared: int) -> str:
     return "nccl"
 
 
-def _existing_world() -> RankInfo | None:
-    if not dist.is_initialized():
-        return None
-    rank, world = dist.get_rank(), dist.get_world_size()
+def _existing_world() -> RankInfo:
+    """The place in the default group; without one that of a rank that is alone."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return RankInfo(rank, world, rank, world)
 
 
@@ -224,11 +223,9 @@ def _require_existing(info: RankInfo) -> None:
         )
 
 
-def _number(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
-    text = env.get(name)
-    if text is None and default is not None:
-        return default
+def _number(env: Mapping[str, str], name: str, *, default: int = 0) -> int:
+    text = env.get(name, default)
     try:
-        return int(text or "")
+        return int(text)
     except ValueError:
         raise ValueError(f"{name} ({text!r}) must be a whole number") from None

@@ -8,10 +8,10 @@ torch has no public spelling for these. A release that moves one of them breaks 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -27,16 +27,15 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
     _unregister_process_group,
 )
-from torch._compile import _disable_dynamo
+
+# `torch.compiler.disable` that does not import the compiler before the first call.
+from torch._compile import _disable_dynamo as dynamo_disabled
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 AsyncCollectiveTensor = functional.AsyncCollectiveTensor
 
@@ -47,6 +46,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TorchDispatchMode",
+    "dynamo_disabled",
     "tree_leaves",
 ]
 
@@ -74,27 +74,17 @@ def functional_all_to_all(
 
 def functional_wait(x: Tensor) -> Tensor:
     """Wait for the collective that writes `x` and return the plain tensor."""
-    y: Tensor = x
     if torch.compiler.is_compiling():
-        y = functional.wait_tensor(x)
+        x = functional.wait_tensor(x)
     elif isinstance(x, AsyncCollectiveTensor):
-        y = x.trigger_wait()
-    return y
+        x = x.trigger_wait()
+    return x
 
 
-def is_multithreading_enabled() -> bool:
-    """Whether backward may run nodes in the device threads of the autograd engine."""
-    return torch._C._is_multithreading_enabled()
-
-
-def dynamo_disabled(fn: Callable[P, T]) -> Callable[P, T]:
-    """`torch.compiler.disable` that does not import the compiler before the first call."""
-    return _disable_dynamo(fn)
-
-
-def default_store() -> Store:
-    """The store that the default process group was initialised with."""
-    return distributed_c10d._get_default_store()
+is_multithreading_enabled = torch._C._is_multithreading_enabled
+"""Whether backward may run nodes in the device threads of the autograd engine."""
+default_store = distributed_c10d._get_default_store
+"""The store that the default process group was initialised with."""
 
 
 def all_groups() -> list[ProcessGroup]:
@@ -133,9 +123,8 @@ def naming_groups(name: str) -> AbstractContextManager[object]:
     return patch.object(distributed_c10d, "_process_group_name", lambda *_args, **_kwargs: name)
 
 
-def assert_async(condition: Tensor, message: str) -> None:
-    """Let the device itself stop where a value of it is zero or False; the host does not wait."""
-    torch._assert_async(condition, message)
+assert_async = torch._assert_async
+"""Let the device itself stop where a value of it is zero or False; the host does not wait."""
 
 
 def version_of(x: Tensor) -> int:

@@ -55,7 +55,6 @@ def _attention(  # noqa: PLR0917 # torch's own
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    options = {"scale": scale}
     bias = _as_bias(attn_mask, q)
     is_plain = q.dim() == 4 and 0 not in (*q.shape, *k.shape)
     fits_causal = attn_mask is None and (not is_causal or q.shape[2] == k.shape[2])
@@ -65,15 +64,15 @@ def _attention(  # noqa: PLR0917 # torch's own
     elif is_plain and _efficient_takes(capability, q, k, v):
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         out = aten._scaled_dot_product_efficient_attention(
-            q, k, v, _padded(bias, q, k), keeps, dropout_p, is_causal, **options
+            q, k, v, _padded(bias, q, k), keeps, dropout_p, is_causal, scale=scale
         )[0]
     elif is_plain and _only_cudnn() and q.dtype in _HALF:
         out = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, bias, True, dropout_p, is_causal, False, **options
+            q, k, v, bias, True, dropout_p, is_causal, False, scale=scale
         )[0]
     else:
         out = aten._scaled_dot_product_attention_math(
-            q, k, v, bias, dropout_p, is_causal, None, **options, enable_gqa=enable_gqa
+            q, k, v, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
     return out
 
@@ -113,8 +112,9 @@ def _efficient_takes(capability: tuple[int, int], q: Tensor, k: Tensor, v: Tenso
 
 
 def _only_cudnn() -> bool:
-    others = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled()
-    return switches.cudnn_sdp_enabled() and not others
+    return switches.cudnn_sdp_enabled() and not (
+        switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled()
+    )
 
 
 def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -145,8 +145,7 @@ def _rms_norm(
 ) -> Tensor:
     """One kernel, which keeps the reciprocal of the norm, unless dtypes differ."""
     if weight is None or weight.dtype == x.dtype:
-        apply: Any = _RmsNorm.apply
-        fused: Tensor = apply(x, tuple(shape), weight)
+        fused: Tensor = _RmsNorm.apply(x, tuple(shape), weight)
         return fused
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps

@@ -56,20 +56,17 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 def is_fake_mode_active() -> bool:
     """Whether torch works out shapes with fake tensors on this thread."""
-    key: Any = torch._C._TorchDispatchModeKey.FAKE
-    return torch._C._get_dispatch_mode(key) is not None
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def default_device() -> torch.device | None:
     """The device of `with torch.device(...)` or `torch.set_default_device`; None without one."""
-    device: Any = _device.CURRENT_DEVICE
-    return device  # type: ignore[no-any-return]
+    return _device.CURRENT_DEVICE
 
 
 def wrapper_maker() -> Callable[..., Any]:
     """What makes tensors that wrap others, such as those whose collective is under way."""
-    maker: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-    return maker
+    return torch.Tensor._make_wrapper_subclass
 
 
 def accelerator(device: torch.device) -> AbstractContextManager[object]:
@@ -168,12 +165,11 @@ def backend_methods() -> tuple[Callable[..., None], Callable[..., Any]]:
 
 def group_functions() -> tuple[Callable[..., Any], ...]:
     """What makes every group of torch, what `new_group` calls, what splits one, and destroys."""
-    module = TORCH_MODULE
     return (
-        module._new_process_group_helper,
-        module._new_group_with_tag,
-        module.split_group,
-        module.destroy_process_group,
+        TORCH_MODULE._new_process_group_helper,
+        TORCH_MODULE._new_group_with_tag,
+        TORCH_MODULE.split_group,
+        TORCH_MODULE.destroy_process_group,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_platform import _internals
+from hp_platform.autograd.compiling import outside_graph
 
 Hook = Callable[[], None]
 
@@ -28,6 +28,7 @@ class _SyncHook(torch.autograd.Function):
         return grad, None, None
 
 
+@outside_graph
 def sync_hook(x: Tensor, *, forward: Hook | None = None, backward: Hook | None = None) -> Tensor:
     """Return `x` unchanged; call `forward` now and `backward` when its gradient passes by.
 
@@ -40,14 +41,5 @@ def sync_hook(x: Tensor, *, forward: Hook | None = None, backward: Hook | None =
         forward: Called before this returns.
         backward: Called in each backward pass, in the thread that runs this node.
     """
-    if torch.compiler.is_compiling():
-        return _apply_eagerly(x, forward, backward)
-    return _apply(x, forward, backward)
-
-
-def _apply(x: Tensor, forward: Hook | None, backward: Hook | None) -> Tensor:
     y: Tensor = _SyncHook.apply(x, forward, backward)
     return y
-
-
-_apply_eagerly = _internals.dynamo_disabled(_apply)

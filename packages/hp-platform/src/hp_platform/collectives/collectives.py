@@ -52,9 +52,7 @@ def all_to_all(
     Raises:
         ValueError: If the splits do not fit the group or the rows; before anything is sent.
     """
-    pg = resolve_group(group)
-    splits = _splits(x, output_splits, input_splits, pg)
-    y: Tensor = _AllToAll.apply(x, splits, pg, False)
+    y: Tensor = _AllToAll.apply(x, *_resolved(x, output_splits, input_splits, group), False)
     return y
 
 
@@ -71,9 +69,7 @@ def all_to_all_lazy(
     what runs in between overlaps with the exchange. torch's own differentiable all-to-all is lazy
     in forward only. Under `torch.compile` the compiler places the wait.
     """
-    pg = resolve_group(group)
-    splits = _splits(x, output_splits, input_splits, pg)
-    y: Tensor = _AllToAll.apply(x, splits, pg, True)
+    y: Tensor = _AllToAll.apply(x, *_resolved(x, output_splits, input_splits, group), True)
     return y
 
 
@@ -98,9 +94,8 @@ def launch_all_to_all(
     group: ProcessGroup | DeviceMesh,
 ) -> Pending[Tensor]:
     """Start the exchange of `all_to_all` outside autograd; arguments and errors are the same."""
-    pg = resolve_group(group)
-    outputs, inputs = _splits(x, output_splits, input_splits, pg)
-    return _launch(x, outputs, inputs, pg)[1]
+    splits, pg = _resolved(x, output_splits, input_splits, group)
+    return _launch(x, *splits, pg)[1]
 
 
 def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending[Tensor]:
@@ -151,8 +146,8 @@ def start_all_to_all(
     Backward is the mirror image: it starts where forward waited and waits where forward started,
     so whatever forward ran between the two overlaps with the exchange in both directions.
     """
-    pg = resolve_group(group)
-    started = StartedAllToAll(*_splits(x, output_splits, input_splits, pg), pg)
+    splits, pg = _resolved(x, output_splits, input_splits, group)
+    started = StartedAllToAll(*splits, pg)
     started.edge = _Start.apply(x, started)
     return started
 
@@ -255,8 +250,7 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, edge: Tensor, started: StartedAllToAll) -> Tensor:
         ctx.started = started
         pending, started.forward = started.forward, None
-        if pending is None:
-            raise RuntimeError("all_to_all_wait must be called once per started exchange")
+        assert pending is not None, "it is there as long as the edge is"
         pending.wait()
         return edge
 
@@ -345,10 +339,14 @@ def add_up(parts: Sequence[Tensor], *, out: Tensor) -> None:
         out += part
 
 
-def _splits(
-    x: Tensor, outputs: Sequence[int] | None, inputs: Sequence[int] | None, group: ProcessGroup
-) -> tuple[Splits, Splits]:
-    """Check the splits against the rows of `x` and the group."""
+def _resolved(
+    x: Tensor,
+    outputs: Sequence[int] | None,
+    inputs: Sequence[int] | None,
+    mesh_or_group: ProcessGroup | DeviceMesh,
+) -> tuple[tuple[Splits, Splits], ProcessGroup]:
+    """Check the splits against the rows of `x` and the group; return them with the group."""
+    group = resolve_group(mesh_or_group)
     note_use(group)
     where = f"rank {group.rank()} of {group.size()}"
     if x.ndim == 0:
@@ -360,7 +358,7 @@ def _splits(
             raise ValueError(
                 f"{where}: group size ({group.size()}) must divide rows of x ({x.shape[0]})"
             )
-        return None, None
+        return (None, None), group
     _require_one_per_rank("output_splits", outputs, group)
     _require_one_per_rank("input_splits", inputs, group)
     if sum(inputs) != x.shape[0]:
@@ -368,7 +366,7 @@ def _splits(
             f"{where}: sum of input_splits {list(inputs)} ({sum(inputs)}) must equal "
             f"rows of x ({x.shape[0]})"
         )
-    return list(outputs), list(inputs)
+    return (list(outputs), list(inputs)), group
 
 
 def _require_one_per_rank(name: str, numbers: Sequence[int], group: ProcessGroup) -> None:
@@ -393,7 +391,7 @@ def _require_sizes(
     note_use(group)
     where = f"rank {group.rank()} of {group.size()}"
     _require_one_per_rank("sizes", sizes, group)
-    mine = sizes[group.rank()] if expected is None else expected
-    name = "sizes[rank]" if expected is None else "sum(sizes)"
+    own = (sizes[group.rank()], "sizes[rank]")
+    mine, name = own if expected is None else (expected, "sum(sizes)")
     if mine != length:
         raise ValueError(f"{where}: {name} ({mine}) must equal the length of x ({length})")

@@ -139,9 +139,7 @@ def _incoming(buffer: Tensor, src: int, group: ProcessGroup) -> _Message:
 
 def _needs_host(x: Tensor, group: ProcessGroup) -> bool:
     """Gloo would hand the device pointer to the socket; other backends take device tensors."""
-    if x.device.type == "cpu":
-        return False
-    return _internals.backend_name(group, x.device) in (None, "gloo")
+    return x.device.type != "cpu" and _internals.backend_name(group, x.device) in (None, "gloo")
 
 
 def _peer(rank: int, group: ProcessGroup, *, name: str) -> int:

@@ -76,17 +76,13 @@ def backend_for(device: torch.device, *, ranks_per_device: int = 1) -> str:
     """
     if device.type == "cpu" or not dist.is_nccl_available():
         return "gloo"
-    if ranks_per_device > 1 and not nccl_shares_devices():
-        return "gloo"
-    return "nccl"
+    return "nccl" if ranks_per_device <= 1 or nccl_shares_devices() else "gloo"
 
 
 def nccl_shares_devices() -> bool:
     """Whether this NCCL can serve several ranks on one GPU."""
     switch = os.environ.get(_MULTI_RANK)
-    if switch is not None:
-        return switch == "1"
-    return dist.is_nccl_available() and _nccl_version() >= _MULTI_RANK_SINCE
+    return _nccl_version() >= _MULTI_RANK_SINCE if switch is None else switch == "1"
 
 
 def allow_shared_devices() -> None:

@@ -41,6 +41,7 @@ def agree(
         if error is not None:
             raise error
         return
+    at = f" before {where}" if where else ""
     ranks = global_ranks(group)
     mine = ranks[group.rank()]
     text = b"" if error is None else FailureReport.of(error, rank=mine).encode().encode()
@@ -51,7 +52,7 @@ def agree(
         if error is not None:
             error.add_note(f"the other ranks could not be told: {lost}")
             raise error from None
-        lost.add_note(f"a rank was lost while all were to agree{_at(where)}")
+        lost.add_note(f"a rank was lost while all were to agree{at}")
         raise
     if error is not None:
         for rank, report in reports.items():
@@ -60,7 +61,7 @@ def agree(
         mark_agreed(error, ranks)
         raise error
     if reports:
-        listed = "; ".join(_listed(report, where) for report in reports.values())
+        listed = "; ".join(_listed(report, at) for report in reports.values())
         first = min(reports)
         raised = PeerError(listed, rank=first, report=reports[first])
         mark_agreed(raised, ranks)
@@ -102,10 +103,6 @@ def _reports(text: bytes, lengths: Tensor, group: ProcessGroup) -> dict[int, Fai
     }
 
 
-def _listed(report: FailureReport, where: str) -> str:
+def _listed(report: FailureReport, at: str) -> str:
     place = f" (in {report.place})" if report.place else ""
-    return f"rank {report.rank} failed{_at(where)}: {report.error}{place}"
-
-
-def _at(where: str) -> str:
-    return f" before {where}" if where else ""
+    return f"rank {report.rank} failed{at}: {report.error}{place}"

@@ -169,11 +169,6 @@ def world_note() -> FailureNote:
     return default_note(WORLD_KEY)
 
 
-def group_note(group: ProcessGroup) -> FailureNote:
-    """The note of the ranks of a group."""
-    return default_note(f"hp_platform/failure/group/{group.group_name}")
-
-
 @contextmanager
 def failing_together(
     *words: str,
@@ -224,9 +219,9 @@ def raise_first(
         BaseException: The error itself where it is one of this rank.
         PeerError: Where it only came of another rank's.
     """
-    if is_no_failure(error):
-        raise error
-    raised = _broken_by(error, list(groups), everything=everything)
+    raised = error
+    if not is_no_failure(error):
+        raised = _broken_by(error, list(groups), everything=everything)
     if raised is error:
         raise error
     raise raised from error
@@ -252,7 +247,7 @@ def give_up(error: BaseException) -> BaseException:
 def _broken_by(
     error: BaseException, groups: list[ProcessGroup], *, everything: bool
 ) -> BaseException:
-    notes = [group_note(each) for each in groups]
+    notes = [default_note(f"hp_platform/failure/group/{each.group_name}") for each in groups]
     if everything:
         notes.insert(0, world_note())
         groups = groups + _internals.all_groups()
@@ -325,8 +320,8 @@ def is_echo(error: BaseException) -> bool:
 
 def is_no_failure(error: BaseException) -> bool:
     """Whether an exception only ends something early, as in recomputation when all is there."""
-    is_checkpoints = type(error).__module__ == "torch.utils.checkpoint"
-    early = is_checkpoints and type(error).__name__ == "_StopRecomputationError"
+    name = f"{type(error).__module__}.{type(error).__name__}"
+    early = name == "torch.utils.checkpoint._StopRecomputationError"
     return early or isinstance(error, GeneratorExit)
 
 

@@ -229,8 +229,7 @@ def _misfit(part: Part, saved: SavedTensor) -> str | None:
             f"dtype ({part.local.dtype}) must equal that of the checkpoint ({DTYPES[saved.dtype]})"
         )
     if part.shape != saved.shape:
-        shown = list(part.shape), list(saved.shape)
-        return f"shape ({shown[0]}) must equal that of the checkpoint ({shown[1]})"
+        return f"shape ({list(part.shape)}) must equal that of the checkpoint ({list(saved.shape)})"
     return None
 
 

@@ -36,11 +36,6 @@ def silent(phase: str, *, waiting: bool = False) -> None:
     """Tell nobody."""
 
 
-def is_first(group: ProcessGroup | None) -> bool:
-    """Whether this rank is the first of a group; None: it is alone."""
-    return group is None or group.rank() == 0
-
-
 def gathered(value: T, *, of: type[T], group: ProcessGroup | None) -> list[T]:
     """`all_gather_json`, also of a rank that is alone."""
     return [value] if group is None else all_gather_json(value, of=of, group=group)
@@ -88,7 +83,8 @@ def on_all_ranks(call: Callable[[], T], *, group: ProcessGroup | None) -> T:
 
 def on_first_rank(call: Callable[[], T], *, of: type[T], group: ProcessGroup | None) -> T:
     """`on_all_ranks` of what the first rank alone does; return its result on all."""
-    made = on_all_ranks(lambda: call() if is_first(group) else None, group=group)
+    is_first = group is None or group.rank() == 0
+    made = on_all_ranks(lambda: call() if is_first else None, group=group)
     return on_rank_zero(lambda: cast("T", made), of=of, group=group)
 
 
@@ -140,9 +136,9 @@ def verify_together(
 
 
 def _told(error: BaseException | None) -> str:
-    if error is None or isinstance(error, CheckpointError):
-        return "" if error is None else str(error)
-    return f"{type(error).__name__}: {error}"
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def share_of(manifest: Manifest, *, rank: int, world_size: int) -> list[Entry]:

@@ -56,9 +56,9 @@ def open_directory(path: str | Path, parent: int | None = None) -> int:
 
 
 @contextmanager
-def opened_directory(path: str | Path) -> Iterator[int]:
+def opened_directory(path: str | Path, parent: int | None = None) -> Iterator[int]:
     """Like :func:`open_directory`, and closed at the end."""
-    descriptor = open_directory(path)
+    descriptor = open_directory(path, parent)
     try:
         yield descriptor
     finally:
@@ -121,24 +121,20 @@ def read_whole(directory: int, name: str, *, limit: int) -> bytes:
     return bytes(data)
 
 
-def read_into(descriptor: int, buffer: memoryview, position: int | None = None) -> int:
+def read_into(descriptor: int, buffer: memoryview, position: int = 0) -> int:
     """Fill a buffer from a file; fewer bytes than it holds at the end of the file.
 
     Args:
         descriptor: Descriptor of the file.
         buffer: Buffer for the bytes.
-        position: First byte; None: the current position of the descriptor, which moves on.
+        position: First byte.
 
     Returns:
         Number of bytes that were read.
     """
     done = 0
     while done < len(buffer):
-        rest = [buffer[done:]]
-        if position is None:
-            count = os.readv(descriptor, rest)
-        else:
-            count = os.preadv(descriptor, rest, position + done)
+        count = os.preadv(descriptor, [buffer[done:]], position + done)
         if count == 0:
             break
         done += count
@@ -216,11 +212,6 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
 
 
-def names_in(directory: int) -> list[str]:
-    """What stands in an open directory."""
-    return os.listdir(directory)
-
-
 def try_lock(descriptor: int) -> bool:
     """Lock a file or directory until the descriptor is closed; False if another one holds the lock.
 
@@ -231,6 +222,11 @@ def try_lock(descriptor: int) -> bool:
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True
+
+
+def names_in(directory: int) -> list[str]:
+    """What stands in an open directory."""
+    return os.listdir(directory)
 
 
 def staging_name(name: str) -> str:
@@ -300,10 +296,7 @@ def remove_leftovers(directory: Path, is_leftover: Callable[[str], object]) -> l
 
 def _is_locked(name: str, parent: int) -> bool:
     try:
-        descriptor = open_directory(name, parent)
+        with opened_directory(name, parent) as descriptor:
+            return not try_lock(descriptor)
     except (OSError, DamageError):
         return False
-    try:
-        return not try_lock(descriptor)
-    finally:
-        os.close(descriptor)

@@ -301,8 +301,7 @@ def _check_tensors(manifest: Manifest) -> None:
                     f"{MANIFEST}: tensor {name}: file ({chunk.file}) must be less than the number "
                     f"of files ({len(manifest.files)})"
                 )
-        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
-        if error := coverage_error(tensor.shape, boxes):
+        if error := coverage_error(tensor.shape, [chunk.box for chunk in tensor.chunks]):
             raise DamageError(f"{MANIFEST}: tensor {name}: {error}")
 
 

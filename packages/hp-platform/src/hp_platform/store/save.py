@@ -86,8 +86,7 @@ class Source:
     @classmethod
     def of(cls, part: Part, *, kind: str = "Tensor") -> Source:
         """A part that is there."""
-        box = Box(part.offset, tuple(part.local.shape))
-        return cls(part.local.dtype, part.shape, (box,), lambda _: part.local, kind)
+        return cls(part.local.dtype, part.shape, (part.box,), lambda _: part.local, kind)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:

@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 import struct
 import zipfile
 import zlib
@@ -52,8 +51,7 @@ def read_box(folder: Path, place: Place, *, dtype: str, sizes: tuple[int, ...]) 
     """
     data = bytearray(place.length)
     with opened_directory(folder) as directory, opened(directory, place.file) as descriptor:
-        os.lseek(descriptor, place.offset, os.SEEK_SET)
-        if read_into(descriptor, memoryview(data)) != place.length:
+        if read_into(descriptor, memoryview(data), place.offset) != place.length:
             raise DamageError(f"{place.file} became shorter while it was read")
     try:
         return _tensor(data, dtype, sizes)

@@ -29,16 +29,10 @@ def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
 
 
 def _streams(stack: ExitStack, device: DryDevice) -> None:
-    def current_stream(_: Any = None) -> Stream:
-        return Stream(number=device.current_stream())
-
     def set_stream(stream: Stream | None) -> None:
         if stream is not None:
             device.follow_backward()
             device.thread.stream = stream.number
-
-    def synchronize(_: Any = None) -> None:
-        device.emit(HostWait(what="torch.cuda.synchronize", stream=-1))
 
     @contextmanager
     def use(stream: Stream | None) -> Iterator[None]:
@@ -49,10 +43,11 @@ def _streams(stack: ExitStack, device: DryDevice) -> None:
         finally:
             device.thread.stream = before
 
-    shared = {
-        "current_stream": current_stream,
+    whole = HostWait(what="torch.cuda.synchronize", stream=-1)
+    shared: dict[str, Any] = {
+        "current_stream": lambda _=None: Stream(number=device.current_stream()),
         "set_stream": set_stream,
-        "synchronize": synchronize,
+        "synchronize": lambda _=None: device.emit(whole),
     }
     change(
         stack,
@@ -164,20 +159,16 @@ def _memory(stack: ExitStack, device: DryDevice) -> None:
             found[f"{kind}_bytes.all.peak"] = storages.peak_bytes
         return found
 
-    def now(_: Any = None) -> int:
-        return storages.live_bytes
-
-    def peak(_: Any = None) -> int:
-        return storages.peak_bytes
-
     def free_and_total(_: Any = None) -> tuple[int, int]:
         return total - storages.live_bytes, total
 
     shared: dict[str, Any] = {
-        "memory_allocated": now,
-        "max_memory_allocated": peak,
-        "memory_reserved": now,
-        "max_memory_reserved": peak,
+        **dict.fromkeys(
+            ("memory_allocated", "memory_reserved"), lambda _=None: storages.live_bytes
+        ),
+        **dict.fromkeys(
+            ("max_memory_allocated", "max_memory_reserved"), lambda _=None: storages.peak_bytes
+        ),
         "memory_stats": stats,
         "reset_peak_memory_stats": lambda _=None: storages.reset_peak(),
         "reset_accumulated_memory_stats": lambda _=None: None,

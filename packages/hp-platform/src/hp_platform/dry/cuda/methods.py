@@ -103,8 +103,7 @@ def _properties(stack: ExitStack, device: DryDevice) -> None:
         return type(x) not in PLAIN or not is_deferred(x)  # a wrapper has no storage
 
     def seen_as(found: Any) -> Any:
-        there = device.device
-        return {(there if on == META else on, dtype): x for (on, dtype), x in found.items()}
+        return {(device.device if on == META else on, dtype): x for (on, dtype), x in found.items()}
 
     stack.enter_context(grouping(seen_as))
     make = wrapper_maker()
@@ -202,17 +201,25 @@ def _memory(stack: ExitStack, device: DryDevice) -> None:
         if (block := device.block_of(x)) >= 0:
             device.emit(Borrow(block=block, stream=stream.number))
 
-    def is_pinned(x: Tensor, *_: Any) -> bool:
-        return device.is_pinned(x)
-
-    def device_of_storage(storage: torch.UntypedStorage) -> torch.device:
-        return device.device if storages.has(storage) else plain_device.__get__(storage)
-
     plain_device: Any = torch.UntypedStorage.device
-    change(stack, torch.UntypedStorage, device=property(device_of_storage))
-    changed = (data_ptr, pin_memory, record_stream, is_pinned)
-    change(stack, Tensor, **{each.__name__: each for each in changed})
-    change(stack, torch.UntypedStorage, resize_=resize_)
+    change(
+        stack,
+        torch.UntypedStorage,
+        device=property(
+            lambda storage: (
+                device.device if storages.has(storage) else plain_device.__get__(storage)
+            )
+        ),
+        resize_=resize_,
+    )
+    change(
+        stack,
+        Tensor,
+        data_ptr=data_ptr,
+        pin_memory=pin_memory,
+        record_stream=record_stream,
+        is_pinned=lambda x, *_: device.is_pinned(x),
+    )
 
 
 def _threads(stack: ExitStack, device: DryDevice) -> None:

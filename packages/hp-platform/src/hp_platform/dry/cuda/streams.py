@@ -9,9 +9,6 @@ import torch
 from hp_platform.dry.cuda.current import active
 from hp_platform.dry.trace import HostWait, RecordEvent, WaitEvent
 
-_POOL = 32
-"""Streams of one priority that torch hands out before it begins again."""
-
 
 class Stream:
     """A queue of the device.
@@ -31,9 +28,7 @@ class Stream:
         """Take the next stream of the pool of a priority, or the one of a number."""
         del device
         if number < 0:
-            is_high = priority < 0
-            place = active().next_in_pool(is_high=is_high)
-            number = 1 + is_high * _POOL + place % _POOL
+            number = active().next_in_pool(is_high=priority < 0)
         self.number = self.cuda_stream = self.stream_id = number
         self.priority = priority
         self._before: list[int] = []

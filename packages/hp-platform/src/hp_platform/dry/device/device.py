@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import count, cycle
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -34,6 +34,8 @@ from hp_platform.own_kernels import noting
 from hp_platform.threads.places import current_place
 
 _GROUP_STREAMS = 1000
+_POOL = 32
+"""Streams of one priority that torch hands out before it begins again."""
 _pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may outlive a device
 
 
@@ -90,7 +92,7 @@ class DryDevice:
         self.storages = Storages(self.emit)
         self.on_collective: Callable[[Any, Any, Any], Any] = self._without_others
         self._threads, self._events, self._works = count(), count(1), count(1)
-        self._pools = count(), count()
+        self._pools = cycle(range(1, 1 + _POOL)), cycle(range(1 + _POOL, 1 + 2 * _POOL))
         self._group_streams: dict[str, int] = {}
         self._stack = ExitStack()
 
@@ -142,7 +144,7 @@ class DryDevice:
         return next(self._events)
 
     def next_in_pool(self, *, is_high: bool) -> int:
-        """How many streams of a priority were handed out before."""
+        """Number of the next stream of a priority."""
         return next(self._pools[is_high])
 
     def new_work(self) -> int:
@@ -225,10 +227,9 @@ class DryDevice:
 
     def thread_number(self) -> int:
         """Number of this thread of the host."""
-        thread = self.thread
-        if thread.number < 0:
-            thread.number = next(self._threads)
-        return thread.number
+        if self.thread.number < 0:
+            self.thread.number = next(self._threads)
+        return self.thread.number
 
     def note_kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Write down a kernel that torch does not know."""

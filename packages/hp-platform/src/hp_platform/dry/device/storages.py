@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Storages:
         self._emit = emit
         self._blocks: dict[int, Block] = {}
         self._deferred: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._count = 0
+        self._blocks_so_far = count(1)
 
     def find(self, x: Tensor) -> Block | None:
         """The block of a meta tensor; None if it is deferred or was not seen."""
@@ -109,22 +110,22 @@ class Storages:
     def _allocate(
         self, block: Block, num_bytes: int, what: str, stream: int, x: Tensor | None
     ) -> None:
-        self._count += 1
-        block.number, block.num_bytes = self._count, num_bytes
+        block.number, block.num_bytes = next(self._blocks_so_far), num_bytes
         if num_bytes == 0:
             return
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.num_allocations += 1
-        allocated = Allocate(
-            block=block.number,
-            num_bytes=num_bytes,
-            stream=stream,
-            what=what,
-            shape=() if x is None else tuple(x.shape),
-            dtype="" if x is None else str(x.dtype)[6:],
+        self._emit(
+            Allocate(
+                block=block.number,
+                num_bytes=num_bytes,
+                stream=stream,
+                what=what,
+                shape=() if x is None else tuple(x.shape),
+                dtype="" if x is None else str(x.dtype)[6:],
+            )
         )
-        self._emit(allocated)
 
     def _release(self, block: Block, *, resized: bool = False) -> None:
         if block.num_bytes:
@@ -144,14 +145,13 @@ class Buffers:
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._count = 0
+        self._named_so_far = count()
 
     def number(self, host: Tensor) -> int:
         """Return the number of a tensor's storage, which is new if it was not named before."""
         storage = host.untyped_storage()
         if storage not in self._numbers:
-            self._numbers[storage] = self._count
-            self._count += 1
+            self._numbers[storage] = next(self._named_so_far)
         return self._numbers[storage]
 
     def among(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -127,12 +127,10 @@ class CachingAllocator:
 
     def _cached(self, pool: Pool, size: int, stream: int) -> Block | None:
         block = pool.best_fit(size, stream)
-        limit = self.max_split
-        if block is None or limit is None:
+        if block is None or self.max_split is None:
             return block
-        if size < limit:
-            return None if block.size >= limit else block
-        return None if block.size >= size + _SPARE_OVERSIZE_BYTES else block
+        limit = self.max_split if size < self.max_split else size + _SPARE_OVERSIZE_BYTES
+        return block if block.size < limit else None
 
     def _is_split_for(self, block: Block, size: int) -> bool:
         left = block.size - size

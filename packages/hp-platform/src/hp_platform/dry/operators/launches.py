@@ -78,11 +78,10 @@ def num_kernels(
     Returns:
         0 for views, allocations and operators whose tensors are all empty.
     """
-    kwargs = kwargs or {}
     rule = _rule(func)
-    if isinstance(rule, int):
-        return rule if rule == 0 or not _all_empty(args) else 0
-    return 0 if _all_empty(args) else rule(args, kwargs)
+    if rule == 0 or _all_empty(args):
+        return 0
+    return rule if isinstance(rule, int) else rule(args, kwargs or {})
 
 
 def is_silent(func: Any) -> bool:
@@ -149,9 +148,8 @@ def _flops_of_segments(*args: Any, **_: Any) -> int:
 def _rule(func: Any) -> int | Rule:
     full = str(func)
     name = full.rpartition(".")[0]
-    for key in (full, name):
-        if key in _TABLE:
-            return _TABLE[key]
+    if (known := _TABLE.get(full, _TABLE.get(name))) is not None:
+        return known
     if func.is_view or name.startswith(_WITHOUT):
         return 0
     if name.startswith("aten._foreach_"):
@@ -191,8 +189,7 @@ def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     dims = _given(args, kwargs, 1, "dim")
     if isinstance(dims, int) and not isinstance(dims, bool):
         dims = [dims]
-    reduced = operand.numel()
-    innermost = True
+    reduced, innermost = operand.numel(), True
     if isinstance(dims, (list, tuple)) and dims and operand.dim():
         reduced = math.prod(operand.shape[dim] for dim in dims)
         innermost = operand.dim() - 1 in {dim % operand.dim() for dim in dims}
@@ -250,10 +247,6 @@ def _fused_adam(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return _multi_tensor(args[0], 5 if _given(args, kwargs, 4, "max_exp_avg_sqs") else 4)
 
 
-def _fused_sgd(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    return _multi_tensor(args[0], 3 if _given(args, kwargs, 2, "momentum_buffer_list") else 2)
-
-
 # Shape.cu: so many inputs per launch, half as many where one is strided.
 
 
@@ -294,22 +287,19 @@ def _sort(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     if segments == 1 or length >= _FULL_SORT_LENGTH:
         return 1 + segments * _radix_sort(length, bits)
     if segments < _FULL_SORT_SEGMENTS:
-        both = _radix_sort(keys.numel(), bits) + _radix_sort(keys.numel(), _bits(segments))
-        return 2 + both
+        return 2 + _radix_sort(keys.numel(), bits) + _radix_sort(keys.numel(), _bits(segments))
     return 1 + -(-bits // 8)
 
 
 def _topk(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Finding them (TensorTopK.cu), then sorting them."""
-    ordered = _given(args, kwargs, 4, "sorted") is not False
-    return 2 if ordered and args[1] > 1 else 1
+    return 2 if args[1] > 1 and _given(args, kwargs, 4, "sorted") is not False else 1
 
 
 def _scan(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
     """ScanUtils.cuh: CUB's over one row (it prepares its tiles first), torch's over several."""
     values: Tensor = args[0]
-    one_row = values.dim() == 0 or values.numel() == values.shape[args[1]]
-    return 2 if one_row else 1
+    return 2 if values.dim() == 0 or values.numel() == values.shape[args[1]] else 1
 
 
 # Indexing.cu.
@@ -317,8 +307,7 @@ def _scan(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 
 def _index(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
     """A mask is made a list of places first."""
-    masks = [each for each in args[1] if each is not None and each.dtype in MASKS]
-    return 1 + _NONZERO * len(masks)
+    return 1 + _NONZERO * sum(each is not None and each.dtype in MASKS for each in args[1])
 
 
 def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -338,9 +327,8 @@ def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 def _embedding_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
     num_tokens, num_rows = args[1].numel(), args[2]
-    if num_tokens <= _EMBEDDING_ATOMIC:
-        return 2
-    return 1 + _radix_sort(num_tokens, _bits(num_rows)) + 9
+    small = num_tokens <= _EMBEDDING_ATOMIC
+    return 2 if small else 1 + _radix_sort(num_tokens, _bits(num_rows)) + 9
 
 
 # transformers/cuda/attention_backward.cu: fewer heads of keys are expanded and added up again.
@@ -353,8 +341,7 @@ def _flash_backward(heads: int) -> Rule:
 
 def _two_sums(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
     """layer_norm_kernel.cu: the input, then weight and bias, in parts where there are many rows."""
-    rows = args[1].numel() // max(math.prod(args[2]), 1)
-    return 2 if rows <= 64 * 1024 else 4
+    return 2 if args[1].numel() // max(math.prod(args[2]), 1) <= 64 * 1024 else 4
 
 
 _NONZERO: Final = 5
@@ -501,6 +488,8 @@ _TABLE: Final[dict[str, int | Rule]] = {
     "aten._foreach_copy_": _foreach_copy,
     "aten._fused_adam_": _fused_adam,
     "aten._fused_adamw_": _fused_adam,
-    "aten._fused_sgd_": _fused_sgd,
+    "aten._fused_sgd_": lambda args, kwargs: _multi_tensor(
+        args[0], 3 if _given(args, kwargs, 2, "momentum_buffer_list") else 2
+    ),
     "aten._fused_adagrad_": lambda args, _: _multi_tensor(args[0], 3),
 }

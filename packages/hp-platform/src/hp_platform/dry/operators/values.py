@@ -51,24 +51,25 @@ def copy_between(
     what = "copy to host" if to_host else "copy to device"
     reads, writes = (block, ()) if to_host else ((), block)
     buffer = (device.buffers.number(host),) if non_blocking and device.is_pinned(host) else ()
-    copy = Launch(
-        what=what,
-        stream=device.thread.stream,
-        num_kernels=1,
-        num_bytes=num_bytes,
-        flops=0,
-        reads=reads,
-        writes=writes,
-        host_reads=() if to_host else buffer,
-        host_writes=buffer if to_host else (),
+    device.emit(
+        Launch(
+            what=what,
+            stream=device.thread.stream,
+            num_kernels=1,
+            num_bytes=num_bytes,
+            flops=0,
+            reads=reads,
+            writes=writes,
+            host_reads=() if to_host else buffer,
+            host_writes=buffer if to_host else (),
+        )
     )
-    device.emit(copy)
-    if not non_blocking:
-        wait(device, what, num_bytes)
-    elif not device.is_pinned(host):
+    if buffer:
+        return
+    if non_blocking:
         first = f"{str(host.dtype)[6:]}{list(host.shape)}"
         device.fault(f"asynchronous {what}: memory of the host that is not pinned, {first}")
-        wait(device, what, num_bytes)
+    wait(device, what, num_bytes)
 
 
 def _to_copy(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
@@ -134,10 +135,6 @@ def _item(device: DryDevice, _: Any, args: Any, __: Any) -> Any:
     x = args[0]
     wait(device, "aten._local_scalar_dense", x.element_size())
     return torch.zeros((), dtype=x.dtype).item()
-
-
-def _is_nonzero(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
-    return bool(_item(device, None, args, kwargs))
 
 
 def _equal(device: DryDevice, *_: Any) -> Any:
@@ -220,7 +217,7 @@ STAND_INS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "aten::_foreach_copy_": _foreach_copy_,
     "aten::_local_scalar_dense": _item,
     "aten::item": _item,
-    "aten::is_nonzero": _is_nonzero,
+    "aten::is_nonzero": lambda *given: bool(_item(*given)),
     "aten::equal": _equal,
     "aten::nonzero": _nonzero,
     "aten::masked_select": _masked_select,
