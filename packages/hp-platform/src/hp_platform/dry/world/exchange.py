@@ -217,15 +217,14 @@ def _read(value: bytes) -> _Given:
 
 def _parts(asked: Operation, size: int) -> list[bytes]:
     """What this rank gives, for every position; one part where all get the same."""
-    if asked.op == "all_to_all" and len(asked.inputs) == 1:
+    parts: Sequence[Tensor] = asked.inputs
+    if asked.op == "all_to_all" and len(parts) == 1:
         x = asked.inputs[0]
-        splits = list(asked.input_splits) or [x.shape[0] // size] * size
-        return [bytes_of(part) for part in x.split(splits)]
-    if asked.op == "reduce_scatter" and len(asked.inputs) == 1:
-        return [bytes_of(part) for part in asked.inputs[0].chunk(size)]
-    if asked.op in _PARTED:
-        return [bytes_of(part) for part in asked.inputs]
-    return [b"".join(bytes_of(x) for x in asked.inputs)]
+        parts = x.split(list(asked.input_splits) or [x.shape[0] // size] * size)
+    elif asked.op == "reduce_scatter" and len(parts) == 1:
+        parts = parts[0].chunk(size)
+    found = [bytes_of(part) for part in parts]
+    return found if asked.op in _PARTED else [b"".join(found)]
 
 
 def _members(asked: Operation, communicator: Communicator) -> Sequence[int]:
@@ -245,9 +244,8 @@ def _write(asked: Operation, given: dict[int, _Given], mine: int) -> None:
         return
     if asked.reduction:
         _reduce(asked.outputs[0], parts, asked.reduction)
-    elif len(asked.outputs) == 1:
-        _fill(asked.outputs[0], b"".join(parts))
     else:
+        parts = parts if len(asked.outputs) > 1 else [b"".join(parts)]
         for x, data in zip(asked.outputs, parts, strict=False):
             _fill(x, data)
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,9 +69,7 @@ class Hub:
         """Answer those that have waited long enough."""
         now = time.monotonic()
         for each in [each for each in self._waiting if now > each.deadline]:
-            self._waiting.remove(each)
-            error = "wait timeout: it did not come within the time-out"
-            _try_to_send(each.connection, {"error": error})
+            self._refuse(each, "wait timeout: it did not come within the time-out")
 
     def who_waits(self) -> list[str]:
         """Who waits for what, in words."""
@@ -90,8 +89,9 @@ class Hub:
         do, keys = asked["do"], asked["keys"]
         if do in ("get", "wait"):
             deadline = time.monotonic() + asked["timeout"]
-            waiting = _Waiting(source, keys, deadline, do == "get", asked["rank"], asked["what"])
-            self._waiting.append(waiting)
+            self._waiting.append(
+                _Waiting(source, keys, deadline, do == "get", asked["rank"], asked["what"])
+            )
             self._answer_waiting()
             return
         value, found = 0, list[bytes]()
@@ -127,10 +127,12 @@ class Hub:
                 continue
             for prefix, what in self._broken:
                 if any(key.startswith(prefix) for key in each.keys):
-                    self._waiting.remove(each)
-                    error = f"Connection closed by peer: {what}"
-                    _try_to_send(each.connection, {"error": error})
+                    self._refuse(each, f"Connection closed by peer: {what}")
                     break
+
+    def _refuse(self, waiting: _Waiting, error: str) -> None:
+        self._waiting.remove(waiting)
+        _try_to_send(waiting.connection, {"error": error})
 
     def _forget(self, source: Connection) -> None:
         self.sources.remove(source)
@@ -147,10 +149,8 @@ def _send(connection: Connection, head: dict[str, Any], pieces: Sequence[bytes] 
 def _try_to_send(
     connection: Connection, head: dict[str, Any], pieces: Sequence[bytes] = ()
 ) -> None:
-    try:
+    with suppress(OSError):  # it has ended meanwhile, and its end of the connection will say so
         _send(connection, head, pieces)
-    except OSError:  # it has ended meanwhile, and its end of the connection will say so
-        return
 
 
 class HubClient:

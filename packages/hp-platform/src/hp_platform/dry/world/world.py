@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import count
 from typing import Any, Self
 
 import torch
@@ -80,15 +81,14 @@ class DryWorld:
         self._communicators: dict[ProcessGroup, Communicator] = {}
         self._stores: list[DryStore] = []
         self._unwaited: dict[int, Any] = {}  # by block, results that nobody has waited for
-        self._num_batches = 0
+        self._batches = count(1)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             backends.enter_stand_ins(stack, self)
             objects.enter_stand_ins(stack, self)
-            names = operator_names()
-            kernels = {name: self._kernel(name) for name in names}
+            kernels = {name: self._kernel(name) for name in operator_names()}
             stack.enter_context(operator_kernels("c10d", kernels, "CPU", "Meta"))
             stack.enter_context(rendezvous_by(self._rendezvous))
             change(stack, self.device, on_collective=self._on_collective)
@@ -116,14 +116,11 @@ class DryWorld:
         self, group: ProcessGroup, name: str, family: str, ranks: Sequence[int]
     ) -> None:
         """Note that this rank is in a group that was made."""
-        communicator = Communicator(name, family, tuple(ranks), list(ranks).index(self.rank))
-        communicator.is_eager = group.bound_device_id is not None
-        communicator.is_connected = communicator.is_eager
-        self._communicators[group] = communicator
-        self.device.trace.groups[name] = tuple(ranks)
-        if communicator.is_eager and self._has_nccl(group):  # torch binds groups of Gloo as well
+        is_eager = group.bound_device_id is not None
+        self._join(group, name, family, tuple(ranks), is_eager=is_eager)
+        if is_eager and self._has_nccl(group):  # torch binds groups of Gloo as well
             self._note_connected(name)
-        if communicator.is_eager or self.serves(group, "cpu"):
+        if is_eager or self.serves(group, "cpu"):
             self.device.emit(HostMessage(op="connect", group=name, shapes=()))
 
     def split_lists(
@@ -147,11 +144,15 @@ class DryWorld:
         """Note that this rank is in a group that was split off."""
         for name, family, ranks in lists:
             if self.rank in ranks:
-                communicator = Communicator(name, family, ranks, ranks.index(self.rank))
-                communicator.is_eager = communicator.is_connected = True
-                self._communicators[group] = communicator
-                self.device.trace.groups[name] = ranks
+                self._join(group, name, family, ranks, is_eager=True)
                 self._note_connected(name)
+
+    def _join(
+        self, group: ProcessGroup, name: str, family: str, ranks: tuple[int, ...], *, is_eager: bool
+    ) -> None:
+        mine = ranks.index(self.rank)
+        made = Communicator(name, family, ranks, mine, is_eager, is_connected=is_eager)
+        self._communicators[group], self.device.trace.groups[name] = made, ranks
 
     def communicator(self, group: ProcessGroup) -> Communicator:
         """What is known of a group.
@@ -187,8 +188,7 @@ class DryWorld:
 
     def start_batch(self) -> None:
         """Let what this thread starts from now on be one operation."""
-        self._num_batches += 1
-        self.thread.batch, self.thread.work = self._num_batches, self.device.new_work()
+        self.thread.batch, self.thread.work = next(self._batches), self.device.new_work()
 
     def end_batch(self, _: ProcessGroup) -> Any:
         """End a batch; return its handle."""
@@ -236,12 +236,11 @@ class DryWorld:
         group = group_of(given["process_group"])
         communicator = self.communicator(group)
         operations = operations_of(name, given)
-        tensors = [x for each in operations for x in (*each.inputs, *each.outputs)]
-        is_async = bool(given.get("async_op", True))
-        on_device = any(map(is_meta, tensors))
+        on_device = any(is_meta(x) for each in operations for x in (*each.inputs, *each.outputs))
         if not on_device and operations[0].op == "barrier":
             on_device = self.serves(group, "cuda") and not self.serves(group, "cpu")
         if on_device:
+            is_async = bool(given.get("async_op", True))
             return self._on_device(communicator, operations, group, is_async=is_async)
         if not self.serves(group, "cpu") and self.thread.carried is not group:
             raise RuntimeError("No backend type associated with device type cpu")
@@ -270,8 +269,7 @@ class DryWorld:
         is_batched, batch = thread.batch >= 0, thread.batch
         work = thread.work if is_batched else device.new_work()
         if not is_batched and len(operations) > 1:
-            self._num_batches += 1
-            batch = self._num_batches
+            batch = next(self._batches)
         issuer = device.current_stream()
         self._connect(communicator, is_batched=batch >= 0, asked=operations[0])
         for asked in operations:
