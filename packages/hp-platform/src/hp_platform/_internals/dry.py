@@ -84,8 +84,11 @@ def without_gpu_contexts() -> AbstractContextManager[object]:
 def grouping(seen_as: Callable[[Any], Any]) -> AbstractContextManager[object]:
     """Let what sorts tensors by device for optimizers return `seen_as` of what it finds."""
     usual = torch._C._group_tensors_by_device_and_dtype
-    name = "_group_tensors_by_device_and_dtype"
-    return patch.object(torch._C, name, lambda *args, **kwargs: seen_as(usual(*args, **kwargs)))
+    return patch.object(
+        torch._C,
+        "_group_tensors_by_device_and_dtype",
+        lambda *args, **kwargs: seen_as(usual(*args, **kwargs)),
+    )
 
 
 def schema_of(func: Any) -> Any:
@@ -210,9 +213,8 @@ def reduction_of(given: Any) -> str:
 
 def operator_names() -> list[str]:
     """Operators of c10d that carry out something between ranks."""
-    schemas = torch._C._jit_get_all_schemas()
-    names = {s.name.removeprefix("c10d::") for s in schemas if s.name.startswith("c10d::")}
-    return sorted(names - {"check_for_nan"})
+    names = {schema.name for schema in torch._C._jit_get_all_schemas()} - {"c10d::check_for_nan"}
+    return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
 
 
 def arguments_of(name: str) -> tuple[list[str], int]:

@@ -323,8 +323,9 @@ def _scatter_by_exchange(rows: Tensor, sizes: list[int], group: ProcessGroup) ->
     """Exchange parts and add them up in rank order: Note [Gloo by pairs] of `fsdp.py`."""
     length = sizes[group.rank()]
     parts = rows.new_empty((len(sizes), length, *rows.shape[1:]))
-    outputs = [length] * len(sizes)
-    dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), outputs, sizes, group=group)
+    dist.all_to_all_single(
+        parts.flatten(0, 1), rows.contiguous(), [length] * len(sizes), sizes, group=group
+    )
     total = rows.new_empty((length, *rows.shape[1:]))
     if len(sizes) == 1:
         return total.copy_(parts[0])

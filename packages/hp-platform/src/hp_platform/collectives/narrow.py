@@ -125,8 +125,9 @@ def set_fsdp_gather_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype
     """
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
-            shape = tuple(parameter.shape)
-            raise TypeError(f"parameter of shape {shape} must be sharded by fully_shard")
+            raise TypeError(
+                f"parameter of shape {tuple(parameter.shape)} must be sharded by fully_shard"
+            )
         if parameter.dtype == dtype:
             continue
         shard = _internals.shard_of(parameter)

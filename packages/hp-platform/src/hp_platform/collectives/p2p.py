@@ -47,8 +47,8 @@ def irecv(buffer: Tensor, src: int, *, group: ProcessGroup, tag: int = 0) -> Pen
         ValueError: If `src` is not another rank of `group` or `buffer` is not contiguous.
     """
     message = _incoming(buffer, src, group)
-    work = message.post(group, tag)
-    return Pending(buffer, works=[work], buffers=message.buffers, finish=message.finish)
+    works = [message.post(group, tag)]
+    return Pending(buffer, works=works, buffers=message.buffers, finish=message.finish)
 
 
 def isend_irecv(
@@ -81,8 +81,7 @@ def isend_irecv(
     messages = [_incoming(buffer, src, group) for buffer, src in receives]
     messages += [_outgoing(x, dst, group) for x, dst in sends]
     if messages and _internals.coalesces(group, messages[0].tensor.device):
-        operations = [message.operation(group, tag) for message in messages]
-        works = dist.batch_isend_irecv(operations)
+        works = dist.batch_isend_irecv([message.operation(group, tag) for message in messages])
     else:
         works = [message.post(group, tag) for message in messages]
 

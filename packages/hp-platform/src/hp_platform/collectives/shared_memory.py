@@ -127,15 +127,13 @@ class Channel:
         """
         rank, token = group.rank(), os.urandom(_TOKEN_BYTES)
         others = [other for other in range(group.size()) if other != rank]
-        mine: list[_Memory] = []
         pipes: dict[int, tuple[int, int]] = {}
         memories: list[list[_Memory]] = [[] for _ in range(group.size())]
         outlets: dict[int, int] = {}
         with suppress(OSError, AttributeError):  # no such system call here
-            mine = [_Memory.create(token) for _ in range(num_slots + 1)]
+            memories[rank] = [_Memory.create(token) for _ in range(num_slots + 1)]
             pipes = {other: os.pipe2(os.O_CLOEXEC) for other in others}
-        memories[rank] = mine
-        files = tuple(memory.file for memory in mine)
+        files = tuple(memory.file for memory in memories[rank])
         inlets = {other: ends[1] for other, ends in pipes.items()}
         offer = _Offer(os.getpid(), token.hex(), files, inlets)
         offers = all_gather_json(offer, of=_Offer, group=group)
@@ -147,8 +145,9 @@ class Channel:
                     memories[other].append(
                         _Memory.open(f"{folder}/{file}", bytes.fromhex(offer.token))
                     )
-                inlet = f"{folder}/{offer.inlets[rank]}"
-                outlets[other] = os.open(inlet, os.O_WRONLY | os.O_CLOEXEC)
+                outlets[other] = os.open(
+                    f"{folder}/{offer.inlets[rank]}", os.O_WRONLY | os.O_CLOEXEC
+                )
         done = len(outlets) == len(others) and all(len(m) == num_slots + 1 for m in memories)
         all_done = torch.tensor([done], dtype=torch.int32, device="cpu")
         dist.all_reduce(all_done, dist.ReduceOp.MIN, group=group)
@@ -243,8 +242,9 @@ class Channel:
                 if not told:
                     raise BrokenPipeError("it has ended")
             except OSError as error:
-                rank = self._global_ranks[other]
-                raise RuntimeError(f"an exchange with rank {rank} failed: {error}") from error
+                raise RuntimeError(
+                    f"an exchange with rank {self._global_ranks[other]} failed: {error}"
+                ) from error
             heard[_POSTED] += told.count(_POSTED)
             heard[_READ] += told.count(_READ)
         heard[what] -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,12 @@ class Classes:
         """
         given = {rank: (rank,) for rank in range(world_size)} if members is None else members
         found = {key: tuple(sorted({key, *ranks})) for key, ranks in sorted(given.items())}
-        by_rank = {rank: key for key, ranks in found.items() for rank in ranks}
-        told = sum(map(len, found.values()))
-        if sorted(by_rank) != list(range(world_size)) or told != world_size:
+        if sorted(chain.from_iterable(found.values())) != list(range(world_size)):
             raise ValueError(
                 f"representatives ({dict(given)}) must stand for every rank below world_size "
                 f"({world_size}) once"
             )
+        by_rank = {rank: key for key, ranks in found.items() for rank in ranks}
         return cls(found, tuple(by_rank[rank] for rank in range(world_size)))
 
     def size(self, rank: int) -> int:

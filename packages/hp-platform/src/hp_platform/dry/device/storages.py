@@ -159,6 +159,5 @@ class Buffers:
         if not self._numbers:
             return
         for x in tensors:
-            number = self._numbers.get(x.untyped_storage())
-            if number is not None:
+            if (number := self._numbers.get(x.untyped_storage())) is not None:
                 yield number, x

@@ -220,8 +220,7 @@ class _Replay:
         if event.num_bytes == 0:
             return
         self._finish_borrowed()
-        block = self._take(event)
-        if block is not None:
+        if (block := self._take(event)) is not None:
             self.live[event.block] = block
             return
         allocator = self.allocator
@@ -248,24 +247,23 @@ class _Replay:
         if block is None:
             return
         self.allocator.forget(block)
-        epochs = tuple(self.clocks.now(each) for each in sorted(borrowers - {block.stream}))
-        if not all(self.clocks.is_known_to_host(each) for each in epochs):
-            self.awaiting.append((block, epochs))
-        else:
-            self.allocator.free(block)
+        self._free(block, tuple(map(self.clocks.now, sorted(borrowers - {block.stream}))))
 
     def _finish_borrowed(self) -> None:
         """Free what the host knows that all borrowers are done with."""
         if self.host_changes == self.clocks.host_changes:
             return
         self.host_changes = self.clocks.host_changes
-        waiting = []
-        for block, epochs in self.awaiting:
-            if all(self.clocks.is_known_to_host(each) for each in epochs):
-                self.allocator.free(block)
-            else:
-                waiting.append((block, epochs))
-        self.awaiting = waiting
+        awaiting, self.awaiting = self.awaiting, []
+        for block, epochs in awaiting:
+            self._free(block, epochs)
+
+    def _free(self, block: Block, epochs: tuple[Epoch, ...]) -> None:
+        """Free a block, now or when the host knows that these uses are over."""
+        if all(map(self.clocks.is_known_to_host, epochs)):
+            self.allocator.free(block)
+        else:
+            self.awaiting.append((block, epochs))
 
     def _note(self, index: int) -> None:
         allocator, usage = self.allocator, self.usage

@@ -75,8 +75,7 @@ class CachingAllocator:
         size = round_up(num_bytes)
         pool = self._small if size <= _SMALL_BYTES else self._large
         block = self._cached(pool, size, stream) if cached else None
-        if block is None:
-            block = self._grow(pool, size, stream)
+        block = block or self._grow(pool, size, stream)
         if block is None:
             return None
         pool.remove(block)
@@ -103,8 +102,7 @@ class CachingAllocator:
             return False
         pool = self._small if size <= _SMALL_BYTES else self._large
         wanted = max(size, self.max_split)
-        fitting = pool.best_fit(wanted, stream)
-        if fitting is not None:
+        if (fitting := pool.best_fit(wanted, stream)) is not None:
             self._give_back(fitting)
             return True
         found = 0

@@ -121,5 +121,5 @@ def _is_whole(x: Tensor) -> bool:
     if type(x) is not Tensor or not is_meta(x) or x.layout != torch.strided or x.requires_grad:
         return False
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    num_elements = last + 1 if x.numel() else 0
-    return not x.storage_offset() and x.untyped_storage().nbytes() == num_elements * x.itemsize
+    num_bytes = (last + 1) * x.itemsize if x.numel() else 0
+    return not x.storage_offset() and x.untyped_storage().nbytes() == num_bytes

@@ -92,9 +92,5 @@ class Hazard:
 
 def _said(event: Event) -> str:
     place = f" ({event.place})" if event.place else ""
-    return f"{_name(event)} at {event.at or 'an unknown line'}{place}"
-
-
-def _name(event: Event) -> str:
-    words = _NAMES.get(type(event), f"the {type(event).__name__.lower()}")
-    return words.format(event)
+    words = _NAMES.get(type(event), f"the {type(event).__name__.lower()}").format(event)
+    return f"{words} at {event.at or 'an unknown line'}{place}"

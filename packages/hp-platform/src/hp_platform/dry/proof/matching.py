@@ -72,13 +72,11 @@ class Sequences:
                     continue
                 channel, family = channel_of(event), family_of(event.group)
                 if event.peer < 0:
-                    key = (rank, channel, family)
-                    self.collectives.setdefault(key, []).append(event)
+                    self.collectives.setdefault((rank, channel, family), []).append(event)
                     continue
                 distance = symmetry.distance(event, rank)
                 tag = "" if channel == "device" else event.detail
-                sends = event.op == "send"
-                message = (rank, channel, family, sends, distance, tag)
+                message = (rank, channel, family, event.op == "send", distance, tag)
                 self.messages.setdefault(message, []).append(event)
 
 
@@ -91,12 +89,13 @@ def mismatches(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
 
 def _other_groups(symmetry: Symmetry) -> Iterator[Problem]:
     for name, ranks in {
-        (name, ranks) for trace in symmetry.traces.values() for name, ranks in trace.groups.items()
+        (name, ranks)
+        for trace in symmetry.traces.values()
+        for name, ranks in trace.groups.items()
+        if "pair[" not in name
     }:
         family = family_of(name)
         for rank in ranks:
-            if "pair[" in name:
-                continue
             if not symmetry.is_known(family, rank) or symmetry.ranks(family, rank) != ranks:
                 text = f"rank {rank} is in no group {name}, as rank {ranks[0]} believes"
                 yield Problem("groups", (ranks[0], rank), ("", ""), text)
@@ -107,8 +106,9 @@ def _collectives(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
     speaks = symmetry.classes.representative
     for rank in symmetry.example.values():
-        for key in [key for key in sequences.collectives if key[0] == speaks[rank]]:
-            _, channel, family = key
+        for speaker, channel, family in sequences.collectives:
+            if speaker != speaks[rank]:
+                continue
             ranks = symmetry.ranks(family, rank)
             pattern = (channel, family, tuple(speaks[other] for other in ranks))
             if pattern in seen:
@@ -132,9 +132,7 @@ def _first_difference(
         mine = lists[first][number] if number < len(lists[first]) else None
         for speaker, member in by_speaker.items():
             other = lists[speaker][number] if number < len(lists[speaker]) else None
-            if other is mine:
-                continue
-            if found := _differ(mine, other):
+            if other is not mine and (found := _differ(mine, other)):
                 pair = ((ranks[0], mine), (member, other))
                 return _difference(found, family, number, pair, symmetry)
         events = {rank: lists[speaks[rank]][number] for rank in ranks}
@@ -223,22 +221,21 @@ def _splits_differ(
 
 
 def _splits(event: Collective, size: int) -> tuple[Sequence[int], Sequence[int]]:
+    return (
+        _rows(event.inputs, event.input_splits, event, size),
+        _rows(event.outputs, event.output_splits, event, size),
+    )
+
+
+def _rows(side: Shapes, splits: Sequence[int], event: Collective, size: int) -> Sequence[int]:
     if len(event.inputs) > 1:
-        sides = (event.inputs, event.outputs)
-        sent, received = ([prod(shape) for shape, _ in side] for side in sides)
-        return sent, received
-    sent = list(event.input_splits) or [_rows(event.inputs) // size] * size
-    received = list(event.output_splits) or [_rows(event.outputs) // size] * size
-    return sent, received
-
-
-def _rows(shapes: Shapes) -> int:
-    return shapes[0][0][0] if shapes and shapes[0][0] else 0
+        return [prod(shape) for shape, _ in side]
+    return splits or [(side[0][0][0] if side and side[0][0] else 0) // size] * size
 
 
 def _messages(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
     speaks = symmetry.classes.representative
-    reported: set[tuple[int, int]] = set()
+    reported: set[frozenset[int]] = set()
     for rank in symmetry.example.values():
         for key, events in sequences.messages.items():
             speaker, channel, family, sends, distance, tag = key
@@ -248,10 +245,11 @@ def _messages(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
             others = sequences.messages.get(
                 (speaks[other], channel, family, not sends, distance, tag), []
             )
-            if (min(rank, other), max(rank, other)) in reported:
-                continue
-            if problem := _unmatched((rank, events), (other, others), family):
-                reported.add((min(rank, other), max(rank, other)))
+            pair = frozenset((rank, other))
+            if pair not in reported and (
+                problem := _unmatched((rank, events), (other, others), family)
+            ):
+                reported.add(pair)
                 yield problem
 
 

@@ -47,9 +47,9 @@ def prove(
     by_rank = dict(traces) if isinstance(traces, Mapping) else {t.rank: t for t in traces}
     if not by_rank:
         raise ValueError("traces must hold at least one")
-    size = next(iter(by_rank.values())).world_size
-    known = classes if isinstance(classes, Classes) else Classes.of(classes, world_size=size)
-    symmetry = Symmetry(by_rank, known)
+    if not isinstance(classes, Classes):
+        classes = Classes.of(classes, world_size=next(iter(by_rank.values())).world_size)
+    symmetry = Symmetry(by_rank, classes)
     found = list(mismatches(symmetry, Sequences(symmetry)))
     if not found:
         found += Waits(symmetry, in_launch_order=launch_order_implicit).problems()
@@ -90,8 +90,7 @@ def _comparable(trace: Trace) -> Iterator[tuple[Event, tuple[object, ...]]]:
             continue
         values = [getattr(event, each.name) for each in fields(event) if each.name not in _OWN]
         if isinstance(event, Collective | HostMessage):
-            values.append(family_of(event.group))
-            values.append(_distance(trace, event))
+            values += (family_of(event.group), _distance(trace, event))
         yield event, (type(event).__name__, event.at.split(" < ")[0], *values)
 
 

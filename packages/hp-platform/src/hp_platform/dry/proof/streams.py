@@ -137,7 +137,7 @@ class _Check:
             case WaitWork():
                 self._wait_work(event)
             case WaitEvent() | HostWait():
-                self._wait(event, event.event)
+                self._wait(event)
             case HostAccess():
                 self._host_access(event)
 
@@ -204,8 +204,9 @@ class _Check:
         return self.clocks.is_before_current(first.epoch, second.event.stream)
 
     def _allocate(self, event: Allocate) -> None:
-        since = self.clocks.now(event.stream)
-        self.blocks[event.block] = _Memory(event.block, asked=event, since=since)
+        self.blocks[event.block] = _Memory(
+            event.block, asked=event, since=self.clocks.now(event.stream)
+        )
         for memory in self.freed.pop(_pool(event), ()):
             for use in self._in_flight(memory, event.stream):
                 self._report("freed in flight", use.event, memory.released, memory)
@@ -248,19 +249,15 @@ class _Check:
             self.lost[event.event] = before[0]
         self.records[event.event] = (event, self.clocks.now(event.stream))
 
-    def _wait(self, event: WaitEvent | HostWait, waited: int) -> None:
-        lost = self.lost.pop(waited, None)
-        self.records.pop(waited, None)
-        if lost is not None:
+    def _wait(self, event: WaitEvent | HostWait) -> None:
+        self.records.pop(event.event, None)
+        if lost := self.lost.pop(event.event, None):
             self._report("recorded again", lost, event)
 
     def _host_access(self, event: HostAccess) -> None:
-        memory = self.buffers.get(event.buffer)
-        if memory is None:
-            return
-        uses = [memory.write] if memory.write is not None else []
-        for use in (*uses, *(memory.reads.values() if event.writes else ())):
-            if not self.clocks.is_known_to_host(use.epoch):
+        memory = self.buffers.get(event.buffer, _Memory(event.buffer))
+        for use in (memory.write, *(memory.reads.values() if event.writes else ())):
+            if use is not None and not self.clocks.is_known_to_host(use.epoch):
                 self._report("host too early", use.event, event, memory)
 
     def _report(

@@ -54,8 +54,7 @@ class Symmetry:
 
     def __init__(self, traces: Mapping[int, Trace], classes: Classes) -> None:
         self.traces, self.classes = traces, classes
-        missing = sorted(set(classes.members) - set(traces))
-        if missing:
+        if missing := sorted(set(classes.members) - set(traces)):
             raise ValueError(f"traces must hold those of representatives {missing}")
         self._lists = {rank: self._lists_of(trace) for rank, trace in traces.items()}
         self._meetings = {rank: self._meetings_of(traces[rank]) for rank in classes.members}
@@ -73,8 +72,7 @@ class Symmetry:
             ValueError: If nobody has said.
         """
         speaks = self.classes.representative[rank]
-        found = self._lists[speaks].get((family, rank))
-        if found is None:
+        if (found := self._lists[speaks].get((family, rank))) is None:
             raise ValueError(
                 f"rank {rank} must be in a group {family} as rank {speaks}, which stands for it, "
                 "is: give it a process of its own"
@@ -117,15 +115,11 @@ class Symmetry:
         for event in trace.events:
             if not isinstance(event, Collective | HostMessage):
                 continue
-            if event.peer < 0:
-                found[Meeting(family_of(event.group))] = None
-            else:
-                steps = self.distance(event, trace.rank)
-                found[Meeting(family_of(event.group), steps, event.op == "send")] = None
+            steps = 0 if event.peer < 0 else self.distance(event, trace.rank)
+            found[Meeting(family_of(event.group), steps, event.op == "send")] = None
         return list(found)
 
     def _refined(self) -> list[int]:
-        size = len(self.classes.representative)
         colours = list(self.classes.representative)
         while True:
             sets: dict[tuple[int, ...], frozenset[int]] = {}
@@ -147,9 +141,8 @@ class Symmetry:
 
             numbers: dict[object, int] = {}
             refined = []
-            for rank in range(size):
-                meetings = self._meetings[self.classes.representative[rank]]
-                key = (colours[rank], tuple(seen(rank, meeting) for meeting in meetings))
+            for rank, speaks in enumerate(self.classes.representative):
+                key = (colours[rank], tuple(seen(rank, each) for each in self._meetings[speaks]))
                 refined.append(numbers.setdefault(key, len(numbers)))
             if len(numbers) == len(set(colours)):
                 return refined

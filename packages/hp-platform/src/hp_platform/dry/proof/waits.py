@@ -100,11 +100,13 @@ class _Rank:
         """Queue an operation; return the nodes of its begin and its end."""
         if event.batch >= 0 and event.batch == self.batch[0]:
             return self.batch[1], self.batch[2]
-        here = self.go(event)
-        needs = [here, self.tail(event.issuer), self.tail(event.stream)]
-        needs.append(self.queues.get(event.group, -1))
-        if self.in_launch_order:
-            needs.append(self.launched)
+        needs = [
+            self.go(event),
+            self.tail(event.issuer),
+            self.tail(event.stream),
+            self.queues.get(event.group, -1),
+            self.launched if self.in_launch_order else -1,
+        ]
         begin = self.graph.add(needs, (self.rank, event, "begin"))
         end = self.graph.add([begin], (self.rank, event, "end"))
         self.tails[event.stream] = self.queues[event.group] = end
@@ -131,24 +133,23 @@ class Waits:
         for colour, rank in symmetry.example.items():
             self._follow(colour, _Rank(self._graph, rank, in_launch_order=in_launch_order))
         for end, keys in self._ends:
-            needs = (self._began.get(key) for key in keys)
-            self._graph.needs[end] += [need for need in needs if need is not None]
+            self._graph.needs[end] += [self._began[key] for key in keys if key in self._began]
 
     def problems(self) -> list[Problem]:
         """The first cycle, if there is one."""
         stuck = self._graph.stuck()
         if not stuck:
             return []
-        chain = [self._graph.owner[node] for node in self._graph.cycle(stuck)]
         links: list[tuple[int, Event, str]] = []
-        for link in chain:
+        for node in self._graph.cycle(stuck):
+            link = self._graph.owner[node]
             if link is not None and (not links or links[-1][:2] != link[:2]):
                 links.append(link)
         shown = _shortened(links)
-        words = [_told(*link) for link in shown]
         ranks = tuple(dict.fromkeys(rank for rank, _, _ in shown))
         at = tuple(event.at for _, event, _ in shown)
-        text = "these wait for each other, each for the next one: " + "; ".join(words)
+        words = "; ".join(_told(*link) for link in shown)
+        text = f"these wait for each other, each for the next one: {words}"
         return [Problem("deadlock", ranks, at, text)]
 
     def _follow(self, colour: int, state: _Rank) -> None:
@@ -196,16 +197,14 @@ class Waits:
             members = {symmetry.colours[other] for other in symmetry.ranks(family, rank)}
             keys: list[Key] = [(each, channel, family, number) for each in members]
         else:
-            speaks = symmetry.classes.representative[rank]
-            distance = symmetry.distance(event, speaks)
+            distance = symmetry.distance(event, symmetry.classes.representative[rank])
             tag = "" if channel == "device" else event.detail
             sends = event.op == "send"
             one: Key = (channel, family, distance, tag, sends)
             number = counts[one] = counts.get(one, 0) + 1
             self._began[(colour, *one, number)] = begin
             other = symmetry.at_distance(family, rank, distance if sends else -distance)
-            matching = (channel, family, distance, tag, not sends, number)
-            keys = [(symmetry.colours[other], *matching)]
+            keys = [(symmetry.colours[other], channel, family, distance, tag, not sends, number)]
         self._ends.append((end, keys))
 
 
