@@ -115,8 +115,7 @@ def run_ranks(
         try:
             for rank in classes.members:
                 place = (classes, rank, local_world_size, gpu)
-                context = multiprocessing.get_context("fork")
-                process = context.Process(
+                process = multiprocessing.get_context("fork").Process(
                     target=_child, args=(folder, place, function, args, timeout), daemon=False
                 )
                 process.start()
@@ -168,8 +167,8 @@ def _told_by(child: _Child) -> dict[str, Any]:
     if path.exists():
         told: dict[str, Any] = json.loads(path.read_text())
         return told
-    code = child.process.exitcode
-    return {"error": f"it ended with exit status {code}", "kind": "", "at": "", "traceback": ""}
+    error = f"it ended with exit status {child.process.exitcode}"
+    return {"error": error, "kind": "", "at": "", "traceback": ""}
 
 
 def _error(

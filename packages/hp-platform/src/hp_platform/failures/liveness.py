@@ -186,8 +186,7 @@ class Watcher:
             found = {r: store.get(k) for r, k in keys.items() if store.check([k])}
         except RuntimeError:
             return None
-        answers = {rank: Answer.parse(text) for rank, text in found.items()}
-        return {rank: answer for rank, answer in answers.items() if answer is not None}
+        return {rank: answer for rank, text in found.items() if (answer := Answer.parse(text))}
 
     def _is_over(self, store: Any, missing: list[int], waited: float) -> bool:
         """Whether those who have not answered will not: what this machine knows of them counts."""

@@ -74,8 +74,9 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     received = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
     _internals.all_gather(received, padded.to(device), group=group)
     told = bytes_of(received)
-    rows = (told[rank * longest :][:size] for rank, size in enumerate(sizes))
-    return [_decode(row, of, rank, group) for rank, row in enumerate(rows)]
+    return [
+        _decode(told[rank * longest :][:size], of, rank, group) for rank, size in enumerate(sizes)
+    ]
 
 
 def on_one_rank(make: Callable[[], T], *, of: type[T], group: ProcessGroup, where: str = "") -> T:

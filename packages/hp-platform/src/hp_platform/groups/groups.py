@@ -254,12 +254,13 @@ def resolve_group(mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
     if isinstance(mesh_or_group, ProcessGroup):
         return mesh_or_group
     if not isinstance(mesh_or_group, DeviceMesh):
-        kind = type(mesh_or_group).__name__
-        raise TypeError(f"mesh_or_group ({kind}) must be a DeviceMesh or a ProcessGroup")
+        raise TypeError(
+            f"mesh_or_group ({type(mesh_or_group).__name__}) must be a DeviceMesh or a ProcessGroup"
+        )
     if mesh_or_group.ndim != 1:
-        axes = mesh_or_group.mesh_dim_names
         raise ValueError(
-            f"mesh.ndim ({mesh_or_group.ndim}) must equal 1: select one axis of {axes} first"
+            f"mesh.ndim ({mesh_or_group.ndim}) must equal 1: select one axis of "
+            f"{mesh_or_group.mesh_dim_names} first"
         )
     return mesh_or_group.get_group()
 
@@ -346,9 +347,7 @@ def _require_own_ranks(group_by_axis: Mapping[str, ProcessGroup], mesh: torch.Te
         raise ValueError(f"ranks ({mesh.tolist()}) must contain rank {rank} once")
     position = at[0].tolist()
     for axis, (name, group) in enumerate(group_by_axis.items()):
-        index: list[Any] = list(position)
-        index[axis] = slice(None)
-        along = mesh[tuple(index)].tolist()
+        along = mesh[(*position[:axis], slice(None), *position[axis + 1 :])].tolist()
         if along != global_ranks(group):
             raise ValueError(
                 f"ranks along axis {name} ({along}) must equal those of its group "

@@ -113,5 +113,5 @@ def require_members(group: ProcessGroup, *, secret: str, name: str) -> None:
 
 def _proof(secret: str, ranks: list[int], sender: int, receiver: int) -> Tensor:
     text = f"{ranks} {sender} {receiver}".encode()
-    digest = hmac.digest(bytes.fromhex(secret), text, "sha256")
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    digest = bytearray(hmac.digest(bytes.fromhex(secret), text, "sha256"))
+    return torch.frombuffer(digest, dtype=torch.uint8)

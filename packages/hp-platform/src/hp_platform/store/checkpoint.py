@@ -76,8 +76,12 @@ class Checkpoint:
             CheckpointError: In one line, naming the file and the tensor, if one is damaged; if one
                 cannot be read.
         """
-        entries = (entry for of_file in self.manifest.entries for entry in of_file)
-        chosen = [entry for entry in entries if names is None or entry.tensor in names]
+        chosen = [
+            entry
+            for of_file in self.manifest.entries
+            for entry in of_file
+            if names is None or entry.tensor in names
+        ]
         with _reading(self.path):
             verify_entries(self.path, self.manifest, chosen)
 
@@ -90,8 +94,7 @@ class Checkpoint:
         if missing := parts.keys() - self.manifest.tensors.keys():
             raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
         for name, part in parts.items():
-            saved = self.manifest.tensors[name]
-            if error := _misfit(part, saved):
+            if error := _misfit(part, self.manifest.tensors[name]):
                 raise CheckpointError(f"tensor {name}: {error}")
 
     def fill(self, parts: Mapping[str, Part]) -> None:

@@ -157,9 +157,7 @@ class Manifest:
         for name, (dtype, shape, chunks) in self.tensors.items():
             for chunk in chunks:
                 entries[chunk.file].append(Entry.of(name, dtype, shape, chunk))
-        for of_file in entries:
-            of_file.sort(key=attrgetter("chunk.begin"))
-        return entries
+        return [sorted(of_file, key=attrgetter("chunk.begin")) for of_file in entries]
 
     @cached_property
     def headers(self) -> list[bytes]:
@@ -215,8 +213,8 @@ def decode(text: bytes) -> Manifest:
     extra = text[first + len(b',"extra":') : last]
     try:
         decode_extra(extra)
-        values = json.loads(text[:first] + text[last:])  # with a key twice, spelled otherwise
-        stated: _Stated = as_form(_Stated, values)
+        # With a key twice it is spelled otherwise.
+        stated: _Stated = as_form(_Stated, json.loads(text[:first] + text[last:]))
         head = stated.save_id, stated.step, stated.world_size, stated.software
         manifest = Manifest(*head, extra, stated.files, stated.tensors)
         canonical = encode(manifest) == text
@@ -256,9 +254,8 @@ def unfit_name(names: Collection[str]) -> tuple[str, str] | None:
     """Find a name under which no tensor can be saved, and say why; None if all will do."""
     for name in names:
         if not 0 < len(name) <= 512 or not name.isprintable() or name == RESERVED:
-            shown = repr(name[:60])
             limits = f"printable, of 1 to 512 characters and not {RESERVED}"
-            return name, f"name {shown} must be {limits}"
+            return name, f"name {name[:60]!r} must be {limits}"
     return None
 
 
@@ -278,8 +275,7 @@ def _check_numbers(manifest: Manifest) -> None:
     numbers += [file.bytes for file in manifest.files]
     if min(numbers) < 0 or max(numbers) > _LARGEST:
         raise DamageError(f"{MANIFEST}: sizes and places must be numbers from 0 to {_LARGEST}")
-    dtypes = {tensor.dtype for tensor in manifest.tensors.values()}
-    if unknown := dtypes - DTYPES.keys():
+    if unknown := {tensor.dtype for tensor in manifest.tensors.values()} - DTYPES.keys():
         raise DamageError(
             f"{MANIFEST}: dtype {min(unknown)[:60]!r} must be one of {', '.join(DTYPES)}"
         )
@@ -287,8 +283,9 @@ def _check_numbers(manifest: Manifest) -> None:
     for texts, pattern in ([manifest.save_id], _SAVE_ID), (names, _FILE), (hashes, _SHA256):
         for text in texts:
             if not pattern.fullmatch(text):
-                shown = f"{text[:80]!r} must be of the form {pattern.pattern}"
-                raise DamageError(f"{MANIFEST}: {shown}")
+                raise DamageError(
+                    f"{MANIFEST}: {text[:80]!r} must be of the form {pattern.pattern}"
+                )
 
 
 def _check_tensors(manifest: Manifest) -> None:

@@ -122,10 +122,9 @@ def sources_of(
     """
     sources = {}
     for name, part in parts_of(tensors).items():
-        if copies is not None:
-            part = Part(copies[name], part.shape, part.offset)  # noqa: PLW2901 - the same, copied
         kind = "DTensor" if isinstance(tensors[name], DTensor) else "Tensor"
-        sources[name] = Source.of(part, kind=kind)
+        saved = part if copies is None else Part(copies[name], part.shape, part.offset)
+        sources[name] = Source.of(saved, kind=kind)
     return sources
 
 
@@ -204,8 +203,7 @@ def save(
         RuntimeError: If a rank is gone.
     """
     offered = on_all_ranks(lambda: _offers(sources()), group=group)
-    mine = [offer for offer, _ in offered]
-    told = gathered(json.dumps(mine), of=str, group=group)
+    told = gathered(json.dumps([offer for offer, _ in offered]), of=str, group=group)
     made: list[tuple[Path, int]] = []
 
     def decide() -> _Orders:
@@ -315,8 +313,7 @@ def finish(
 
     def make() -> str:
         on_progress("write the manifest")
-        everyones = _decoded(reports, list[Written])
-        text = encode(_manifest_of(everyones, head=head, extra=extra))
+        text = encode(_manifest_of(_decoded(reports, list[Written]), head=head, extra=extra))
         decoded[text] = _write_manifest(folder, text)
         return ""
 

@@ -124,7 +124,7 @@ class RunComparison:
         return f"{state} within {self.bound:g} {over}: {far}"
 
     def __str__(self) -> str:
-        lines = [*_table(self.worst, self.bound, self.slack)]
+        lines = _table(self.worst, self.bound, self.slack)
         lines += [f"flaw: {flaw}" for flaw in self.flaws]
         if self.flip is not None:
             lines.append(f"first other choice: {self.flip}")
@@ -191,8 +191,7 @@ def compare_runs(
         for place in _places(mine, theirs, norms_of, bound):
             names = worst.setdefault(place.quantity, {})
             name = place.difference.name
-            if name not in names or _is_worse(place, names[name]):
-                names[name] = place
+            names[name] = max(names.get(name, place), place, key=_badness)
             if first is None and place.difference.error > bound * slack.get(place.quantity, 1.0):
                 first = place
     if not num_values:
@@ -216,16 +215,14 @@ def _count_common(mine: RecordedStep, theirs: RecordedStep) -> int:
     )
 
 
-def _is_worse(place: Place, than: Place) -> bool:
-    here, there = place.difference, than.difference
-    return here.error > there.error or (there.is_same and not here.is_same)
+def _badness(place: Place) -> tuple[float, bool]:
+    return place.difference.error, not place.difference.is_same
 
 
 def _places(
     mine: RecordedStep, theirs: RecordedStep, norms_of: Sequence[str], bound: float
 ) -> Iterable[Place]:
-    quantities = dict.fromkeys([*theirs.tensors, *mine.tensors])
-    for quantity in quantities:
+    for quantity in dict.fromkeys([*theirs.tensors, *mine.tensors]):
         if quantity in _EXPLANATIONS:
             continue
         here, there = mine.tensors.get(quantity, {}), theirs.tensors.get(quantity, {})
@@ -250,8 +247,7 @@ def _differences(
         smallest = scale * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
         if distance <= smallest:
             found[name] = replace(difference, error=distance / scale)
-    order = [*theirs, *(name for name in mine if name not in theirs)]
-    return [found[name] for name in order]
+    return [found[name] for name in dict.fromkeys([*theirs, *mine])]
 
 
 def _largest(tensor: Tensor) -> float:

@@ -69,7 +69,7 @@ def compare(
         expected: What it should have given; the errors are relative to it.
         bound: Largest error that counts as equal; 0: every value is the same.
     """
-    names = list(expected) + [name for name in actual if name not in expected]
+    names = dict.fromkeys([*expected, *actual])
     differences = [_difference(name, actual.get(name), expected.get(name)) for name in names]
     differences.sort(key=lambda d: -d.error)
     return Comparison(tuple(differences), bound)

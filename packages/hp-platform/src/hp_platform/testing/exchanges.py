@@ -76,13 +76,13 @@ def _all_to_all(x: Tensor, splits: Sequence[int], group: ProcessGroup) -> Exchan
     return _exchange("all_to_all", group, (rows - staying) * row, x)
 
 
-def _to_all_others(kind: str, group: ProcessGroup, x: Tensor) -> Exchange:
-    return _exchange(kind, group, x.nbytes * (group.size() - 1), x)
+def _gathered(group: ProcessGroup, x: Tensor) -> Exchange:
+    return _exchange("all_gather", group, x.nbytes * (group.size() - 1), x)
 
 
 def _scattered(kind: str, group: ProcessGroup, xs: Sequence[Tensor], times: int) -> Exchange:
-    total = sum(x.nbytes for x in xs)
-    return _exchange(kind, group, Fraction(times * total * (group.size() - 1), group.size()), xs[0])
+    sent = Fraction(times * sum(x.nbytes for x in xs) * (group.size() - 1), group.size())
+    return _exchange(kind, group, sent, xs[0])
 
 
 def _p2p(kind: str, xs: Sequence[Tensor], group: ProcessGroup) -> Exchange:
@@ -99,8 +99,8 @@ _RULES: dict[str, Callable[..., Exchange]] = {
         sum(x.nbytes for i, x in enumerate(xs) if i != group_of(group).rank()),
         xs[0],
     ),
-    "_allgather_base_": lambda _, x, group, *__: _to_all_others("all_gather", group_of(group), x),
-    "allgather_": lambda _, xs, group, *__: _to_all_others("all_gather", group_of(group), xs[0]),
+    "_allgather_base_": lambda _, x, group, *__: _gathered(group_of(group), x),
+    "allgather_": lambda _, xs, group, *__: _gathered(group_of(group), xs[0]),
     "_reduce_scatter_base_": lambda _, x, group, *__: _scattered(
         "reduce_scatter", group_of(group), [x], 1
     ),
@@ -110,7 +110,7 @@ _RULES: dict[str, Callable[..., Exchange]] = {
     "send": lambda xs, group, *_: _p2p("send", xs, group_of(group)),
     "recv_": lambda xs, group, *_: _p2p("recv", xs, group_of(group)),
     "all_to_all_single": lambda x, _, splits, group: _all_to_all(x, splits, group_of(group)),
-    "all_gather_into_tensor": lambda x, _, group: _to_all_others("all_gather", group_of(group), x),
+    "all_gather_into_tensor": lambda x, _, group: _gathered(group_of(group), x),
     "reduce_scatter_tensor": lambda x, _, __, group: _scattered(
         "reduce_scatter", group_of(group), [x], 1
     ),

@@ -147,13 +147,16 @@ class _Rank:
     def failed(self) -> bool:
         return self.lost or isinstance(self.outcome, Failure)
 
+    @property
+    def is_echo(self) -> bool:
+        return isinstance(self.outcome, Failure) and self.outcome.kind == "PeerError"
+
     def read(self) -> None:
         """Take what the rank has to say, or notice that it is gone."""
         try:
             while not self.finished and self.connection.poll():
-                message = self.connection.recv()
+                self.outcome = self.connection.recv()
                 self.connected = True
-                self.outcome = message
         except (EOFError, OSError):
             self.lost = True
         if not self.finished and not self.process.is_alive():
@@ -234,17 +237,10 @@ def _supervise(ranks: list[_Rank], timeout: float) -> None:
 
 def _failure(ranks: list[_Rank]) -> RankError:
     """Name the cause first: a dead rank, else an error that is not the echo of another rank's."""
-
-    def order(rank: _Rank) -> int:
-        if rank.lost:
-            return 0
-        echo = isinstance(rank.outcome, Failure) and rank.outcome.kind == "PeerError"
-        return 2 if echo else 1
-
-    failed = sorted((rank for rank in ranks if rank.failed), key=order)
+    failed = [rank for rank in ranks if rank.failed]
+    failed.sort(key=lambda rank: (not rank.lost, rank.is_echo))
     others = [rank.report().splitlines()[0] for rank in failed[1:]]
-    text = "\n".join([failed[0].report(), *others])
-    return RankError(text, rank=failed[0].rank)
+    return RankError("\n".join([failed[0].report(), *others]), rank=failed[0].rank)
 
 
 def _overdue(ranks: list[_Rank], timeout: float) -> RankError:
@@ -293,7 +289,7 @@ def _environment(rank: int, world_size: int, folder: str, threads: int) -> dict[
     env = dict(os.environ)
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else needs to reach them
-    env |= {
+    return env | {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
@@ -301,7 +297,6 @@ def _environment(rank: int, world_size: int, folder: str, threads: int) -> dict[
         "OMP_NUM_THREADS": str(threads),
         INIT_METHOD_VARIABLE: f"file://{folder}/again",  # for `initialize` after `shutdown`
     }
-    return env
 
 
 def _kill_group(process: BaseProcess) -> None:

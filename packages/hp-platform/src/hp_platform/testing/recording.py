@@ -97,8 +97,11 @@ class Recorder:
 
     def wants(self, quantity: str) -> bool:
         """Whether anything of a quantity is kept in this step, scalars aside."""
-        chosen = self._quantities is None or quantity in self._quantities
-        return chosen and (self._tensor_steps is None or self._step in self._tensor_steps)
+        of_step = self._tensor_steps is None or self._step in self._tensor_steps
+        return of_step and self._is_chosen(quantity)
+
+    def _is_chosen(self, quantity: str) -> bool:
+        return self._quantities is None or quantity in self._quantities
 
     def add(
         self,
@@ -116,8 +119,7 @@ class Recorder:
                 parts of the same one.
             in_every_step: Whether to keep them in steps whose tensors are not wanted, too.
         """
-        is_chosen = self._quantities is None or quantity in self._quantities
-        if not ((in_every_step and is_chosen) or self.wants(quantity)):
+        if not (self._is_chosen(quantity) if in_every_step else self.wants(quantity)):
             return
         names = self._saved.setdefault(quantity, {})
         for name, tensor in tensors.items():
@@ -127,7 +129,7 @@ class Recorder:
 
     def add_scalar(self, quantity: str, value: float) -> None:
         """Note down a number that is the same on all ranks; kept in every step."""
-        if self._quantities is None or quantity in self._quantities:
+        if self._is_chosen(quantity):
             part = (torch.tensor(value, dtype=torch.float64), (), ())
             self._saved.setdefault(quantity, {})[""] = [part]
 
@@ -234,8 +236,9 @@ class _Whole:
         self, rank: str, local: Tensor, shape: tuple[int, ...], offset: tuple[int, ...]
     ) -> None:
         if shape != tuple(self.values.shape):
-            flaw = f"shape {tuple(shape)} of {rank} must equal {tuple(self.values.shape)}"
-            self._contradictions.append(flaw)
+            self._contradictions.append(
+                f"shape {tuple(shape)} of {rank} must equal {tuple(self.values.shape)}"
+            )
             return
         if local is self.values:
             return
@@ -246,8 +249,9 @@ class _Whole:
             differs = differs if seen is None else differs & seen
             if differs.any():
                 far = (here - local)[differs].abs().max()
-                flaw = f"{rank} differs from a rank before it that holds the same, by up to {far:g}"
-                self._contradictions.append(flaw)
+                self._contradictions.append(
+                    f"{rank} differs from a rank before it that holds the same, by up to {far:g}"
+                )
             local = here if seen is None else torch.where(seen, here, local)
         if seen is not None:
             here.copy_(local)

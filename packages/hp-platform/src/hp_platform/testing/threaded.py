@@ -83,8 +83,7 @@ def run_in_threads(
 
 
 def _forget_group(run: str, rank: int, groups: dict[int, ProcessGroup]) -> None:
-    group = groups.pop(rank, None)
-    if group is not None:
+    if (group := groups.pop(rank, None)) is not None:
         _internals.unregister_group(f"{run}/{rank}", group)
 
 

@@ -77,12 +77,13 @@ _known: dict[Any, _Operator] = {}
 
 def _describe(func: Any) -> _Operator:
     schema = schema_of(func)
-    writes: list[int | str] = []
-    is_out = False
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            writes.append(argument.name if argument.kwarg_only else place)
-            is_out = is_out or argument.kwarg_only
+    written = [
+        (place, argument)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    writes = tuple(each.name if each.kwarg_only else place for place, each in written)
+    is_out = any(each.kwarg_only for _, each in written)
     aliases = [each.alias_info for each in schema.returns]
     makes = any(alias is None for alias in aliases)
     is_view = bool(aliases) and not makes and not writes
@@ -246,8 +247,7 @@ class Operators(DispatchMode):
     def _buffers(self, op: _Operator, wanted: list[Buffer]) -> list[Tensor]:
         """Allocate what an operator has while it runs; it is freed when nobody holds it."""
         buffers = [torch.empty(shape, dtype=dtype, device=META) for shape, dtype in wanted]
-        for x in buffers:
-            self._made(op, x)
+        self._made(op, buffers)
         return buffers
 
     def _made(self, op: _Operator, out: Any) -> Any:

@@ -115,11 +115,10 @@ class Exchange:
             given = self._take(communicator, members, number, seconds, what)
             for position, each in given.items():
                 if each.words != words:
-                    member = communicator.ranks[position]
                     raise RuntimeError(
                         f"operation {number} of {communicator.name} differs between ranks: "
-                        f"rank {self._rank} calls {words} at {at}, rank {member} {each.words} "
-                        f"at {each.by}"
+                        f"rank {self._rank} calls {words} at {at}, "
+                        f"rank {communicator.ranks[position]} {each.words} at {each.by}"
                     )
             _write(asked, given, communicator.mine)
 
@@ -153,10 +152,9 @@ class Exchange:
         seconds: float,
         what: str,
     ) -> dict[int, _Given]:
-        keys = []
-        for position in positions:
-            speaks, name = self._families.speaker(communicator, communicator.ranks[position])
-            keys.append(f"of/{speaks}/{name}/{number}")
+        members = [communicator.ranks[position] for position in positions]
+        speakers = [self._families.speaker(communicator, member) for member in members]
+        keys = [f"of/{speaks}/{name}/{number}" for speaks, name in speakers]
         unique = list(dict.fromkeys(keys))
         if not unique:
             return {}
@@ -203,8 +201,7 @@ class Exchange:
 def seconds_of(group: ProcessGroup) -> float:
     """Time-out of a group."""
     for kind in ("cpu", "cuda"):
-        timeout = _internals.group_timeout(group, torch.device(kind))
-        if timeout is not None:
+        if (timeout := _internals.group_timeout(group, torch.device(kind))) is not None:
             return timeout.total_seconds()
     return _SECONDS
 

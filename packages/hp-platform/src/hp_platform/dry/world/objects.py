@@ -27,9 +27,9 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     device would do for them is done for their sizes.
     """
     objects = _Objects(world)
-    names = _GROUP_POSITIONS
     functions = {
-        name: objects.over_nccl(getattr(dist, name), getattr(objects, name)) for name in names
+        name: objects.over_nccl(getattr(dist, name), getattr(objects, name))
+        for name in _GROUP_POSITIONS
     }
     stack.enter_context(torch_functions(**functions))
 
@@ -89,8 +89,8 @@ class _Objects:
         group_src: int | None = None,
     ) -> None:
         root = _root(group, src, group_src)
-        found = self._everybody(group, scatter_object_input_list)[root]
-        scatter_object_output_list[0] = found[group.rank()]
+        found = self._everybody(group, scatter_object_input_list)
+        scatter_object_output_list[0] = found[root][group.rank()]
 
     def send_object_list(
         self,
