@@ -16,8 +16,7 @@ from torch import Tensor
 Note = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 """Takes the name of a kernel, what it reads, and what it writes."""
 
-_notes: list[Note] = []
-_numbers: list[int] = []
+_notes: list[tuple[Note, int]] = []
 _counter = count(1)
 
 
@@ -33,7 +32,7 @@ def launch(
         writes: What it writes.
     """
     if _notes:
-        _notes[-1](name, reads, writes)
+        _notes[-1][0](name, reads, writes)
     else:
         run()
 
@@ -49,17 +48,15 @@ def device_number() -> int:
     Whoever keeps tensors of a device longer than a call keeps the number with them: what was
     copied to a dry device is not there on the next.
     """
-    return _numbers[-1] if _numbers else 0
+    return _notes[-1][1] if _notes else 0
 
 
 @contextmanager
 def noting(note: Note) -> Iterator[None]:
     """Give `note` what every thread of this process would launch inside the context."""
-    number = next(_counter)
-    _notes.append(note)
-    _numbers.append(number)
+    numbered = (note, next(_counter))
+    _notes.append(numbered)
     try:
         yield
     finally:
-        _notes.remove(note)
-        _numbers.remove(number)
+        _notes.remove(numbered)

@@ -58,9 +58,8 @@ def _attention(  # noqa: PLR0917 # torch's own
     bias = _as_bias(attn_mask, q)
     is_plain = q.dim() == 4 and 0 not in (*q.shape, *k.shape)
     fits_causal = attn_mask is None and (not is_causal or q.shape[2] == k.shape[2])
-    out: Tensor
     if is_plain and fits_causal and _flash_takes(capability, q, k, v):
-        out = _flash(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+        out: Tensor = _flash(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     elif is_plain and _efficient_takes(capability, q, k, v):
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         out = aten._scaled_dot_product_efficient_attention(

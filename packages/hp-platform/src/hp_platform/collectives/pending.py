@@ -77,8 +77,7 @@ class Pending(Generic[T]):
         return result  # type: ignore[return-value]  # None only after a wait
 
     def __del__(self) -> None:
-        works: tuple[dist.Work, ...] = getattr(self, "_works", ())
-        if works:
+        if works := getattr(self, "_works", ()):
             _dropped[next(_serial)] = (works, self._buffers)
 
 

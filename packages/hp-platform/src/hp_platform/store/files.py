@@ -44,14 +44,13 @@ def open_directory(path: str | Path, parent: int | None = None) -> int:
     Raises:
         DamageError: If it is missing, a symbolic link or no directory.
     """
-    name = "the directory" if parent is None else str(path)
+    missing, which = ("the directory", "") if parent is None else (path, f"{path} ")
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags, dir_fd=parent)
     except FileNotFoundError:
-        raise DamageError(f"{name} is missing") from None
+        raise DamageError(f"{missing} is missing") from None
     except NotADirectoryError:
-        which = "" if parent is None else f"{path} "
         raise DamageError(f"{which}must be a directory and no symbolic link") from None
 
 

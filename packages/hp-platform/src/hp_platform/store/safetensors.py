@@ -194,8 +194,8 @@ def _tensors_of(descriptor: int, path: str) -> dict[str, FileTensor]:
         raise CheckpointError(f'"{path}" must be a safetensors file: its header is none') from None
     found: dict[str, FileTensor] = {}
     last = 0
-    for name, (dtype, shape, span) in sorted(entries.items(), key=lambda e: e[1].data_offsets):
-        begin, end = span
+    in_order = sorted(entries.items(), key=lambda e: e[1].data_offsets)
+    for name, (dtype, shape, (begin, end)) in in_order:
         if len(shape) > _MOST_DIMS:
             raise CheckpointError(
                 f'"{path}": tensor {_shown(name)} must have at most {_MOST_DIMS} dims'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any
@@ -181,8 +181,4 @@ for _name, (_inner, _sent) in _DELAYED.items():
 
 
 def _num_bytes(sent: object) -> int:
-    if isinstance(sent, Tensor):
-        return sent.numel() * sent.element_size()
-    if isinstance(sent, Sequence):
-        return sum(_num_bytes(item) for item in sent)
-    return 0
+    return sum(x.nbytes for x in _internals.tree_leaves(sent) if isinstance(x, Tensor))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from itertools import islice
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -124,11 +125,5 @@ def stand() -> tuple[bool, list[str]]:
 
 def _waits(innermost: FrameType) -> bool:
     """Whether a thread stands in a function that waits for other ranks, or in one for them."""
-    frame: FrameType | None = innermost
-    for _ in range(_WAITING_FRAMES):
-        if frame is None:
-            return False
-        if any(part in frame.f_code.co_filename for part in _WAITING):
-            return True
-        frame = frame.f_back
-    return False
+    frames = islice(traceback.walk_stack(innermost), _WAITING_FRAMES)
+    return any(part in frame.f_code.co_filename for frame, _ in frames for part in _WAITING)

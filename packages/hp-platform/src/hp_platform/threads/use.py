@@ -83,16 +83,13 @@ def _claim(group: ProcessGroup) -> None:
     if foreign or group.size() == 1:
         return
     owner = _owners.setdefault(group, mine)
-    if owner is mine:
-        return
-    if not owner.is_alive():
-        _owners[group] = mine
-        return
-    raise ValueError(
-        f"rank {group.rank()} of {group.size()}: thread ({mine.name}) must be the one that used "
-        f"group {group.group_name} first ({owner.name}), which is still alive: give each thread a "
-        f"group of its own, or run a helper under hp_platform.ThreadContext"
-    )
+    if owner is not mine and owner.is_alive():
+        raise ValueError(
+            f"rank {group.rank()} of {group.size()}: thread ({mine.name}) must be the one that "
+            f"used group {group.group_name} first ({owner.name}), which is still alive: give each "
+            f"thread a group of its own, or run a helper under hp_platform.ThreadContext"
+        )
+    _owners[group] = mine
 
 
 def belonging() -> Belonging:

@@ -150,8 +150,7 @@ def _moves(stack: ExitStack, device: DryDevice) -> None:
                 return torch.empty_like(y, device="meta") if y is x and x.is_cuda else y
 
     def cuda(x: Tensor, device: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        names = ("non_blocking", "memory_format")
-        kwargs |= dict(zip(names, args, strict=False))
+        kwargs |= dict(zip(("non_blocking", "memory_format"), args, strict=False))
         return to(x, "cuda" if device is None else device, **kwargs)
 
     change(stack, Tensor, to=to, cuda=cuda)

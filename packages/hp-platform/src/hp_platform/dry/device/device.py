@@ -235,16 +235,17 @@ class DryDevice:
         """Write down a kernel that torch does not know."""
         if not all(map(is_meta, (*reads, *writes))):
             self.fault(f"{name}: some operands are on the host")
-        kernel = Launch(
-            what=name,
-            stream=self.current_stream(),
-            num_kernels=1,
-            num_bytes=sum(x.numel() * x.element_size() for x in (*reads, *writes)),
-            flops=0,
-            reads=tuple(map(self.block_of, reads)),
-            writes=tuple(map(self.block_of, writes)),
+        self.emit(
+            Launch(
+                what=name,
+                stream=self.current_stream(),
+                num_kernels=1,
+                num_bytes=sum(x.numel() * x.element_size() for x in (*reads, *writes)),
+                flops=0,
+                reads=tuple(map(self.block_of, reads)),
+                writes=tuple(map(self.block_of, writes)),
+            )
         )
-        self.emit(kernel)
 
     def follow_backward(self) -> None:
         """Be on the stream that the autograd engine is on; see `backward`."""

@@ -145,21 +145,22 @@ class CachingAllocator:
         num_bytes = _segment_bytes(size)
         if not self._has(num_bytes):
             return None
-        block = Block(self._addresses(num_bytes), num_bytes, stream, pool)
-        self.heads[block.address] = block
         self.reserved += num_bytes
-        self.num_segments += 1
-        pool.add(block)
-        return block
+        return self._segment(pool, num_bytes, stream)
 
     def _has(self, num_bytes: int) -> bool:
         return self.capacity is None or self.reserved + num_bytes <= self.capacity
 
-    def _addresses(self, num_bytes: int) -> int:
-        """Addresses that nothing had before, apart from all others."""
-        address = self._next_address
+    def _segment(
+        self, pool: Pool, num_bytes: int, stream: int, *, expandable: bool = False
+    ) -> Block:
+        """A segment at addresses that nothing had before, apart from all others."""
+        block = Block(self._next_address, num_bytes, stream, pool, expandable, not expandable)
         self._next_address += round_up(num_bytes, _LARGE_SEGMENT_BYTES) + _LARGE_SEGMENT_BYTES
-        return address
+        self.heads[block.address] = block
+        self.num_segments += 1
+        pool.add(block)
+        return block
 
     def _give_back(self, block: Block) -> None:
         block.pool.remove(block)
@@ -199,11 +200,7 @@ class CachingAllocator:
                 return first
         capacity = _ENDLESS_BYTES if self.capacity is None else self.capacity
         space = round_up(capacity + capacity // 8, _page(pool))
-        block = Block(self._addresses(space), space, stream, pool, expandable=True, is_mapped=False)
-        self.heads[block.address] = block
-        self.num_segments += 1
-        pool.add(block)
-        return block
+        return self._segment(pool, space, stream, expandable=True)
 
     def _map(self, block: Block, size: int) -> bool:
         """Put memory behind the first `size` bytes of an unmapped block, in whole pages."""

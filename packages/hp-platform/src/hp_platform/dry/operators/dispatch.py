@@ -91,7 +91,7 @@ def _describe(func: Any) -> _Operator:
     resizes = is_out or "resize" in base or "::set_" in base
     return _Operator(
         name=str(func),
-        writes=tuple(writes),
+        writes=writes,
         overwrites=is_out or base in launches.OVERWRITES,
         gathers=base in launches.GATHERS,
         makes=makes,

@@ -89,7 +89,7 @@ def is_silent(func: Any) -> bool:
     return _rule(func) == 0
 
 
-_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # which torch counts as no operations
 
 
 def flops_of(func: Any) -> Callable[..., int] | None:
@@ -98,9 +98,7 @@ def flops_of(func: Any) -> Callable[..., int] | None:
         return _grouped_flops
     if func.name().startswith(_OF_SEGMENTS):
         return _flops_of_segments
-    packet = func.overloadpacket
-    if packet in _IN_PLACE:  # which torch counts as no operations
-        packet = _IN_PLACE[packet]
+    packet = _IN_PLACE.get(func.overloadpacket, func.overloadpacket)
     counted: Callable[..., int] | None = flop_registry.get(packet)
     if counted is None or "_scaled_dot_product_" not in func.name():
         return counted

@@ -75,8 +75,7 @@ class Clocks:
 
     def position(self, stream: int) -> int:
         """Where a stream stands in what the others know; streams are added as they are seen."""
-        found = self._position.get(stream)
-        if found is None:
+        if (found := self._position.get(stream)) is None:
             found = self._position[stream] = len(self._known)
             for row in (self._issued, self._host, *self._known):
                 row.append(0)
@@ -132,16 +131,14 @@ class Clocks:
         return record is not None
 
     def _tell_host(self, event: HostWait) -> bool:
+        record: list[int] | None = self._issued
         if event.event >= 0:
-            records = [self._events[event.event]] if event.event in self._events else []
+            record = self._events.get(event.event)
         elif event.stream >= 0:
-            records = [self._snapshot(event.stream)]
-        else:
-            records = [self._issued]
-        for record in records:
-            _join(self._host, record)
+            record = self._snapshot(event.stream)
+        _join(self._host, record or [])
         self.host_changes += 1
-        return bool(records)
+        return record is not None
 
     def _snapshot(self, stream: int) -> list[int]:
         position = self.position(stream)

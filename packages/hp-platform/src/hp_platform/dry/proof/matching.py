@@ -150,12 +150,9 @@ def _difference(
 ) -> Problem:
     words = []
     for rank, event in pair:
-        if event is not None:
-            words.append(f"rank {rank}: {told(event)}")
-            continue
-        last = next((e for e in reversed(symmetry.trace_of(rank).events) if e.at), None)
-        where = f", last seen at {last.at}" if last is not None else ""
-        words.append(f"rank {rank}: nothing more{where}")
+        last = next((e.at for e in reversed(symmetry.trace_of(rank).events) if e.at), "")
+        nothing = f"nothing more, last seen at {last}" if last else "nothing more"
+        words.append(f"rank {rank}: {nothing if event is None else told(event)}")
     what = f"operation {number + 1} of {family} differs: " + "; ".join(words)
     at = tuple("" if event is None else event.at for _, event in pair)
     return Problem(kind, tuple(rank for rank, _ in pair), at, what)

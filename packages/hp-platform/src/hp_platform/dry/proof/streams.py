@@ -115,12 +115,11 @@ class _Check:
     works: dict[int, list[_Memory]] = field(default_factory=dict)
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, RecordEvent):
-            self._record(event)
-            return
         if isinstance(event, WaitWork) and event.stream < 0:
             return  # the host waits for a message of hosts, which is no stream's
-        if not self.clocks.observe(event):
+        if isinstance(event, RecordEvent):
+            self._record(event)
+        elif not self.clocks.observe(event):
             self._report("waited for too early", None, event)
         self._take(event)
 

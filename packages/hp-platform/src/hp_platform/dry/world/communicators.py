@@ -100,10 +100,9 @@ class Families:
             RuntimeError: If it is in none of that family.
         """
         speaks = self._classes.representative[rank]
-        ranks = self._list_of.get((communicator.family, speaks))
         if speaks in communicator.ranks:
             return speaks, communicator.name
-        if ranks is None:
+        if (ranks := self._list_of.get((communicator.family, speaks))) is None:
             raise RuntimeError(
                 f"rank {speaks}, which stands for rank {rank}, must be in a group like "
                 f"{communicator.name}: ranks of one class run the same program"

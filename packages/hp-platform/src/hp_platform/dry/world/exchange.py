@@ -60,10 +60,9 @@ class Operation:
     @property
     def detail(self) -> str:
         """What ranks must agree on besides shapes."""
-        words = [self.reduction] if self.reduction else []
-        words += [f"root {self.root}"] if self.root >= 0 else []
-        words += [f"tag {self.tag}"] if self.tag else []
-        return ", ".join(words)
+        root = f"root {self.root}" if self.root >= 0 else ""
+        tag = f"tag {self.tag}" if self.tag else ""
+        return ", ".join(filter(None, (self.reduction, root, tag)))
 
 
 @dataclass(slots=True)

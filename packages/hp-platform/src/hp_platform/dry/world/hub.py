@@ -67,8 +67,7 @@ class Hub:
 
     def look(self) -> None:
         """Answer those that have waited long enough."""
-        now = time.monotonic()
-        for each in [each for each in self._waiting if now > each.deadline]:
+        for each in [each for each in self._waiting if time.monotonic() > each.deadline]:
             self._refuse(each, "wait timeout: it did not come within the time-out")
 
     def who_waits(self) -> list[str]:

@@ -128,8 +128,10 @@ class _Objects:
     def _staged(self, num_objects: int, num_bytes: int) -> list[Tensor]:
         """What the device passes on: sizes, then bytes."""
         device = self._world.device.device
-        sizes = torch.empty(num_objects, dtype=torch.int64, device=device)
-        return [sizes, torch.empty(num_bytes, dtype=torch.uint8, device=device)]
+        return [
+            torch.empty(num_objects, dtype=torch.int64, device=device),
+            torch.empty(num_bytes, dtype=torch.uint8, device=device),
+        ]
 
     def _everybody(self, group: ProcessGroup, value: Any) -> list[Any]:
         """What every member gives; the device gathers sizes, which the host reads, and bytes."""

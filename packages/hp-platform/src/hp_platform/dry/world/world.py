@@ -105,8 +105,7 @@ class DryWorld:
         self, purpose: str, ranks: Sequence[int], *, is_first: bool = False
     ) -> tuple[str, str]:
         """Note that a group is made, by every rank of the world; return its name and family."""
-        name, family = self.families.add("world" if is_first else purpose, ranks)
-        self.device.trace.families[family] = tuple(self.families.lists[family])
+        name, family = self._add("world" if is_first else purpose, ranks)
         if not is_first and not self.makes_alone:
             world = next(iter(self.device.trace.groups))
             self.device.emit(HostMessage("new_group", world, (), name, waits=False))
@@ -132,9 +131,7 @@ class DryWorld:
         found: NamedLists = []
         for positions in lists:
             ranks = tuple(known.ranks[position] for position in sorted(positions))
-            name, family = self.families.add(purpose, ranks)
-            found.append((name, family, ranks))
-            self.device.trace.families[family] = tuple(self.families.lists[family])
+            found.append((*self._add(purpose, ranks), ranks))
         # Each rank may give the call the name of its own group: torch does not compare them.
         detail = ", ".join(name[name.rindex("[") :] for name, _, _ in found)
         self.device.emit(HostMessage("split_group", known.name, (), detail))
@@ -146,6 +143,11 @@ class DryWorld:
             if self.rank in ranks:
                 self._join(group, name, family, ranks, is_eager=True)
                 self._note_connected(name)
+
+    def _add(self, purpose: str, ranks: Sequence[int]) -> tuple[str, str]:
+        name, family = self.families.add(purpose, ranks)
+        self.device.trace.families[family] = tuple(self.families.lists[family])
+        return name, family
 
     def _join(
         self, group: ProcessGroup, name: str, family: str, ranks: tuple[int, ...], *, is_eager: bool
@@ -160,8 +162,7 @@ class DryWorld:
         Raises:
             RuntimeError: If it was made elsewhere.
         """
-        found = self._communicators.get(group)
-        if found is None:
+        if (found := self._communicators.get(group)) is None:
             raise RuntimeError(f"group {group.group_name} was not made inside the dry run")
         return found
 
