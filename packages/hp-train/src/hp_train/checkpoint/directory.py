@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hp_platform import store
 from hp_platform.store import files
-from hp_platform.store.files import opened_parent, rename, staging_name
+from hp_platform.store.files import names_in, opened_parent, rename, staging_name
 from hp_train.errors import CheckpointError
 
 _COMPLETE = re.compile(r"\Astep-([0-9]{8,16})(?:\.([0-9]{1,6}))?\Z")
@@ -157,4 +157,4 @@ def _names(directory: Path) -> list[str]:
     if not os.path.lexists(directory):
         return []
     with opened_parent(directory) as descriptor:
-        return os.listdir(descriptor)
+        return names_in(descriptor)
