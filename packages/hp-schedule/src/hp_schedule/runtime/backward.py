@@ -1,6 +1,7 @@
 """The backward of one microbatch in one stage, whole or in two parts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -60,11 +61,7 @@ class DeferringSplitter:
         queue = WeightGradQueue()
         with queue.defer(0):
             found = full_backward(outputs, grads, inputs=inputs)
-
-        def finish() -> None:
-            queue.flush(0)
-
-        return found, finish
+        return found, partial(queue.flush, 0)
 
 
 def nothing() -> None:

@@ -136,8 +136,7 @@ class PointToPoint:
         self._transport = transport
         self._expectations = expectations
         self._output_specs = output_specs
-        self._receives: defaultdict[tuple[int, int], _Receives]
-        self._receives = defaultdict(lambda: _Receives(transport))
+        self._receives = defaultdict[tuple[int, int], _Receives](lambda: _Receives(transport))
         self._exchange_requests()
 
     def send_input(self, stage: int, microbatch: int, values: Tensors) -> None:
@@ -184,8 +183,7 @@ class PointToPoint:
         here = self._stages[stage]
         specs = here.input_spec or here.received(microbatch)
         header = self._from(stage, microbatch, MessageKind.HEADER) if specs is None else None
-        device = self._stages[stage].device
-        self._receives[message.edge].want(_Wanted(message, device, lambda: specs, header))
+        self._receives[message.edge].want(_Wanted(message, here.device, lambda: specs, header))
 
     def take_input(self, stage: int, microbatch: int) -> tuple[Tensors, Specs]:
         """Wait for a stage's input; return it with its specs."""
@@ -200,8 +198,7 @@ class PointToPoint:
         """Post the receive of a stage's output gradients, at the latest after its forward."""
 
         def specs() -> Specs | None:
-            told = self._expectations.specs.get(stage)
-            outputs = told or self._known_outputs(stage, microbatch)
+            outputs = self._outputs(stage, microbatch)
             return None if outputs is None else tuple(spec for spec in outputs if spec.has_grad)
 
         message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
@@ -217,13 +214,16 @@ class PointToPoint:
         sent = self._to(after, microbatch, MessageKind.INPUT)
         with _noted("sending", sent):
             self._transport.release_send(sent)
-        told = self._expectations.specs.get(stage)
-        outputs = told or self._known_outputs(stage, microbatch) or ()
+        outputs = self._outputs(stage, microbatch) or ()
         return tuple(next(values) if spec.has_grad else None for spec in outputs)
 
-    def _known_outputs(self, stage: int, microbatch: int) -> Specs | None:
-        """Specs of a stage's outputs that nobody has told, as far as they are known by now."""
-        return self._stages[stage].sent(microbatch) or self._output_specs(stage, microbatch)
+    def _outputs(self, stage: int, microbatch: int) -> Specs | None:
+        """Specs of a stage's outputs, told by the next stage or as they are known by now."""
+        return (
+            self._expectations.specs.get(stage)
+            or self._stages[stage].sent(microbatch)
+            or self._output_specs(stage, microbatch)
+        )
 
     def progress(self) -> None:
         """Post receives whose shapes have come to be known."""
@@ -240,18 +240,14 @@ class PointToPoint:
         if self._expectations.asked:
             return
         self._expectations.asked = True
-        for stage in range(self._schedule.num_stages):
-            before = self._schedule.upstream[stage]
+        for stage, before in enumerate(self._schedule.upstream):
             if before < 0 or (stage in here) == (before in here):
                 continue
-            if stage in here and here[stage].is_planned[0]:
-                continue
-            if before in here and here[before].is_planned[1]:
-                continue
             if stage in here:
-                request = to_header(here[stage].input_spec).to(here[stage].device)
-                self._send(self._request(stage), (request,))
-            else:
+                if not here[stage].is_planned[0]:
+                    request = to_header(here[stage].input_spec).to(here[stage].device)
+                    self._send(self._request(stage), (request,))
+            elif not here[before].is_planned[1]:
                 message = self._request(stage)
                 wanted = _Wanted(message, here[before].device, lambda: _HEADER_SPECS)
                 self._receives[message.edge].want(wanted)

@@ -275,12 +275,11 @@ def _current(device: torch.device) -> torch.cuda.Stream:
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a caller has passed: in sequences, mappings, and as attributes."""
+    """Yield the tensors in what a caller has passed, in sequences and mappings too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_within(part)
+        yield from tensors_within(list(value.values()))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for part in value:
             yield from tensors_within(part)

@@ -63,8 +63,9 @@ def check_engine() -> None:
     try:
         _engine()
     except ModuleNotFoundError as error:
-        text = "exact (> 0) must have OR-Tools: pip install 'hp-schedule[exact]'"
-        raise ValueError(text) from error
+        raise ValueError(
+            "exact (> 0) must have OR-Tools: pip install 'hp-schedule[exact]'"
+        ) from error
 
 
 def solve(

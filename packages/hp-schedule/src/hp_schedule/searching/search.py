@@ -17,13 +17,13 @@ from hp_schedule.searching.closed_forms import closed_forms
 from hp_schedule.searching.exact import check_engine
 from hp_schedule.searching.fitting import check_ways, fit_memory
 from hp_schedule.searching.orders import first_orders
+from hp_schedule.searching.problem import EPSILON
 from hp_schedule.searching.space import Recipe, Space
 from hp_schedule.searching.units import Units
 
 Place = tuple[int, PlacementStyle]
 """Stages per rank, and how they are placed."""
 
-_EPSILON = 1e-9
 _DEFAULT_BUDGET = 10.0
 """Seconds of processor time."""
 _TIGHTENED = 3
@@ -385,7 +385,7 @@ class _Spaces:
         return [
             space
             for space in spaces
-            if space.bound < best - _EPSILON and space.best.makespan <= best * (1 + field)
+            if space.bound < best - EPSILON and space.best.makespan <= best * (1 + field)
         ]
 
 

@@ -102,10 +102,8 @@ class Machine:
         for rank in range(len(self.ranks)):
             self.wake(rank)
         self.clock.run()
-        stuck = (executor.step is not None for executor in self._executors)
-        return {
-            rank: self._executors[rank].position for rank, is_stuck in enumerate(stuck) if is_stuck
-        }
+        ranks = enumerate(self._executors)
+        return {rank: executor.position for rank, executor in ranks if executor.step is not None}
 
     def wake(self, rank: int) -> None:
         """Let a rank go on as far as it can."""

@@ -6,8 +6,7 @@ most layouts of a search apart without a visit to every step.
 """
 
 from collections import Counter
-from collections.abc import Generator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from hp_schedule.costs import Costs, PerStage
 from hp_schedule.dataflow import dataflow
@@ -110,10 +109,15 @@ def length(path: Path, costs: Sequence[float]) -> float:
 
 def _in_order(schedule: Schedule, rows: list[list[int]]) -> tuple[list[_Step], list[int]]:
     """Walk all rows as far as they go, in turns; returns the steps, and the last ones of queues."""
-    found = _Found([], {}, [])
+    steps: list[_Step] = []
+    last: list[int] = []
+    written: dict[int, int] = {}
     waiting: dict[int, int] = {}
     runnable = list(range(schedule.num_ranks))
-    walks = [_walk(schedule, rank, row, found) for rank, row in enumerate(rows)]
+    walks = [
+        _walk(schedule, rank, row, steps=steps, written=written, last=last)
+        for rank, row in enumerate(rows)
+    ]
     left = len(walks)
     while runnable:
         rank = runnable.pop()
@@ -128,22 +132,28 @@ def _in_order(schedule: Schedule, rows: list[list[int]]) -> tuple[list[_Step], l
             left -= 1
     if left:
         raise DeadlockError(f"no rank can go on: {sorted(waiting.values())} wait for messages")
-    return found.steps, found.last
-
-
-class _Found(NamedTuple):
-    """Steps in their order; which of them computed a value; the last one of each queue."""
-
-    steps: list[_Step]
-    written: dict[int, int]
-    last: list[int]
+    return steps, last
 
 
 def _walk(
-    schedule: Schedule, rank: int, row: list[int], found: _Found
-) -> Generator[tuple[int, bool], None, None]:
-    """Add the steps of a row; yields values that it wrote, and those that it waits for (False)."""
-    steps, written, last = found
+    schedule: Schedule,
+    rank: int,
+    row: list[int],
+    *,
+    steps: list[_Step],
+    written: dict[int, int],
+    last: list[int],
+) -> Iterator[tuple[int, bool]]:
+    """Add the steps of a row; yields values that it wrote, and those that it waits for (False).
+
+    Args:
+        schedule: Its placement and its chains.
+        rank: Whose row.
+        row: Codes of its steps.
+        steps: Gets the steps of all rows, in an order in which they can run.
+        written: Gets the step that computes each value.
+        last: Gets the last steps of each queue.
+    """
     num, flow, place = schedule.num_stages, dataflow(schedule), schedule.stage_to_rank
     first_edge = len(_PRICED) * num
     edges = {edge: first_edge + index for index, edge in enumerate(schedule.edges)}
