@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from hp_schedule.arguments import GENERATORS, MODEL, OPTIONS, flag, parser
 from hp_schedule.costs import Costs, ModelCosts, numbers
@@ -181,7 +181,7 @@ def _search(options: argparse.Namespace) -> int:
         split_backward=not options.whole_backward,
         keep_order=options.keep_order,
         blocking=options.blocking,
-        retention=_retention(options.retention),
+        retention=[way for way in get_args(Retention) if options.retention in {way, "both"}],
         num_candidates=options.candidates,
         time_budget=options.time_budget,
         exact=options.exact,
@@ -204,11 +204,6 @@ def _stages_per_rank(costs: ModelCosts | Costs, num_ranks: int) -> tuple[int, ..
     if num_ranks < 1 or num_stages % num_ranks:
         raise ValueError(f"stages of --costs ({num_stages}) must divide by --ranks ({num_ranks})")
     return (num_stages // num_ranks,)
-
-
-def _retention(chosen: str | None) -> tuple[Retention, ...]:
-    every: tuple[Retention, ...] = ("recompute", "offload")
-    return tuple(way for way in every if chosen in {way, "both"})
 
 
 def _found(result: SearchResult) -> str:

@@ -237,12 +237,10 @@ def per_step(name: str, value: PerStep, num_stages: int, num_microbatches: int =
 
 def numbers(value: PerStep | Latency | None) -> Iterator[float]:
     """Yield every number that a cost consists of."""
-    if value is None:
-        return
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, Sequence):
         for entry in value:
             yield from numbers(entry)
-    else:
+    elif value is not None:
         yield value

@@ -218,14 +218,11 @@ class Schedule:
         return self._places(packing.OFFLOAD)
 
     def _places(self, kind: int) -> frozenset[tuple[int, int]]:
-        if kind not in self.kinds:
-            return frozenset()
-        steps = (packing.unpack(code) for row in self.steps for code in row.codes() if code >= 0)
-        wanted = packing.TYPES[kind]
         return frozenset(
-            (step.stage_index or 0, step.microbatch_index or 0)
-            for step in steps
-            if step.type is wanted
+            (code >> packing.STAGE_SHIFT & packing.STAGE_MASK, code >> packing.MICROBATCH_SHIFT)
+            for row in self.steps
+            for code in row.codes()
+            if code >= 0 and code & packing.KIND_MASK == kind
         )
 
     @cached_property

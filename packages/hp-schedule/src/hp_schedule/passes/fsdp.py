@@ -161,12 +161,11 @@ class _Residency:
         ends: dict[int, list[int]] = {}
         for stage, use in last.items():
             ends.setdefault(use + 1, []).append(stage)
-        plan: list[tuple[int, list[int]]] = []
         if len(last) <= min(self._cap, 1 + self._prefetch):
             # The window holds the whole row at once: no need to slide it.
-            plan += [(0, self._gather(list(in_window)))]
-            plan += [(use, [self._free(s) for s in ends[use]]) for use in sorted(ends)]
-            return plan
+            begin = (0, self._gather(list(in_window)))
+            return [begin, *((use, [self._free(s) for s in ends[use]]) for use in sorted(ends))]
+        plan: list[tuple[int, list[int]]] = []
         for use, needed in enumerate(uses):
             steps = [self._free(stage) for stage in ends.get(use, ())]
             limit = min(self._cap, len(needed) + self._prefetch)

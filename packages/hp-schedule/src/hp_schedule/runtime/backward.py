@@ -1,7 +1,6 @@
 """The backward of one microbatch in one stage, whole or in two parts."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -61,7 +60,11 @@ class DeferringSplitter:
         queue = WeightGradQueue()
         with queue.defer(0):
             found = full_backward(outputs, grads, inputs=inputs)
-        return found, partial(queue.flush, 0)
+
+        def finish() -> None:
+            queue.flush(0)
+
+        return found, finish
 
 
 def nothing() -> None:

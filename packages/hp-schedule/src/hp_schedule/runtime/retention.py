@@ -187,8 +187,7 @@ class Kept:
                 )
         self._written.clear()
         stream = side_stream(self._device, "offload")
-        if stream is not None:
-            stream.wait_stream(_current(self._device))
+        _follow(stream, current_stream(self._device), self._device)
         with use_stream(stream):
             for stored in self._stored.values():
                 if stored.here().nbytes() != stored.num_bytes:
@@ -214,12 +213,9 @@ class Kept:
             here = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device)
             stored.storage = here.untyped_storage()
             memory.append((stored, here))
-        if stream is not None:
-            # Behind the copies out, and behind whoever used the new memory before.
-            away = side_stream(self._device, "offload")
-            assert away is not None
-            stream.wait_stream(away)
-            stream.wait_stream(_current(self._device))
+        # Behind the copies out, and behind whoever used the new memory before.
+        for before in (side_stream(self._device, "offload"), current_stream(self._device)):
+            _follow(stream, before, self._device)
         with use_stream(stream):
             for stored, here in memory:
                 assert stored.host is not None
@@ -268,10 +264,13 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     return storage if storage.nbytes() else None
 
 
-def _current(device: torch.device) -> torch.cuda.Stream:
-    stream = current_stream(device)
-    assert stream is not None
-    return stream
+def _follow(
+    stream: torch.cuda.Stream | None, before: torch.cuda.Stream | None, device: torch.device
+) -> None:
+    """Let a stream wait for what another one was given so far; both are None on a CPU."""
+    given = Event(device)
+    given.record(before)
+    given.wait(stream)
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
