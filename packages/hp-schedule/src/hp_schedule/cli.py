@@ -191,8 +191,7 @@ def _search(options: argparse.Namespace) -> int:
     if options.communication:
         schedule = add_send_recv(schedule, costs=result.costs)
     print(_found(result), file=sys.stderr)
-    text = to_json(schedule) if options.json else timetable(schedule) + "\n"
-    _write(options.output, text)
+    _write(options.output, to_json(schedule) if options.json else timetable(schedule) + "\n")
     return 0
 
 
@@ -287,8 +286,10 @@ def _table(result: Simulation) -> str:
         "rank  bubble  peak activations  exposed communication",
     ]
     columns = (result.bubble, result.peak_activations, result.exposed_communication)
-    for rank, (bubble, peak, exposed) in enumerate(zip(*columns, strict=True)):
-        lines.append(f"{rank:4d}  {bubble:6.1%}  {peak:16g}  {exposed:21g}")
+    lines += [
+        f"{rank:4d}  {bubble:6.1%}  {peak:16g}  {exposed:21g}"
+        for rank, (bubble, peak, exposed) in enumerate(zip(*columns, strict=True))
+    ]
     return "\n".join(lines)
 
 

@@ -80,9 +80,7 @@ class Costs:
         input_grad = per_step("input_grad", self.input_grad, *sizes)
         weight_grad = per_step("weight_grad", self.weight_grad, *sizes)
         full = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
-        again = forward
-        if self.recompute is not None:
-            again = per_step("recompute", self.recompute, *sizes)
+        again = forward if self.recompute is None else per_step("recompute", self.recompute, *sizes)
         return forward, full, input_grad, weight_grad, again  # see Note [Order of kinds]
 
     def held(self, num_stages: int, num_microbatches: int) -> "Held":

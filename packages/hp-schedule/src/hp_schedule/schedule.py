@@ -35,9 +35,7 @@ class Row(Sequence["MetaStep | None"]):
     @overload
     def __getitem__(self, index: slice) -> "Row": ...
     def __getitem__(self, index: int | slice) -> "MetaStep | Row | None":
-        if isinstance(index, slice):
-            return Row(self.codes()[index])
-        return _view(self._packed[index])
+        return Row(self.codes()[index]) if isinstance(index, slice) else _view(self._packed[index])
 
     def __iter__(self) -> Iterator[MetaStep | None]:
         return map(_view, self.codes())

@@ -207,11 +207,9 @@ class PointToPoint:
 
     def take_gradient(self, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
         """Wait for the gradients of a stage's outputs; return one per output."""
-        message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
-        values = iter(self._take(message)[0])
+        values = iter(self._take(self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT))[0])
         # The gradient of an output can only have come from a rank that has the output.
-        after = self._schedule.downstream[stage]
-        sent = self._to(after, microbatch, MessageKind.INPUT)
+        sent = self._to(self._schedule.downstream[stage], microbatch, MessageKind.INPUT)
         with _noted("sending", sent):
             self._transport.release_send(sent)
         outputs = self._outputs(stage, microbatch) or ()

@@ -54,9 +54,8 @@ def lower_bound(problem: Problem) -> float:
         bounds.append(_held(problem, rank, heads, tails))
     bounds.extend(_slots(problem, stage, heads) for stage in range(problem.num_stages))
     if _are_equal(problem) and _is_scarce(problem):
-        ranks = range(problem.num_ranks)
-        ends = {0, problem.num_ranks - 1}
-        joined = ranks if problem.num_steps <= _SMALL else ends
+        every, ends = range(problem.num_ranks), {0, problem.num_ranks - 1}
+        joined = every if problem.num_steps <= _SMALL else ends
         bounds.append(joined_bound(problem, joined, known=max(bounds)))
     return max(bounds)
 

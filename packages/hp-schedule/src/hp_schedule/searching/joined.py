@@ -203,6 +203,4 @@ def _best(ways: list[_Way], most: int) -> list[_Way]:
             for better in kept
         ):
             kept.append(way)
-    if len(kept) <= most:
-        return kept
-    return [*kept[: most - 1], tuple(map(min, *kept[most - 1 :]))]
+    return kept if len(kept) <= most else [*kept[: most - 1], tuple(map(min, *kept[most - 1 :]))]

@@ -358,8 +358,7 @@ class _Spaces:
         unit = self._units.time
         makespans: dict[Place, float] = {}
         for place, other in self._all:
-            makespan = other.best.makespan * unit
-            makespans[place] = min(makespans.get(place, math.inf), makespan)
+            makespans[place] = min(makespans.get(place, math.inf), other.best.makespan * unit)
         makespans[number, style] = space.makespan(space.best)
         return SearchResult(
             schedule=space.schedule(space.best),

@@ -126,9 +126,11 @@ class Space:
         self.costs = costs
         self._blocking = blocking
         self._in_units = units.apply(costs)
-        self._priced = self._in_units
-        if blocking:
-            self._priced = while_sending(self._in_units, stage_to_rank, len(orders[0]))
+        self._priced = (
+            while_sending(self._in_units, stage_to_rank, len(orders[0]))
+            if blocking
+            else self._in_units
+        )
         self._problem = Problem(
             self._priced,
             stage_to_rank=stage_to_rank,
@@ -140,7 +142,6 @@ class Space:
         self._orders = orders[:1] if keep_order else orders
         self._keep_order = keep_order
         self._known: OrderedDict[Order, Problem] = OrderedDict()
-        self._is_contended = self._priced.bandwidth < inf
         self.bound = lower_bound(self._problem)
         self._pool: list[Candidate] = []
         for order in self._orders:
@@ -170,8 +171,7 @@ class Space:
 
     def makespan(self, candidate: Candidate) -> float:
         """Return what the simulator says that a candidate takes; a plan's sums round otherwise."""
-        schedule = self.schedule(candidate)
-        return simulate(schedule, self.costs, blocking=self._blocking).makespan
+        return simulate(self.schedule(candidate), self.costs, blocking=self._blocking).makespan
 
     def adopt(self, name: str, schedule: Schedule) -> None:
         """Keep a closed form if it fits the memory, in each of the orders to begin with."""
@@ -378,7 +378,7 @@ class Space:
         return [start + shifts[step // num] for step, start in enumerate(plan.starts)]
 
     def _keep(self, candidate: Candidate) -> None:
-        if self._is_contended and candidate.schedule is None:
+        if self._priced.bandwidth < inf and candidate.schedule is None:
             # Messages that wait for each other are more than the problem knows of.
             schedule = candidate.problem.schedule(candidate.plan.sequence)
             makespan = simulate(schedule, self._in_units).makespan

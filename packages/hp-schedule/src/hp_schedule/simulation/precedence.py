@@ -80,10 +80,7 @@ class Precedence:
         """
         ends = [0.0] * (len(self._steps) + 1)  # the last one is the start of all
         for index, (cost, before, source, latency, gather) in enumerate(self._steps):
-            start = ends[before]
-            arrival = ends[source] + costs[latency]
-            start = max(start, arrival)
-            start = max(start, ends[gather])
+            start = max(ends[before], ends[source] + costs[latency], ends[gather])
             ends[index] = start + costs[cost]
         return max((ends[last] for last in self._last), default=0.0), self._path(ends, costs)
 
