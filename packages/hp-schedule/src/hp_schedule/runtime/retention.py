@@ -11,6 +11,7 @@ received and returned, what the caller has passed.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Repeat:
         self._first: AbstractContextManager[Any] = contexts[0]
         self._second: AbstractContextManager[Any] = contexts[1]
         self._devices = [device] if device.type == "cuda" else []
-        self._states: list[Tensor] | None = None
+        self._states: list[Tensor] = []
         if preserve_rng_state:
             on_gpu = [torch.cuda.get_rng_state(device) for device in self._devices]
             self._states = [torch.get_rng_state(), *on_gpu]
@@ -57,14 +58,12 @@ class Repeat:
     @contextmanager
     def second_run(self) -> Iterator[None]:
         """Draw the random numbers of the first run inside; the generators go on as before."""
-        if self._states is None:
-            with self._second:
-                yield
-            return
-        with torch.random.fork_rng(self._devices), self._second:
-            torch.set_rng_state(self._states[0])
-            for device, state in zip(self._devices, self._states[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        draws = bool(self._states)
+        with torch.random.fork_rng(self._devices, enabled=draws), self._second:
+            if draws:
+                torch.set_rng_state(self._states[0])
+                for device, state in zip(self._devices, self._states[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
             yield
 
 
@@ -94,10 +93,20 @@ class _Stored:
         self.device = device
         self.host: Tensor | None = None
 
-    def bytes_there(self) -> Tensor:
-        """Return all of it on the device, uint8."""
-        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return flat.set_(self.here(), 0, (self.num_bytes,), (1,))
+    def tensor(
+        self,
+        dtype: torch.dtype,
+        offset: int | torch.SymInt,
+        shape: Sequence[int],
+        strides: Sequence[int],
+    ) -> Tensor:
+        """Return a tensor that lies in it.
+
+        Raises:
+            RuntimeError: If it is away.
+        """
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(self.here(), offset, shape, strides)
 
     def here(self) -> torch.UntypedStorage:
         """Return the storage.
@@ -110,26 +119,8 @@ class _Stored:
         return self.storage
 
 
-class _Handle:
-    """A saved tensor: a storage, and how the tensor lies in it."""
-
-    __slots__ = ("_dtype", "_offset", "_shape", "_stored", "_strides")
-
-    def __init__(self, tensor: Tensor, stored: _Stored) -> None:
-        self._stored = stored
-        self._dtype = tensor.dtype
-        self._shape, self._strides = tensor.shape, tensor.stride()
-        self._offset = tensor.storage_offset()
-
-    def tensor(self) -> Tensor:
-        """Return it as it was saved.
-
-        Raises:
-            RuntimeError: If its storage is away.
-        """
-        storage = self._stored.here()
-        empty = torch.empty(0, dtype=self._dtype, device=self._stored.device)
-        return empty.set_(storage, self._offset, self._shape, self._strides)
+_Handle = Callable[[], Tensor]
+"""Returns a saved tensor, of which it knows the storage and how the tensor lies in it."""
 
 
 class Kept:
@@ -195,7 +186,7 @@ class Kept:
                         "memory that backward needs was freed: is it that of parameters which are "
                         "gathered and freed inside the forward?"
                     )
-                here = stored.bytes_there()
+                here = stored.tensor(torch.uint8, 0, (stored.num_bytes,), (1,))
                 stored.host = torch.empty(
                     stored.num_bytes, dtype=torch.uint8, pin_memory=stream is not None
                 )
@@ -208,11 +199,10 @@ class Kept:
     def reload(self) -> None:
         """Start to bring everything back, into new memory."""
         stream = side_stream(self._device, "reload")
-        memory = []
-        for stored in self._stored.values():
-            here = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device)
-            stored.storage = here.untyped_storage()
-            memory.append((stored, here))
+        memory = [
+            (stored, torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device))
+            for stored in self._stored.values()
+        ]
         # Behind the copies out, and behind whoever used the new memory before.
         for before in (side_stream(self._device, "offload"), current_stream(self._device)):
             _follow(stream, before, self._device)
@@ -220,7 +210,7 @@ class Kept:
             for stored, here in memory:
                 assert stored.host is not None
                 here.copy_(stored.host, non_blocking=stream is not None)
-                stored.host = None
+                stored.storage, stored.host = here.untyped_storage(), None
             self._back = Event(self._device)
             self._back.record()
 
@@ -229,7 +219,7 @@ class Kept:
         if self._back is not None:
             self._back.wait()
 
-    def _pack(self, tensor: Tensor) -> "_Handle | Tensor":
+    def _pack(self, tensor: Tensor) -> _Handle | Tensor:
         storage = _storage_of(tensor)
         if (
             storage is None
@@ -243,22 +233,22 @@ class Kept:
             stored = self._stored[id(storage)] = _Stored(storage, self._device)
         seen = tensor.detach()  # without its graph, which would keep itself alive
         self._written.append((seen, _version(seen)))
-        return _Handle(tensor, stored)
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return partial(stored.tensor, tensor.dtype, *layout)
 
 
 def _version(tensor: Tensor) -> int:
     return tensor._version  # noqa: SLF001 - torch has no public spelling
 
 
-def _unpack(packed: "_Handle | Tensor") -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.tensor()
+def _unpack(packed: _Handle | Tensor) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the memory of a plain tensor; None for what is laid out or wrapped otherwise."""
-    if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout is not torch.strided:
-        return None
-    if tensor.is_conj() or tensor.is_neg():
+    is_plain = type(tensor) in {Tensor, nn.Parameter} and tensor.layout is torch.strided
+    if not is_plain or tensor.is_conj() or tensor.is_neg():
         return None
     storage = tensor.untyped_storage()
     return storage if storage.nbytes() else None

@@ -14,7 +14,7 @@ from hp_schedule.passes.retention import Retention
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
-from hp_schedule.searching.exact import check_engine
+from hp_schedule.searching.exact import engine
 from hp_schedule.searching.fitting import check_ways, fit_memory
 from hp_schedule.searching.orders import first_orders
 from hp_schedule.searching.problem import EPSILON
@@ -174,7 +174,7 @@ def search(
     if not 0 <= exact < math.inf:
         raise ValueError(f"exact ({exact}) must be >= 0 and finite")
     if exact:
-        check_engine()
+        engine()
     if retention and blocking:
         raise ValueError("blocking (True) must be left out with retention")
     if retention and memory_limit < math.inf:

@@ -243,9 +243,8 @@ class _SimulatedRank:
 
     def _issue(self, kind: int, stage_index: int, microbatch_index: int) -> None:
         """Issue a send, which reads its value, or a receive, which writes it."""
-        code = encode(kind, stage_index, microbatch_index)
-        flow = self._machine.flow
-        peer = flow.peer[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
+        code, flow = encode(kind, stage_index, microbatch_index), self._machine.flow
+        peer = flow.peer[kind][stage_index]
         value, edge = flow.value_read(code), (self._rank, peer)
         if value < 0:
             value, edge = flow.value_written(code), (peer, self._rank)
