@@ -112,10 +112,9 @@ def _gather_in_time(
     stages_of = {key: _sharded_stages(key, sharded) for key in set(keys) if is_compute(key)}
     cells = [position for position, key in enumerate(keys) if key in stages_of]
     uses = [stages_of[keys[position]] for position in cells]
-    plan = _Residency(uses, max_active_stages, prefetch).plan()
     result: list[int] = []
     done = 0
-    for use, steps in plan:
+    for use, steps in _Residency(uses, max_active_stages, prefetch).plan():
         position = cells[use] if use < len(cells) else len(row)
         result += row[done:position]
         result += steps

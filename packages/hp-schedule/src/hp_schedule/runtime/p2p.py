@@ -183,7 +183,7 @@ class PointToPoint:
         here = self._stages[stage]
         specs = here.input_spec or here.received(microbatch)
         header = self._from(stage, microbatch, MessageKind.HEADER) if specs is None else None
-        self._receives[message.edge].want(_Wanted(message, here.device, lambda: specs, header))
+        self._want(_Wanted(message, here.device, lambda: specs, header))
 
     def take_input(self, stage: int, microbatch: int) -> tuple[Tensors, Specs]:
         """Wait for a stage's input; return it with its specs."""
@@ -202,8 +202,7 @@ class PointToPoint:
             return None if outputs is None else tuple(spec for spec in outputs if spec.has_grad)
 
         message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
-        wanted = _Wanted(message, self._stages[stage].device, specs)
-        self._receives[message.edge].want(wanted)
+        self._want(_Wanted(message, self._stages[stage].device, specs))
 
     def take_gradient(self, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
         """Wait for the gradients of a stage's outputs; return one per output."""
@@ -246,9 +245,11 @@ class PointToPoint:
                     request = to_header(here[stage].input_spec).to(here[stage].device)
                     self._send(self._request(stage), (request,))
             elif not here[before].is_planned[1]:
-                message = self._request(stage)
-                wanted = _Wanted(message, here[before].device, lambda: _HEADER_SPECS)
-                self._receives[message.edge].want(wanted)
+                device = here[before].device
+                self._want(_Wanted(self._request(stage), device, lambda: _HEADER_SPECS))
+
+    def _want(self, wanted: _Wanted) -> None:
+        self._receives[wanted.message.edge].want(wanted)
 
     def _take(self, message: Message) -> tuple[Tensors, Specs]:
         with _noted("waiting for", message):

@@ -11,6 +11,7 @@ received and returned, what the caller has passed.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -68,30 +69,28 @@ class Repeat:
 
 
 def _drop(_: Tensor) -> None:
-    return None
+    """Save nothing in place of a tensor."""
 
 
 def _missing(_: Any) -> Tensor:
     raise RuntimeError("a forward that kept nothing must be run again before its backward")
 
 
+@dataclass(slots=True)
 class _Stored:
     """One storage that tensors are saved in.
 
     Attributes:
         storage: The bytes on the device; None while they are on the host.
-        num_bytes: Its size.
         device: Where that is.
+        num_bytes: Its size.
         host: The bytes while they are away, uint8.
     """
 
-    __slots__ = ("device", "host", "num_bytes", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        self.storage: torch.UntypedStorage | None = storage
-        self.num_bytes = storage.nbytes()
-        self.device = device
-        self.host: Tensor | None = None
+    storage: torch.UntypedStorage | None
+    device: torch.device
+    num_bytes: int
+    host: Tensor | None = None
 
     def tensor(
         self,
@@ -230,7 +229,7 @@ class Kept:
             return tensor
         stored = self._stored.get(id(storage))
         if stored is None:
-            stored = self._stored[id(storage)] = _Stored(storage, self._device)
+            stored = self._stored[id(storage)] = _Stored(storage, self._device, storage.nbytes())
         seen = tensor.detach()  # without its graph, which would keep itself alive
         self._written.append((seen, _version(seen)))
         layout = tensor.storage_offset(), tensor.shape, tensor.stride()

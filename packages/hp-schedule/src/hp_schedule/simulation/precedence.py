@@ -8,7 +8,7 @@ most layouts of a search apart without a visit to every step.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from hp_schedule.costs import Costs, PerStage
+from hp_schedule.costs import Costs, per_step
 from hp_schedule.dataflow import dataflow
 from hp_schedule.errors import DeadlockError
 from hp_schedule.packing import (
@@ -68,8 +68,8 @@ class Precedence:
         num = self._num_stages
         columns = costs.durations(num, 1)
         found = [cost for kind in _COMPUTE for cost in columns[kind]]
-        for given in (costs.unshard, costs.reduce_grad):
-            found += _per_stage(given, num)
+        found += per_step("unshard", costs.unshard, num)
+        found += per_step("reduce_grad", costs.reduce_grad, num)
         found += [costs.latency_of(*edge) for edge in self.edges]
         return [*found, 0.0]  # of what has no message
 
@@ -212,7 +212,3 @@ def _peaks(row: list[int], num_stages: int) -> tuple[tuple[int, ...], ...]:
             other != one and all(b >= a for a, b in zip(one, other, strict=True)) for other in found
         )
     )
-
-
-def _per_stage(given: PerStage, num_stages: int) -> list[float]:
-    return [float(given)] * num_stages if isinstance(given, float | int) else [*map(float, given)]
