@@ -358,8 +358,8 @@ def test_any_priorities_lead_to_the_end_in_the_least_memory(data: st.DataObject)
     priority = [random.random() for _ in range(task.num_steps)]
     plan = construct(task, priority, patience=random.choice((0.0, 1.0)))
     assert plan is not None
-    assert construct(task.reversed(), priority) is not None
-    tight = tighten(task, task.reversed(), plan, patience=0.0)
+    assert construct(task.mirror, priority) is not None
+    tight = tighten(task, task.mirror, plan, patience=0.0)
     assert lower_bound(task) - EPSILON <= tight.makespan <= plan.makespan + EPSILON
     simulation = simulate(task.schedule(plan.sequence), costs)
     assert simulation.makespan <= plan.makespan + EPSILON

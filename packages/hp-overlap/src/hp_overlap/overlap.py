@@ -170,9 +170,8 @@ class CommComputeOverlap:
             hooked = self._hook_tensor(first, after)
             if not isinstance(result, tuple):
                 return cast("R", hooked)
-            rest = (hooked, *result[1:])
             make = getattr(type(result), "_make", type(result))
-            return cast("R", make(rest))
+            return cast("R", make((hooked, *result[1:])))
 
         return wrapped
 
@@ -230,8 +229,7 @@ def _require_unwaited(x: Tensor, what: str, direction: Side, coordinator: HookCo
     Raises:
         ValueError: Its collective was waited for inside the wrapped function.
     """
-    relevant = coordinator.is_enabled() and coordinator.side() == direction
-    if relevant and is_waited(x):
+    if coordinator.is_enabled() and coordinator.side() == direction and is_waited(x):
         raise ValueError(
             f"{what} ({tuple(x.shape)}, {x.dtype}) must be unwaited for its transfer to be "
             f"hidden: return the result of hp_platform.all_to_all_lazy and use it after the hook"

@@ -25,30 +25,24 @@ def run_pair(
     coordinator: HookCoordinator, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]
 ) -> None:
     """Run `fwd_fn` in this thread and `bwd_fn` in a helper; see `CommComputeOverlap.run`."""
-    with failing_together():  # the helper's exchanges belong to it as well
-        _run_pair(coordinator, fwd_fn, bwd_fn)
-
-
-def _run_pair(
-    coordinator: HookCoordinator, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]
-) -> None:
     errors: _Errors = {}
-    helper = _Helper(coordinator, bwd_fn, errors)
-    coordinator.enable()
-    try:
-        helper.start()
-        _run_side(coordinator, "forward", fwd_fn, errors)
-        if not errors:
-            helper.await_progress()
-    except BaseException as error:  # noqa: BLE001 - no thread to be had, a time-out, a signal
-        errors.setdefault("forward", error)
-        coordinator.leave("forward", failed=True)
-    if helper.join():
-        coordinator.disable()
-    try:
-        _raise_root(errors)
-    finally:
-        errors.clear()  # this frame is in the traceback of the error: a cycle that holds tensors
+    with failing_together():  # the helper's exchanges belong to it as well
+        helper = _Helper(coordinator, bwd_fn, errors)
+        coordinator.enable()
+        try:
+            helper.start()
+            _run_side(coordinator, "forward", fwd_fn, errors)
+            if not errors:
+                helper.await_progress()
+        except BaseException as error:  # noqa: BLE001 - no thread to be had, a time-out, a signal
+            errors.setdefault("forward", error)
+            coordinator.leave("forward", failed=True)
+        if helper.join():
+            coordinator.disable()
+        try:
+            _raise_root(errors)
+        finally:
+            errors.clear()  # this frame is in the error's traceback: a cycle that holds tensors
 
 
 class _Helper:
@@ -89,8 +83,10 @@ class _Helper:
         if self._ended.wait(_LAST_SECONDS if silent else self._coordinator.timeout):
             self._thread.join()
             return True
-        place = self._coordinator.places["backward"]
-        note = f"backward side did not stop in time, its thread is left in {place}"
+        note = (
+            "backward side did not stop in time, its thread is left in "
+            f"{self._coordinator.places['backward']}"
+        )
         _logger.error("%s", note)
         for error in self._errors.values():
             error.add_note(note)

@@ -99,8 +99,9 @@ def _timed_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         raise ValueError("traceEvents (0) of the trace must be > 0: is it one of torch.profiler?")
     for event in events:
         if not _is_whole(event):
-            text = str(event)[:80]
-            raise ValueError(f"an event of the trace must have name, pid, ts and dur: {text}")
+            raise ValueError(
+                f"an event of the trace must have name, pid, ts and dur: {str(event)[:80]}"
+            )
     return events
 
 

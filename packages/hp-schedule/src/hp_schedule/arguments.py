@@ -69,8 +69,6 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
     generate = _command(commands, "generate", "make a schedule from its closed form")
     generate.add_argument("name", choices=[*GENERATORS])
-    generate.add_argument("--ranks", type=int, required=True)
-    generate.add_argument("--microbatches", type=int, required=True)
     for option, annotation in OPTIONS.items():
         names = ", ".join(kind.name for kind in SCHEDULES.values() if option in kind.options)
         words = [f"{word}, " for part in get_args(annotation) for word in get_args(part)]
@@ -139,8 +137,6 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_search(commands: Any) -> None:
     find = _command(commands, "search", "find a short schedule")
-    find.add_argument("--ranks", type=int, required=True)
-    find.add_argument("--microbatches", type=int, required=True)
     find.add_argument(
         "--virtual",
         type=_numbers,
@@ -197,15 +193,13 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"({text}) must be numbers as in 1,2,4") from None
 
 
-def _command(
-    commands: Any,
-    name: str,
-    text: str,
-    *,
-    file: bool = False,
-) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, text: str, *, file: bool = False) -> argparse.ArgumentParser:
+    """Add a subcommand that reads a schedule from a file, or makes one of some size."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.add_argument("--json", action="store_true", help="machine-readable output")
     if file:
         command.add_argument("file", type=Path, help="JSON or torch's CSV; - for standard input")
+    else:
+        command.add_argument("--ranks", type=int, required=True)
+        command.add_argument("--microbatches", type=int, required=True)
     return command

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from hp_schedule.arguments import GENERATORS, MODEL, OPTIONS, flag, parser
 from hp_schedule.costs import Costs, ModelCosts, numbers
@@ -181,7 +181,7 @@ def _search(options: argparse.Namespace) -> int:
         split_backward=not options.whole_backward,
         keep_order=options.keep_order,
         blocking=options.blocking,
-        retention=_retention(options.retention),
+        retention=[way for way in get_args(Retention) if options.retention in {way, "both"}],
         num_candidates=options.candidates,
         time_budget=options.time_budget,
         exact=options.exact,
@@ -191,8 +191,7 @@ def _search(options: argparse.Namespace) -> int:
     if options.communication:
         schedule = add_send_recv(schedule, costs=result.costs)
     print(_found(result), file=sys.stderr)
-    text = to_json(schedule) if options.json else timetable(schedule) + "\n"
-    _write(options.output, text)
+    _write(options.output, to_json(schedule) if options.json else timetable(schedule) + "\n")
     return 0
 
 
@@ -204,11 +203,6 @@ def _stages_per_rank(costs: ModelCosts | Costs, num_ranks: int) -> tuple[int, ..
     if num_ranks < 1 or num_stages % num_ranks:
         raise ValueError(f"stages of --costs ({num_stages}) must divide by --ranks ({num_ranks})")
     return (num_stages // num_ranks,)
-
-
-def _retention(chosen: str | None) -> tuple[Retention, ...]:
-    every: tuple[Retention, ...] = ("recompute", "offload")
-    return tuple(way for way in every if chosen in {way, "both"})
 
 
 def _found(result: SearchResult) -> str:
@@ -292,8 +286,10 @@ def _table(result: Simulation) -> str:
         "rank  bubble  peak activations  exposed communication",
     ]
     columns = (result.bubble, result.peak_activations, result.exposed_communication)
-    for rank, (bubble, peak, exposed) in enumerate(zip(*columns, strict=True)):
-        lines.append(f"{rank:4d}  {bubble:6.1%}  {peak:16g}  {exposed:21g}")
+    lines += [
+        f"{rank:4d}  {bubble:6.1%}  {peak:16g}  {exposed:21g}"
+        for rank, (bubble, peak, exposed) in enumerate(zip(*columns, strict=True))
+    ]
     return "\n".join(lines)
 
 

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, RECOMPUTE
-
 PerStage = float | Sequence[float]
 """One number for every stage, or one per stage."""
 PerStep = float | Sequence[float | Sequence[float]]
@@ -82,12 +80,8 @@ class Costs:
         input_grad = per_step("input_grad", self.input_grad, *sizes)
         weight_grad = per_step("weight_grad", self.weight_grad, *sizes)
         full = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
-        again = forward
-        if self.recompute is not None:
-            again = per_step("recompute", self.recompute, *sizes)
-        columns = {FWD: forward, BWD: full, BWD_INPUT: input_grad, BWD_WEIGHT: weight_grad}
-        columns[RECOMPUTE] = again
-        return tuple(columns[kind] for kind in sorted(columns))
+        again = forward if self.recompute is None else per_step("recompute", self.recompute, *sizes)
+        return forward, full, input_grad, weight_grad, again  # see Note [Order of kinds]
 
     def held(self, num_stages: int, num_microbatches: int) -> "Held":
         """Return what every microbatch holds in every stage.
@@ -102,7 +96,9 @@ class Costs:
         moved = activation
         if self.offloaded is not None:
             moved = per_step("offloaded", self.offloaded, *sizes)
-            _check_at_most("offloaded", moved, activation)
+            for part, whole in zip(moved, activation, strict=True):
+                if part > whole:
+                    raise ValueError(f"offloaded ({part}) must be <= activation ({whole})")
         return Held(activation, kept, moved)
 
     def latency_of(self, source: int, destination: int) -> float:
@@ -142,12 +138,6 @@ class Held(NamedTuple):
     all: list[float]
     input: list[float]
     moved: list[float]
-
-
-def _check_at_most(name: str, parts: Sequence[float], wholes: Sequence[float]) -> None:
-    for part, whole in zip(parts, wholes, strict=True):
-        if part > whole:
-            raise ValueError(f"{name} ({part}) must be <= activation ({whole})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +235,10 @@ def per_step(name: str, value: PerStep, num_stages: int, num_microbatches: int =
 
 def numbers(value: PerStep | Latency | None) -> Iterator[float]:
     """Yield every number that a cost consists of."""
-    if value is None:
-        return
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, Sequence):
         for entry in value:
             yield from numbers(entry)
-    else:
+    elif value is not None:
         yield value

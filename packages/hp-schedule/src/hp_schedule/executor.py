@@ -181,7 +181,7 @@ def describe_stuck(executors: Sequence[Executor]) -> str:
 
 def actions_of(driver: Driver) -> tuple[Callable[[int, int], None], ...]:
     """Return what to call for each kind of step that is no overlap, with stage and microbatch."""
-    steps = {
+    steps: dict[MetaStepType, Callable[[int, int], None]] = {
         MetaStepType.FWD: driver.forward,
         MetaStepType.BWD: driver.backward,
         MetaStepType.BWD_INPUT: driver.backward_input,
@@ -193,15 +193,8 @@ def actions_of(driver: Driver) -> tuple[Callable[[int, int], None], ...]:
         MetaStepType.BWD_RECV: driver.receive_backward,
         MetaStepType.OFFLOAD: driver.offload,
         MetaStepType.RELOAD: driver.reload,
-        MetaStepType.FSDP_UNSHARD: _per_stage(driver.unshard),
-        MetaStepType.FSDP_RESHARD: _per_stage(driver.reshard),
-        MetaStepType.FSDP_REDUCE_GRAD: _per_stage(driver.reduce_grad),
+        MetaStepType.FSDP_UNSHARD: lambda stage, _: driver.unshard(stage),
+        MetaStepType.FSDP_RESHARD: lambda stage, _: driver.reshard(stage),
+        MetaStepType.FSDP_REDUCE_GRAD: lambda stage, _: driver.reduce_grad(stage),
     }
     return tuple(steps[kind] for kind in TYPES[:FIRST_OVERLAP])
-
-
-def _per_stage(action: Callable[[int], None]) -> Callable[[int, int], None]:
-    def run(stage_index: int, _microbatch_index: int) -> None:
-        action(stage_index)
-
-    return run

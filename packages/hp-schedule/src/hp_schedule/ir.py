@@ -147,10 +147,7 @@ class MetaStep:
 
     def leaves(self) -> Iterator["MetaStep"]:
         """Yield the step itself, or the halves of an overlap in their order."""
-        if self.sub_steps:
-            yield from self.sub_steps
-        else:
-            yield self
+        yield from self.sub_steps or (self,)
 
 
 LEAF_TYPES: Final = {kind.value: kind for kind in MetaStepType if not kind.is_overlap}

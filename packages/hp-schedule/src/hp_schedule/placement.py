@@ -9,7 +9,7 @@ PlacementStyle = Literal["loop", "v", "u"]
 def generate_stage_to_rank_mapping(
     num_ranks: int, num_stages: int, style: PlacementStyle | Sequence[int] = "loop"
 ) -> dict[int, int]:
-    """Return the rank of every stage.
+    """Return the rank of every stage, in their order.
 
     Args:
         num_ranks: Number of ranks, at least 1.

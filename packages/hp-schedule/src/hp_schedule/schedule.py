@@ -35,9 +35,7 @@ class Row(Sequence["MetaStep | None"]):
     @overload
     def __getitem__(self, index: slice) -> "Row": ...
     def __getitem__(self, index: int | slice) -> "MetaStep | Row | None":
-        if isinstance(index, slice):
-            return Row(self.codes()[index])
-        return _view(self._packed[index])
+        return Row(self.codes()[index]) if isinstance(index, slice) else _view(self._packed[index])
 
     def __iter__(self) -> Iterator[MetaStep | None]:
         return map(_view, self.codes())
@@ -218,14 +216,11 @@ class Schedule:
         return self._places(packing.OFFLOAD)
 
     def _places(self, kind: int) -> frozenset[tuple[int, int]]:
-        if kind not in self.kinds:
-            return frozenset()
-        steps = (packing.unpack(code) for row in self.steps for code in row.codes() if code >= 0)
-        wanted = packing.TYPES[kind]
         return frozenset(
-            (step.stage_index or 0, step.microbatch_index or 0)
-            for step in steps
-            if step.type is wanted
+            (code >> packing.STAGE_SHIFT & packing.STAGE_MASK, code >> packing.MICROBATCH_SHIFT)
+            for row in self.steps
+            for code in row.codes()
+            if code >= 0 and code & packing.KIND_MASK == kind
         )
 
     @cached_property

@@ -21,10 +21,9 @@ from functools import cached_property
 from hp_schedule.dataflow import dataflow
 from hp_schedule.generators.common import check_counts
 from hp_schedule.generators.filling import Line, fill, peak, squeeze, with_weights
-from hp_schedule.generators.form import ClosedForm, TimedRow
+from hp_schedule.generators.form import TimedRow, Vee
 from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD_INPUT, FWD, encode
-from hp_schedule.placement import PlacementStyle
 
 _PERIOD = 6
 
@@ -35,15 +34,13 @@ input gradients of the second and the first."""
 
 
 @dataclass(frozen=True)
-class BuildingBlocks(ClosedForm):
+class BuildingBlocks(Vee):
     """Rows as their blocks say, with weight gradients in the free slots.
 
     Attributes:
         block: Gives the block of a rank, called with the number of ranks and the rank.
     """
 
-    num_stages_per_rank: int = 2
-    style: PlacementStyle = "v"
     block: Callable[[int, int], Block] = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -55,7 +52,7 @@ class BuildingBlocks(ClosedForm):
 
     def line(self, rank: int) -> Line:
         """Return the forwards and input gradients of a rank by slot."""
-        there, back = rank, self.num_stages - 1 - rank
+        there, back = self.arms(rank)
         steps = ((FWD, there), (FWD, back), (BWD_INPUT, back), (BWD_INPUT, there))
         return {
             slot + _PERIOD * microbatch: encode(kind, stage, microbatch)

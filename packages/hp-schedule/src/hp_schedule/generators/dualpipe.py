@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hp_schedule.generators.common import check_counts
-from hp_schedule.generators.form import ClosedForm, TimedRow
+from hp_schedule.generators.form import TimedRow, Vee
 from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode, encode_overlap
-from hp_schedule.placement import PlacementStyle
 
 _Step = tuple[int, int]
 """Kind, and 0 or 1 for the first or the second stage of the rank."""
@@ -49,20 +48,18 @@ def dualpipe_v(num_ranks: int, *, num_microbatches: int, overlap_f_b: bool = Tru
 
 
 @dataclass(frozen=True)
-class DualPipeV(ClosedForm):
+class DualPipeV(Vee):
     """Rows in the eight phases of the original; see `dualpipe_v`.
 
     Attributes:
         overlap_f_b: Whether pairs are steps of their own.
     """
 
-    num_stages_per_rank: int = 2
-    style: PlacementStyle = "v"
     overlap_f_b: bool = field(default=True, kw_only=True)
 
     def timed_row(self, rank: int) -> TimedRow:
         """Return the compute steps of a rank with their logical times."""
-        writer = _Writer((rank, self.num_stages - 1 - rank), self.num_microbatches)
+        writer = _Writer(self.arms(rank), self.num_microbatches)
         row: TimedRow = []
         time = 2 * rank
         for steps in self._phases(rank):

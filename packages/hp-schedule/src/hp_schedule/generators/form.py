@@ -87,12 +87,24 @@ class ClosedForm(ABC):
 
     @cached_property
     def _empty(self) -> Schedule:
-        mapping = generate_stage_to_rank_mapping(self.num_ranks, self.num_stages, self.style)
+        places = generate_stage_to_rank_mapping(self.num_ranks, self.num_stages, self.style)
         return Schedule(
             steps=(Row(),) * self.num_ranks,
-            stage_to_rank=tuple(mapping[stage] for stage in range(self.num_stages)),
+            stage_to_rank=tuple(places.values()),
             num_microbatches=self.num_microbatches,
         )
+
+
+@dataclass(frozen=True)
+class Vee(ClosedForm):
+    """A rule for two stages on each rank, the second ones in reverse order."""
+
+    num_stages_per_rank: int = 2
+    style: PlacementStyle = "v"
+
+    def arms(self, rank: int) -> tuple[int, int]:
+        """Return the stages of a rank, that on the way there and that on the way back."""
+        return rank, self.num_stages - 1 - rank
 
 
 @dataclass(frozen=True)

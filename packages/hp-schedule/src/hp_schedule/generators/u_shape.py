@@ -69,9 +69,7 @@ def _first_row(num_ranks: int, num_microbatches: int, warm_up: int, turns: int) 
     pairs = list(zip(*both, strict=True))
     row = [*starts[:warm_up], *chain.from_iterable(pairs[:turns])]
     for start, pair, end in zip_longest(starts[warm_up:], pairs[turns:], ends):
-        row.extend([start] if start is not None else [])
-        row.extend(pair or ())
-        row.extend([end] if end is not None else [])
+        row += [code for code in (start, *(pair or ()), end) if code is not None]
     return row
 
 

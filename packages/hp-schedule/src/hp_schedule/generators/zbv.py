@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from hp_schedule.generators.building_blocks import FilledBlocks, full_block
 from hp_schedule.generators.common import check_counts
-from hp_schedule.generators.form import ClosedForm, TimedRow
+from hp_schedule.generators.form import ClosedForm, TimedRow, Vee
 from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD_INPUT, BWD_WEIGHT, FWD, encode
-from hp_schedule.placement import PlacementStyle
 
 _F0, _I0, _W0 = ((kind, 0) for kind in (FWD, BWD_INPUT, BWD_WEIGHT))
 _F1, _I1, _W1 = ((kind, 1) for kind in (FWD, BWD_INPUT, BWD_WEIGHT))
@@ -46,18 +45,15 @@ def zbv(num_ranks: int, *, num_microbatches: int, latency: float = 0.0) -> Close
 
 
 @dataclass(frozen=True)
-class ZeroBubbleV(ClosedForm):
+class ZeroBubbleV(Vee):
     """Rows without a gap: a step's logical time is its place in the row, behind a ramp of r.
 
     Fewer microbatches than the 2 P - 1 that fill the pipeline leave out the steps of the others.
     """
 
-    num_stages_per_rank: int = 2
-    style: PlacementStyle = "v"
-
     def timed_row(self, rank: int) -> TimedRow:
         """Return the compute steps of a rank with their logical times."""
-        stages = (rank, self.num_stages - 1 - rank)
+        stages = self.arms(rank)
         count: Counter[tuple[int, int]] = Counter()
         row: TimedRow = []
         for time, step in enumerate(self._steps(rank), start=rank + 1):

@@ -112,10 +112,9 @@ def _gather_in_time(
     stages_of = {key: _sharded_stages(key, sharded) for key in set(keys) if is_compute(key)}
     cells = [position for position, key in enumerate(keys) if key in stages_of]
     uses = [stages_of[keys[position]] for position in cells]
-    plan = _Residency(uses, max_active_stages, prefetch).plan()
     result: list[int] = []
     done = 0
-    for use, steps in plan:
+    for use, steps in _Residency(uses, max_active_stages, prefetch).plan():
         position = cells[use] if use < len(cells) else len(row)
         result += row[done:position]
         result += steps
@@ -161,12 +160,11 @@ class _Residency:
         ends: dict[int, list[int]] = {}
         for stage, use in last.items():
             ends.setdefault(use + 1, []).append(stage)
-        plan: list[tuple[int, list[int]]] = []
         if len(last) <= min(self._cap, 1 + self._prefetch):
             # The window holds the whole row at once: no need to slide it.
-            plan += [(0, self._gather(list(in_window)))]
-            plan += [(use, [self._free(s) for s in ends[use]]) for use in sorted(ends)]
-            return plan
+            begin = (0, self._gather(list(in_window)))
+            return [begin, *((use, [self._free(s) for s in ends[use]]) for use in sorted(ends))]
+        plan: list[tuple[int, list[int]]] = []
         for use, needed in enumerate(uses):
             steps = [self._free(stage) for stage in ends.get(use, ())]
             limit = min(self._cap, len(needed) + self._prefetch)

@@ -126,6 +126,5 @@ def _fits(first: int, second: int, order: PairOrder, flow: Dataflow) -> bool:
     forward, backward = (second, first) if order == "b_f" else (first, second)
     if forward & KIND_MASK != FWD or backward & KIND_MASK not in {BWD, BWD_INPUT}:
         return False
-    if forward & ~KIND_MASK == backward & ~KIND_MASK:
-        return False
-    return flow.value_written(first) != flow.value_read(second)
+    is_one_place = forward & ~KIND_MASK == backward & ~KIND_MASK
+    return not is_one_place and flow.value_written(first) != flow.value_read(second)

@@ -70,9 +70,8 @@ def add_offload(schedule: Schedule, places: Places | None = None, *, ahead: int 
     if ahead < 0:
         raise ValueError(f"ahead ({ahead}) must be >= 0")
     chosen = _chosen(schedule, places)
-    every = places is None
     return schedule.with_rows(
-        offloading(row.codes(), chosen, ahead, every=every) for row in schedule.steps
+        offloading(row.codes(), chosen, ahead, every=places is None) for row in schedule.steps
     )
 
 

@@ -263,10 +263,8 @@ def _unit(longest: float, in_seconds: bool) -> tuple[str, float]:
     """Return the unit for times up to `longest`, and what to multiply them by."""
     if not in_seconds:
         return "units", 1.0
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if longest * factor >= 1 or unit == "us":
-            break
-    return unit, factor
+    large = ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3)) if longest * factor >= 1)
+    return next(large, ("us", 1e6))
 
 
 def _tick(longest: float) -> float:

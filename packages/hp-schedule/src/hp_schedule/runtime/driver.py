@@ -353,9 +353,7 @@ class StageDriver:
 
     def _expected(self, key: Key, outputs: tuple[Tensor, ...]) -> Specs | None:
         after = self._stages.get(self._schedule.downstream[key[0]])
-        if after is None:
-            return self._messages.expected(*key, outputs)
-        return after.received(key[1])
+        return self._messages.expected(*key, outputs) if after is None else after.received(key[1])
 
     def _pass_outputs(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
         after = self._schedule.downstream[key[0]]

@@ -30,13 +30,9 @@ def forward_part(schedule: Schedule) -> Schedule:
 def _forward_row(codes: list[int]) -> Iterator[int]:
     used = _spans_with_forward(codes)
     for position, code in enumerate(codes):
-        if code < 0:
-            continue
-        if code & KIND_MASK in {FSDP_UNSHARD, FSDP_RESHARD}:
-            if position in used:
-                yield code
-            continue
-        for part in leaves(code):
+        if position in used:
+            yield code
+        for part in leaves(code) if code >= 0 else ():
             if part & KIND_MASK in _KEPT:
                 yield part
 

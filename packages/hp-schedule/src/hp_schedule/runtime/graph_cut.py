@@ -177,10 +177,7 @@ def _hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 def _capturing(nodes: Iterable[Node]) -> Iterator[dict[Node, Grads]]:
     """Keep the gradients that nodes get."""
     captured: dict[Node, Grads] = {}
-
-    def keep(node: Node, grads: Grads) -> None:
-        captured[node] = grads
-
+    keep = captured.__setitem__
     with _hooked(node.register_prehook(partial(keep, node)) for node in nodes):
         yield captured
 

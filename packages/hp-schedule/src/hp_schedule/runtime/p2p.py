@@ -136,8 +136,7 @@ class PointToPoint:
         self._transport = transport
         self._expectations = expectations
         self._output_specs = output_specs
-        self._receives: defaultdict[tuple[int, int], _Receives]
-        self._receives = defaultdict(lambda: _Receives(transport))
+        self._receives = defaultdict[tuple[int, int], _Receives](lambda: _Receives(transport))
         self._exchange_requests()
 
     def send_input(self, stage: int, microbatch: int, values: Tensors) -> None:
@@ -184,8 +183,7 @@ class PointToPoint:
         here = self._stages[stage]
         specs = here.input_spec or here.received(microbatch)
         header = self._from(stage, microbatch, MessageKind.HEADER) if specs is None else None
-        device = self._stages[stage].device
-        self._receives[message.edge].want(_Wanted(message, device, lambda: specs, header))
+        self._want(_Wanted(message, here.device, lambda: specs, header))
 
     def take_input(self, stage: int, microbatch: int) -> tuple[Tensors, Specs]:
         """Wait for a stage's input; return it with its specs."""
@@ -200,30 +198,29 @@ class PointToPoint:
         """Post the receive of a stage's output gradients, at the latest after its forward."""
 
         def specs() -> Specs | None:
-            told = self._expectations.specs.get(stage)
-            outputs = told or self._known_outputs(stage, microbatch)
+            outputs = self._outputs(stage, microbatch)
             return None if outputs is None else tuple(spec for spec in outputs if spec.has_grad)
 
         message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
-        wanted = _Wanted(message, self._stages[stage].device, specs)
-        self._receives[message.edge].want(wanted)
+        self._want(_Wanted(message, self._stages[stage].device, specs))
 
     def take_gradient(self, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
         """Wait for the gradients of a stage's outputs; return one per output."""
-        message = self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT)
-        values = iter(self._take(message)[0])
+        values = iter(self._take(self._from(stage, microbatch, MessageKind.OUTPUT_GRADIENT))[0])
         # The gradient of an output can only have come from a rank that has the output.
-        after = self._schedule.downstream[stage]
-        sent = self._to(after, microbatch, MessageKind.INPUT)
+        sent = self._to(self._schedule.downstream[stage], microbatch, MessageKind.INPUT)
         with _noted("sending", sent):
             self._transport.release_send(sent)
-        told = self._expectations.specs.get(stage)
-        outputs = told or self._known_outputs(stage, microbatch) or ()
+        outputs = self._outputs(stage, microbatch) or ()
         return tuple(next(values) if spec.has_grad else None for spec in outputs)
 
-    def _known_outputs(self, stage: int, microbatch: int) -> Specs | None:
-        """Specs of a stage's outputs that nobody has told, as far as they are known by now."""
-        return self._stages[stage].sent(microbatch) or self._output_specs(stage, microbatch)
+    def _outputs(self, stage: int, microbatch: int) -> Specs | None:
+        """Specs of a stage's outputs, told by the next stage or as they are known by now."""
+        return (
+            self._expectations.specs.get(stage)
+            or self._stages[stage].sent(microbatch)
+            or self._output_specs(stage, microbatch)
+        )
 
     def progress(self) -> None:
         """Post receives whose shapes have come to be known."""
@@ -240,21 +237,19 @@ class PointToPoint:
         if self._expectations.asked:
             return
         self._expectations.asked = True
-        for stage in range(self._schedule.num_stages):
-            before = self._schedule.upstream[stage]
+        for stage, before in enumerate(self._schedule.upstream):
             if before < 0 or (stage in here) == (before in here):
                 continue
-            if stage in here and here[stage].is_planned[0]:
-                continue
-            if before in here and here[before].is_planned[1]:
-                continue
             if stage in here:
-                request = to_header(here[stage].input_spec).to(here[stage].device)
-                self._send(self._request(stage), (request,))
-            else:
-                message = self._request(stage)
-                wanted = _Wanted(message, here[before].device, lambda: _HEADER_SPECS)
-                self._receives[message.edge].want(wanted)
+                if not here[stage].is_planned[0]:
+                    request = to_header(here[stage].input_spec).to(here[stage].device)
+                    self._send(self._request(stage), (request,))
+            elif not here[before].is_planned[1]:
+                device = here[before].device
+                self._want(_Wanted(self._request(stage), device, lambda: _HEADER_SPECS))
+
+    def _want(self, wanted: _Wanted) -> None:
+        self._receives[wanted.message.edge].want(wanted)
 
     def _take(self, message: Message) -> tuple[Tensors, Specs]:
         with _noted("waiting for", message):

@@ -11,6 +11,8 @@ received and returned, what the caller has passed.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class Repeat:
         self._first: AbstractContextManager[Any] = contexts[0]
         self._second: AbstractContextManager[Any] = contexts[1]
         self._devices = [device] if device.type == "cuda" else []
-        self._states: list[Tensor] | None = None
+        self._states: list[Tensor] = []
         if preserve_rng_state:
             on_gpu = [torch.cuda.get_rng_state(device) for device in self._devices]
             self._states = [torch.get_rng_state(), *on_gpu]
@@ -57,47 +59,53 @@ class Repeat:
     @contextmanager
     def second_run(self) -> Iterator[None]:
         """Draw the random numbers of the first run inside; the generators go on as before."""
-        if self._states is None:
-            with self._second:
-                yield
-            return
-        with torch.random.fork_rng(self._devices), self._second:
-            torch.set_rng_state(self._states[0])
-            for device, state in zip(self._devices, self._states[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        draws = bool(self._states)
+        with torch.random.fork_rng(self._devices, enabled=draws), self._second:
+            if draws:
+                torch.set_rng_state(self._states[0])
+                for device, state in zip(self._devices, self._states[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
             yield
 
 
 def _drop(_: Tensor) -> None:
-    return None
+    """Save nothing in place of a tensor."""
 
 
 def _missing(_: Any) -> Tensor:
     raise RuntimeError("a forward that kept nothing must be run again before its backward")
 
 
+@dataclass(slots=True)
 class _Stored:
     """One storage that tensors are saved in.
 
     Attributes:
         storage: The bytes on the device; None while they are on the host.
-        num_bytes: Its size.
         device: Where that is.
+        num_bytes: Its size.
         host: The bytes while they are away, uint8.
     """
 
-    __slots__ = ("device", "host", "num_bytes", "storage")
+    storage: torch.UntypedStorage | None
+    device: torch.device
+    num_bytes: int
+    host: Tensor | None = None
 
-    def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        self.storage: torch.UntypedStorage | None = storage
-        self.num_bytes = storage.nbytes()
-        self.device = device
-        self.host: Tensor | None = None
+    def tensor(
+        self,
+        dtype: torch.dtype,
+        offset: int | torch.SymInt,
+        shape: Sequence[int],
+        strides: Sequence[int],
+    ) -> Tensor:
+        """Return a tensor that lies in it.
 
-    def bytes_there(self) -> Tensor:
-        """Return all of it on the device, uint8."""
-        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return flat.set_(self.here(), 0, (self.num_bytes,), (1,))
+        Raises:
+            RuntimeError: If it is away.
+        """
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(self.here(), offset, shape, strides)
 
     def here(self) -> torch.UntypedStorage:
         """Return the storage.
@@ -110,26 +118,8 @@ class _Stored:
         return self.storage
 
 
-class _Handle:
-    """A saved tensor: a storage, and how the tensor lies in it."""
-
-    __slots__ = ("_dtype", "_offset", "_shape", "_stored", "_strides")
-
-    def __init__(self, tensor: Tensor, stored: _Stored) -> None:
-        self._stored = stored
-        self._dtype = tensor.dtype
-        self._shape, self._strides = tensor.shape, tensor.stride()
-        self._offset = tensor.storage_offset()
-
-    def tensor(self) -> Tensor:
-        """Return it as it was saved.
-
-        Raises:
-            RuntimeError: If its storage is away.
-        """
-        storage = self._stored.here()
-        empty = torch.empty(0, dtype=self._dtype, device=self._stored.device)
-        return empty.set_(storage, self._offset, self._shape, self._strides)
+_Handle = Callable[[], Tensor]
+"""Returns a saved tensor, of which it knows the storage and how the tensor lies in it."""
 
 
 class Kept:
@@ -187,8 +177,7 @@ class Kept:
                 )
         self._written.clear()
         stream = side_stream(self._device, "offload")
-        if stream is not None:
-            stream.wait_stream(_current(self._device))
+        _follow(stream, current_stream(self._device), self._device)
         with use_stream(stream):
             for stored in self._stored.values():
                 if stored.here().nbytes() != stored.num_bytes:
@@ -196,7 +185,7 @@ class Kept:
                         "memory that backward needs was freed: is it that of parameters which are "
                         "gathered and freed inside the forward?"
                     )
-                here = stored.bytes_there()
+                here = stored.tensor(torch.uint8, 0, (stored.num_bytes,), (1,))
                 stored.host = torch.empty(
                     stored.num_bytes, dtype=torch.uint8, pin_memory=stream is not None
                 )
@@ -209,22 +198,18 @@ class Kept:
     def reload(self) -> None:
         """Start to bring everything back, into new memory."""
         stream = side_stream(self._device, "reload")
-        memory = []
-        for stored in self._stored.values():
-            here = torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device)
-            stored.storage = here.untyped_storage()
-            memory.append((stored, here))
-        if stream is not None:
-            # Behind the copies out, and behind whoever used the new memory before.
-            away = side_stream(self._device, "offload")
-            assert away is not None
-            stream.wait_stream(away)
-            stream.wait_stream(_current(self._device))
+        memory = [
+            (stored, torch.empty(stored.num_bytes, dtype=torch.uint8, device=self._device))
+            for stored in self._stored.values()
+        ]
+        # Behind the copies out, and behind whoever used the new memory before.
+        for before in (side_stream(self._device, "offload"), current_stream(self._device)):
+            _follow(stream, before, self._device)
         with use_stream(stream):
             for stored, here in memory:
                 assert stored.host is not None
                 here.copy_(stored.host, non_blocking=stream is not None)
-                stored.host = None
+                stored.storage, stored.host = here.untyped_storage(), None
             self._back = Event(self._device)
             self._back.record()
 
@@ -233,7 +218,7 @@ class Kept:
         if self._back is not None:
             self._back.wait()
 
-    def _pack(self, tensor: Tensor) -> "_Handle | Tensor":
+    def _pack(self, tensor: Tensor) -> _Handle | Tensor:
         storage = _storage_of(tensor)
         if (
             storage is None
@@ -244,43 +229,45 @@ class Kept:
             return tensor
         stored = self._stored.get(id(storage))
         if stored is None:
-            stored = self._stored[id(storage)] = _Stored(storage, self._device)
+            stored = self._stored[id(storage)] = _Stored(storage, self._device, storage.nbytes())
         seen = tensor.detach()  # without its graph, which would keep itself alive
         self._written.append((seen, _version(seen)))
-        return _Handle(tensor, stored)
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return partial(stored.tensor, tensor.dtype, *layout)
 
 
 def _version(tensor: Tensor) -> int:
     return tensor._version  # noqa: SLF001 - torch has no public spelling
 
 
-def _unpack(packed: "_Handle | Tensor") -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.tensor()
+def _unpack(packed: _Handle | Tensor) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the memory of a plain tensor; None for what is laid out or wrapped otherwise."""
-    if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout is not torch.strided:
-        return None
-    if tensor.is_conj() or tensor.is_neg():
+    is_plain = type(tensor) in {Tensor, nn.Parameter} and tensor.layout is torch.strided
+    if not is_plain or tensor.is_conj() or tensor.is_neg():
         return None
     storage = tensor.untyped_storage()
     return storage if storage.nbytes() else None
 
 
-def _current(device: torch.device) -> torch.cuda.Stream:
-    stream = current_stream(device)
-    assert stream is not None
-    return stream
+def _follow(
+    stream: torch.cuda.Stream | None, before: torch.cuda.Stream | None, device: torch.device
+) -> None:
+    """Let a stream wait for what another one was given so far; both are None on a CPU."""
+    given = Event(device)
+    given.record(before)
+    given.wait(stream)
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a caller has passed: in sequences, mappings, and as attributes."""
+    """Yield the tensors in what a caller has passed, in sequences and mappings too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_within(part)
+        yield from tensors_within(list(value.values()))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for part in value:
             yield from tensors_within(part)

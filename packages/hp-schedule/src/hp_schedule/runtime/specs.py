@@ -100,20 +100,19 @@ class TensorSpec:
 
     def laid_out(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this shape where it is to lie, itself if it does already."""
-        offset = self.offset
-        dense = self.strides is None
-        lies_so = tensor.is_contiguous() if dense else tensor.stride() == self.strides
-        if lies_so and _offset(tensor) == offset:
+        is_dense = self.strides is None
+        lies_so = tensor.is_contiguous() if is_dense else tensor.stride() == self.strides
+        if lies_so and _offset(tensor) == self.offset:
             return tensor
         strides = self.strides or _dense(self.shape)
         extent = _extent(self.shape, strides) or tensor.numel()
-        place = tensor.new_empty(offset + extent)
+        place = tensor.new_empty(self.offset + extent)
         source = tensor
         for dim, stride in enumerate(strides):
             if stride == 0 and self.shape[dim] > 1:
                 source = source.narrow(dim, 0, 1)
-        place.as_strided(source.shape, strides, offset).copy_(source)
-        return place.as_strided(self.shape, strides, offset)
+        place.as_strided(source.shape, strides, self.offset).copy_(source)
+        return place.as_strided(self.shape, strides, self.offset)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"

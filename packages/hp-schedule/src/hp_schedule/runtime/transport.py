@@ -192,8 +192,7 @@ class TorchTransport:
         self._groups = groups
         self._max_sends = max_sends_in_flight
         self._receives: dict[Message, list[Pending[Tensor]]] = {}
-        self._sends: defaultdict[Edge, deque[tuple[Message, list[Pending[None]]]]]
-        self._sends = defaultdict(deque)
+        self._sends = defaultdict[Edge, deque[tuple[Message, list[Pending[None]]]]](deque)
         self._unbounded: set[Edge] = set()
 
     def send(self, message: Message, value: Sequence[Tensor]) -> None:

@@ -9,9 +9,9 @@ from itertools import pairwise
 from math import floor, inf, isinf
 
 from hp_schedule.searching.joined import joined_bound
-from hp_schedule.searching.problem import Problem
+from hp_schedule.searching.orders import interchangeable
+from hp_schedule.searching.problem import EPSILON, Problem
 
-_EPSILON = 1e-9
 _SMALL = 150
 """Steps up to which all ranks are looked at."""
 _LARGE = 20_000
@@ -54,9 +54,8 @@ def lower_bound(problem: Problem) -> float:
         bounds.append(_held(problem, rank, heads, tails))
     bounds.extend(_slots(problem, stage, heads) for stage in range(problem.num_stages))
     if _are_equal(problem) and _is_scarce(problem):
-        ranks = range(problem.num_ranks)
-        ends = {0, problem.num_ranks - 1}
-        joined = ranks if problem.num_steps <= _SMALL else ends
+        every, ends = range(problem.num_ranks), {0, problem.num_ranks - 1}
+        joined = every if problem.num_steps <= _SMALL else ends
         bounds.append(joined_bound(problem, joined, known=max(bounds)))
     return max(bounds)
 
@@ -66,7 +65,7 @@ def _is_scarce(problem: Problem) -> bool:
     sizes = [0.0] * problem.num_ranks
     for size, rank in zip(problem.acquires, problem.rank, strict=True):
         sizes[rank] += size
-    return max(sizes) > problem.memory_limit + _EPSILON
+    return max(sizes) > problem.memory_limit + EPSILON
 
 
 def _heads_and_tails(problem: Problem) -> tuple[list[float], list[float]]:
@@ -98,13 +97,7 @@ def _heads_and_tails(problem: Problem) -> tuple[list[float], list[float]]:
 
 def _are_equal(problem: Problem) -> bool:
     """Return whether all microbatches cost the same."""
-    num = problem.num_microbatches
-    tables = (problem.duration, problem.lag, problem.lag_back, problem.acquires, problem.releases)
-    return all(
-        len(set(table[start : start + num])) == 1
-        for table in tables
-        for start in range(0, len(table), num)
-    )
+    return len(interchangeable(problem)) == 1
 
 
 def _one_machine(
@@ -118,7 +111,7 @@ def _one_machine(
     while ready or position < len(steps):
         if not ready:
             now = max(now, heads[steps[position]])
-        while position < len(steps) and heads[steps[position]] <= now + _EPSILON:
+        while position < len(steps) and heads[steps[position]] <= now + EPSILON:
             heappush(ready, (-tails[steps[position]], steps[position]))
             position += 1
         tail, step = ready[0]
@@ -152,14 +145,14 @@ def _memory_full(problem: Problem, parts: list[list[int]], heads: list[float]) -
 
 def _most_work(problem: Problem, steps: list[int]) -> float:
     """Return an upper bound of the work in steps of one part whose memory fits the limit."""
-    room = problem.memory_limit + _EPSILON
+    room = problem.memory_limit + EPSILON
     memory = {step: problem.acquires[step % problem.part] for step in steps}
     sizes = set(memory.values())
     if len(sizes) == 1 and (size := sizes.pop()) > 0:
         durations = sorted((problem.duration[step] for step in steps), reverse=True)
         return sum(durations if isinf(room) else durations[: floor(room / size)])
     total = 0.0
-    for step in sorted(steps, key=lambda s: memory[s] / max(problem.duration[s], _EPSILON)):
+    for step in sorted(steps, key=lambda s: memory[s] / max(problem.duration[s], EPSILON)):
         share = min(1.0, room / memory[step]) if memory[step] > 0 else 1.0
         total += problem.duration[step] * share
         room = max(0.0, room - memory[step])
@@ -197,7 +190,7 @@ def _slots(problem: Problem, stage: int, heads: list[float]) -> float:
     size = min(problem.acquires[cell] for cell in cells)
     if size <= 0 or isinf(problem.memory_limit):
         return 0.0
-    slots = floor((problem.memory_limit + _EPSILON) / size)
+    slots = floor((problem.memory_limit + EPSILON) / size)
     if slots < 1:
         return inf
     times = [_holds(problem, stage, place) for place in range(num)]

@@ -19,10 +19,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from hp_schedule.searching.problem import Problem
-
-_EPSILON = 1e-9
-"""Times closer than this are the same moment: sums of floats in different orders."""
+from hp_schedule.searching.problem import EPSILON, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +38,8 @@ class Plan:
 
     def order(self) -> list[int]:
         """Return all steps, each after those that it waits for, as each rank runs them."""
-        if self.sequence:
-            return self.sequence
-        return sorted(range(len(self.starts)), key=lambda step: (self.starts[step], step))
+        steps = range(len(self.starts))
+        return self.sequence or sorted(steps, key=lambda step: (self.starts[step], step))
 
     def mirrored_priorities(self, duration: Sequence[float]) -> list[float]:
         """Return the priorities that rebuild the plan with time running the other way."""
@@ -72,7 +68,7 @@ def tighten(problem: Problem, mirror: Problem, plan: Plan, *, patience: float) -
 
     Args:
         problem: Problem that the plan solves.
-        mirror: `problem.reversed()`.
+        mirror: `problem.mirror`.
         plan: Any plan of the problem, or of one with fewer restrictions.
         patience: See `construct`.
     """
@@ -84,7 +80,7 @@ def tighten(problem: Problem, mirror: Problem, plan: Plan, *, patience: float) -
         again = construct(
             problem, backward.mirrored_priorities(problem.duration), patience=patience
         )
-        if again is None or again.makespan >= best.makespan - _EPSILON:
+        if again is None or again.makespan >= best.makespan - EPSILON:
             return best
         best = plan = again
 
@@ -143,11 +139,11 @@ class _Construction:
     def _choose(self, rank: int, now: float) -> int:
         """Take out the step to start now; -1 if there is none, with the next wake-up set."""
         ready, coming = self._ready[rank], self._coming[rank]
-        moment = now + _EPSILON
+        moment = now + EPSILON
         while coming and coming[0][0] <= moment:
             _, priority, step = heappop(coming)
             heappush(ready, (priority, step))
-        room = self._problem.memory_limit + _EPSILON - self._held[rank]
+        room = self._problem.memory_limit + EPSILON - self._held[rank]
         while ready and self._needs(ready[0][1]) > room:
             self._blocked[rank].append(heappop(ready))
         if not ready:
@@ -171,7 +167,7 @@ class _Construction:
         """Take out the best step that ends by the arrival of a better one; -1 to wait for it."""
         duration = self._problem.duration
         ready = self._ready[rank]
-        time = until - now + _EPSILON
+        time = until - now + EPSILON
         fitting = [e for e in ready if duration[e[1]] <= time and self._needs(e[1]) <= room]
         if not fitting:
             self._wake(rank, until)

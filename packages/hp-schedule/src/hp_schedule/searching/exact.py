@@ -54,17 +54,19 @@ class Solution:
     bound: float
 
 
-def check_engine() -> None:
-    """Refuse to go on without the solver.
+def engine() -> Any:
+    """Return the solver's module.
 
     Raises:
         ValueError: If OR-Tools is not installed.
     """
     try:
-        _engine()
+        from ortools.sat.python import cp_model  # noqa: PLC0415 - an optional extra
     except ModuleNotFoundError as error:
-        text = "exact (> 0) must have OR-Tools: pip install 'hp-schedule[exact]'"
-        raise ValueError(text) from error
+        raise ValueError(
+            "exact (> 0) must have OR-Tools: pip install 'hp-schedule[exact]'"
+        ) from error
+    return cp_model
 
 
 def solve(
@@ -144,12 +146,6 @@ def rank_bound(problem: Problem, rank: int, *, effort: float, keep_order: bool =
     return 0.0 if found is None else found[1]
 
 
-def _engine() -> "Any":
-    from ortools.sat.python import cp_model  # noqa: PLC0415 - an optional extra
-
-    return cp_model
-
-
 class _Model:
     """A problem, or a window of it, in the words of CP-SAT.
 
@@ -173,7 +169,7 @@ class _Model:
         self.duration = [self._ticks(time) for time in problem.duration]
         lags = map(self._ticks, (*problem.lag, *problem.lag_back))
         self._horizon = sum(self.duration) + sum(lags)
-        self._cp = _engine()
+        self._cp = engine()
         self._model: cp_model.CpModel = self._cp.CpModel()
         self._starts = {
             step: self._model.new_int_var(0, self._horizon, "")

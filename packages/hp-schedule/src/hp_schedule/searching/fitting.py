@@ -25,7 +25,6 @@ from hp_schedule.packing import (
     STAGE_MASK,
     STAGE_SHIFT,
     encode,
-    is_compute,
     leaves,
 )
 from hp_schedule.passes.clock import compute_clock
@@ -224,9 +223,7 @@ class _RowWalk:
         self._bandwidth = costs.host_bandwidth
         self._ends = ends
         self._steps = [
-            [(leaf & KIND_MASK, self._index(leaf)) for leaf in leaves(code)]
-            for code in codes
-            if is_compute(code)
+            [(leaf & KIND_MASK, self._index(leaf)) for leaf in leaves(code)] for code in codes
         ]
         # Where a backward begins, by place in the tables.
         self._uses = {
@@ -258,7 +255,8 @@ class _RowWalk:
             begun |= {index: number for kind, index in step if kind == FWD}
             while now > limit:
                 away = {
-                    index: max(way_out, self._ends[begun[index]]) + self._copy(index)
+                    index: max(way_out, self._ends[begun[index]])
+                    + self._held.moved[index] / self._bandwidth
                     for index in self._candidates(number, chosen, begun)
                     if begun[index] < number < self._return(index, ahead, begun)
                 }
@@ -327,9 +325,6 @@ class _RowWalk:
             if self._gain(index, "recompute") > 0:
                 return index, "recompute"
         return (copied[0], "offload") if copied else None
-
-    def _copy(self, index: int) -> float:
-        return self._held.moved[index] / self._bandwidth
 
     def _gain(self, index: int, way: Retention) -> float:
         if way == "offload":

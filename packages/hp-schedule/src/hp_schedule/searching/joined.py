@@ -12,9 +12,8 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
 
-from hp_schedule.searching.problem import Problem
+from hp_schedule.searching.problem import EPSILON, Problem
 
-_EPSILON = 1e-9
 _STATES = 3_500
 """States from which a rank is left alone."""
 _WAYS = 10_000
@@ -111,7 +110,7 @@ class _Ways:
     def __init__(self, chain: _Chain, problem: Problem) -> None:
         self._chain = chain
         self._num = problem.num_microbatches
-        self._limit = problem.memory_limit + _EPSILON
+        self._limit = problem.memory_limit + EPSILON
         self._steps = range(len(chain.durations))
         self._stages = len(chain.sizes)
         self._weights = chain.weights[::-1]  # in the order of the I that they follow
@@ -182,9 +181,9 @@ class _Ways:
         if excess <= 0:
             return now
         numbers = counts[self._stages :]
-        if sum(size * n for size, n in zip(self._freed, numbers, strict=True)) < excess - _EPSILON:
+        if sum(size * n for size, n in zip(self._freed, numbers, strict=True)) < excess - EPSILON:
             return None
-        needed = ceil(excess / self._most - _EPSILON) * self._least
+        needed = ceil(excess / self._most - EPSILON) * self._least
         return now + max(0.0, needed + work)
 
     def _worked(self, counts: _Counts, way: _Way, start: float) -> float:
@@ -200,10 +199,8 @@ def _best(ways: list[_Way], most: int) -> list[_Way]:
     kept: list[_Way] = []
     for way in sorted(set(ways)):
         if not any(
-            all(mine <= other + _EPSILON for mine, other in zip(better, way, strict=True))
+            all(mine <= other + EPSILON for mine, other in zip(better, way, strict=True))
             for better in kept
         ):
             kept.append(way)
-    if len(kept) <= most:
-        return kept
-    return [*kept[: most - 1], tuple(map(min, *kept[most - 1 :]))]
+    return kept if len(kept) <= most else [*kept[: most - 1], tuple(map(min, *kept[most - 1 :]))]

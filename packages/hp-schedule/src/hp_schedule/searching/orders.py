@@ -48,8 +48,9 @@ def with_order(schedule: Schedule, order: Order) -> Schedule:
     """Return a schedule that takes order[i] wherever another one took the microbatch i."""
     if order == tuple(range(len(order))):
         return schedule
-    rows = [[_renamed(code, order) for code in row.codes()] for row in schedule.steps]
-    return schedule.with_rows(rows)
+    return schedule.with_rows(
+        [_renamed(code, order) for code in row.codes()] for row in schedule.steps
+    )
 
 
 def _renamed(code: int, order: Order) -> int:

@@ -8,9 +8,10 @@ where part is the index into `Problem.kinds` (F, I, W, or F, B without the split
 microbatch's place in the order in which every stage takes them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from functools import cached_property
+from typing import Final
 
 from hp_schedule.costs import Costs, per_step
 from hp_schedule.packing import (
@@ -25,6 +26,9 @@ from hp_schedule.packing import (
     encode,
 )
 from hp_schedule.schedule import Row, Schedule
+
+EPSILON: Final = 1e-9
+"""Times closer than this are the same moment: sums of floats in different orders."""
 
 
 class Problem:
@@ -95,11 +99,7 @@ class Problem:
 
     @cached_property
     def mirror(self) -> "Problem":
-        """`reversed`, once."""
-        return self.reversed()
-
-    def reversed(self) -> "Problem":
-        """Return the problem with time running backwards: its schedules are this one's, mirrored.
+        """The problem with time running backwards: its schedules are this one's, mirrored.
 
         Backwards, W takes memory and F gives it back; microbatches pass a stage's steps in the
         opposite order. A rank's stages take a microbatch's memory in their order, which nothing
@@ -111,9 +111,9 @@ class Problem:
             for successor, lag in successors:
                 turned[successor].append((step, lag))
         last = self.num_steps - self.part
-        for before, after in self._same_rank():
-            for place in range(self.num_microbatches):
-                taken = last + before * self.num_microbatches + place
+        for after, earlier in enumerate(self.earlier):
+            for place in range(self.num_microbatches) if earlier else ():
+                taken = last + earlier[-1] * self.num_microbatches + place
                 then = last + after * self.num_microbatches + place
                 turned[taken].append((then, 0.0))
         mirror.follow_with(turned)
@@ -198,14 +198,6 @@ class Problem:
         for name in ("mirror", "_place_of"):
             vars(other).pop(name, None)
         return other
-
-    def _same_rank(self) -> Iterator[tuple[int, int]]:
-        """Yield each stage with the next one of its rank."""
-        latest: dict[int, int] = {}
-        for stage, rank in enumerate(self.stage_to_rank):
-            if rank in latest:
-                yield latest[rank], stage
-            latest[rank] = stage
 
     def follow_with(self, successors: list[list[tuple[int, float]]]) -> None:
         """Set the precedence of the steps."""

@@ -6,9 +6,7 @@ from random import Random
 from typing import NamedTuple
 
 from hp_schedule.searching.construct import Plan
-from hp_schedule.searching.problem import Problem
-
-_EPSILON = 1e-9
+from hp_schedule.searching.problem import EPSILON, Problem
 
 
 class Move(NamedTuple):
@@ -34,14 +32,6 @@ class Move(NamedTuple):
             row.insert(self.source, row.pop(self.target))
 
 
-class _Turns(NamedTuple):
-    """All steps in the order in which they ran; the ranks that wait for one; those that can run."""
-
-    order: list[int]
-    waiting: dict[int, int]
-    runnable: list[int]
-
-
 class Rows:
     """The steps of every rank in their order, and the longest path through them.
 
@@ -64,7 +54,7 @@ class Rows:
         self._keep_order = keep_order
         self._duration = problem.duration
         self._before, self._lag, self._after = problem.chains()
-        self._limit = problem.memory_limit + _EPSILON
+        self._limit = problem.memory_limit + EPSILON
         pairs = zip(problem.acquires, problem.releases, strict=True)
         self.change = [taken - given for taken, given in pairs]
         self.rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
@@ -180,11 +170,11 @@ class Rows:
     def _path(self, random: Random) -> list[int]:
         """Return a longest path, in order of time."""
         end, duration, before, lag = self.end, self._duration, self._before, self._lag
-        rank_of, makespan = self._problem.rank, self.makespan - _EPSILON
+        rank_of, makespan = self._problem.rank, self.makespan - EPSILON
         step = random.choice([row[-1] for row in self.rows if row and end[row[-1]] >= makespan])
         path = [step]
         while True:
-            start = end[step] - duration[step] - _EPSILON
+            start = end[step] - duration[step] - EPSILON
             place, source = self.place[step], before[step]
             ahead = self.rows[rank_of[step]][place - 1] if place else -1
             causes = [ahead] if ahead >= 0 and end[ahead] >= start else []
@@ -213,7 +203,9 @@ class Rows:
         reached = [0] * len(self.rows)
         while runnable:
             rank = runnable.pop()
-            reached[rank] = self._run(rank, reached[rank], end, _Turns(order, waiting, runnable))
+            reached[rank] = self._run(
+                rank, reached[rank], end, order=order, waiting=waiting, runnable=runnable
+            )
         if len(order) != len(end):
             return False
         self.end, self._order, self.makespan = end, order, max(end)
@@ -226,10 +218,27 @@ class Rows:
             rest[rank] = longest + duration[step]
         return True
 
-    def _run(self, rank: int, place: int, end: list[float], turns: "_Turns") -> int:
-        """Run a row from a place on as far as it goes; return where it stands then."""
+    def _run(
+        self,
+        rank: int,
+        place: int,
+        end: list[float],
+        *,
+        order: list[int],
+        waiting: dict[int, int],
+        runnable: list[int],
+    ) -> int:
+        """Run a row from a place on as far as it goes; return where it stands then.
+
+        Args:
+            rank: Whose row.
+            place: Where it stands.
+            end: When each step ends, negative for those that have not run.
+            order: All steps in the order in which they ran.
+            waiting: The ranks that wait, by the step that they wait for.
+            runnable: Those that can run.
+        """
         row, before, lag, duration = self.rows[rank], self._before, self._lag, self._duration
-        order, waiting, runnable = turns
         now = end[row[place - 1]] if place else 0.0
         for step in row[place:]:
             source = before[step]

@@ -14,16 +14,16 @@ from hp_schedule.passes.retention import Retention
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
-from hp_schedule.searching.exact import check_engine
+from hp_schedule.searching.exact import engine
 from hp_schedule.searching.fitting import check_ways, fit_memory
 from hp_schedule.searching.orders import first_orders
+from hp_schedule.searching.problem import EPSILON
 from hp_schedule.searching.space import Recipe, Space
 from hp_schedule.searching.units import Units
 
 Place = tuple[int, PlacementStyle]
 """Stages per rank, and how they are placed."""
 
-_EPSILON = 1e-9
 _DEFAULT_BUDGET = 10.0
 """Seconds of processor time."""
 _TIGHTENED = 3
@@ -174,7 +174,7 @@ def search(
     if not 0 <= exact < math.inf:
         raise ValueError(f"exact ({exact}) must be >= 0 and finite")
     if exact:
-        check_engine()
+        engine()
     if retention and blocking:
         raise ValueError("blocking (True) must be left out with retention")
     if retention and memory_limit < math.inf:
@@ -358,8 +358,7 @@ class _Spaces:
         unit = self._units.time
         makespans: dict[Place, float] = {}
         for place, other in self._all:
-            makespan = other.best.makespan * unit
-            makespans[place] = min(makespans.get(place, math.inf), makespan)
+            makespans[place] = min(makespans.get(place, math.inf), other.best.makespan * unit)
         makespans[number, style] = space.makespan(space.best)
         return SearchResult(
             schedule=space.schedule(space.best),
@@ -385,7 +384,7 @@ class _Spaces:
         return [
             space
             for space in spaces
-            if space.bound < best - _EPSILON and space.best.makespan <= best * (1 + field)
+            if space.bound < best - EPSILON and space.best.makespan <= best * (1 + field)
         ]
 
 

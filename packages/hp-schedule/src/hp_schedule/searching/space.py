@@ -14,7 +14,7 @@ from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
 from hp_schedule.searching.exact import rank_bound, solve_in_windows
 from hp_schedule.searching.orders import Order, in_order, neighbour, with_order
-from hp_schedule.searching.problem import Problem
+from hp_schedule.searching.problem import EPSILON, Problem
 from hp_schedule.searching.shortening import starts_of
 from hp_schedule.searching.template import template
 from hp_schedule.searching.units import Units
@@ -24,7 +24,6 @@ from hp_schedule.simulation import simulate
 _POOL_SIZE = 6
 _SIDEWAYS = 0.3
 """How often a plan as long as the worst kept takes its place."""
-_EPSILON = 1e-9
 _OTHER_ORDER = 0.3
 """How often a pattern is followed in one of the first orders instead of that of the best plan."""
 _REORDERED = 0.4
@@ -127,9 +126,11 @@ class Space:
         self.costs = costs
         self._blocking = blocking
         self._in_units = units.apply(costs)
-        self._priced = self._in_units
-        if blocking:
-            self._priced = while_sending(self._in_units, stage_to_rank, len(orders[0]))
+        self._priced = (
+            while_sending(self._in_units, stage_to_rank, len(orders[0]))
+            if blocking
+            else self._in_units
+        )
         self._problem = Problem(
             self._priced,
             stage_to_rank=stage_to_rank,
@@ -141,7 +142,6 @@ class Space:
         self._orders = orders[:1] if keep_order else orders
         self._keep_order = keep_order
         self._known: OrderedDict[Order, Problem] = OrderedDict()
-        self._is_contended = self._priced.bandwidth < inf
         self.bound = lower_bound(self._problem)
         self._pool: list[Candidate] = []
         for order in self._orders:
@@ -171,8 +171,7 @@ class Space:
 
     def makespan(self, candidate: Candidate) -> float:
         """Return what the simulator says that a candidate takes; a plan's sums round otherwise."""
-        schedule = self.schedule(candidate)
-        return simulate(schedule, self.costs, blocking=self._blocking).makespan
+        return simulate(self.schedule(candidate), self.costs, blocking=self._blocking).makespan
 
     def adopt(self, name: str, schedule: Schedule) -> None:
         """Keep a closed form if it fits the memory, in each of the orders to begin with."""
@@ -223,7 +222,7 @@ class Space:
         """Return a closed form in an order; None if it does not fit the memory."""
         permuted = with_order(schedule, order)
         result = simulate(permuted, self._in_units, blocking=self._blocking)
-        if max(result.peak_activations) > self._problem.memory_limit + _EPSILON:
+        if max(result.peak_activations) > self._problem.memory_limit + EPSILON:
             return None
         return _Form(result.makespan, name, schedule, order)
 
@@ -292,7 +291,7 @@ class Space:
         moves = min(most, max(fewest, _MOVED // self._problem.num_steps))
         self._idle = 0 if rows.improve(moves) else self._idle + 1
         plan = rows.best
-        if not self._idle and plan.makespan < self._pool[-1].makespan - _EPSILON:
+        if not self._idle and plan.makespan < self._pool[-1].makespan - EPSILON:
             origin = f"{old.origin.removesuffix(', moved')}, moved"
             self._keep(Candidate(plan.makespan, origin, old.problem, plan, old.patience))
 
@@ -303,7 +302,7 @@ class Space:
         for rank in ranks:
             bound = rank_bound(problem, rank, effort=share, keep_order=self._keep_order)
             self.bound = max(self.bound, bound)
-        if self.bound >= self.best.makespan - _EPSILON:
+        if self.bound >= self.best.makespan - EPSILON:
             return
         old = self.best
         sequence = in_order(problem, old.plan.order())
@@ -314,7 +313,7 @@ class Space:
         left = effort * (1 - _BOUNDING)
         found = solve_in_windows(problem, plan, effort=left, keep_order=self._keep_order)
         self.bound = max(self.bound, found.bound)
-        if found.plan.makespan < old.makespan - _EPSILON:
+        if found.plan.makespan < old.makespan - EPSILON:
             origin = f"{old.origin}, solved"
             self._keep(Candidate(found.plan.makespan, origin, problem, found.plan, old.patience))
 
@@ -349,7 +348,7 @@ class Space:
         if windows is not None:
             plan = tighten(narrow, narrow.mirror, plan, patience=patience)
         plan = tighten(problem, problem.mirror, plan, patience=patience)
-        if sideways or plan.makespan < self._pool[-1].makespan - _EPSILON:
+        if sideways or plan.makespan < self._pool[-1].makespan - EPSILON:
             self._keep(Candidate(plan.makespan, origin, problem, plan, patience))
 
     def _first(self, problem: Problem) -> Candidate:
@@ -379,7 +378,7 @@ class Space:
         return [start + shifts[step // num] for step, start in enumerate(plan.starts)]
 
     def _keep(self, candidate: Candidate) -> None:
-        if self._is_contended and candidate.schedule is None:
+        if self._priced.bandwidth < inf and candidate.schedule is None:
             # Messages that wait for each other are more than the problem knows of.
             schedule = candidate.problem.schedule(candidate.plan.sequence)
             makespan = simulate(schedule, self._in_units).makespan
@@ -387,7 +386,7 @@ class Space:
         if any(candidate.plan.starts == other.plan.starts for other in self._pool):
             return
         if len(self._pool) == _POOL_SIZE:
-            if candidate.makespan > self._pool[-1].makespan + _EPSILON:
+            if candidate.makespan > self._pool[-1].makespan + EPSILON:
                 return
             self._pool.pop()
         self._pool.append(candidate)
@@ -404,7 +403,7 @@ def _windows_of(problem: Problem, plan: Plan) -> tuple[int, ...]:
             while (
                 freed < place
                 and plan.starts[last + start + freed] + problem.duration[last + start + freed]
-                <= plan.starts[start + place] + _EPSILON
+                <= plan.starts[start + place] + EPSILON
             ):
                 freed += 1
             window = max(window, place + 1 - freed)

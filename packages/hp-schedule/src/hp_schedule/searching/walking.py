@@ -14,10 +14,9 @@ from math import isinf
 from random import Random
 
 from hp_schedule.searching.construct import Plan
-from hp_schedule.searching.problem import Problem
+from hp_schedule.searching.problem import EPSILON, Problem
 from hp_schedule.searching.rows import Move, Rows
 
-_EPSILON = 1e-9
 _TENURE = (8, 20)
 """For how many moves a pair of steps keeps the order that a move gave it, at least and at most."""
 _LOOKED_AT = 16
@@ -56,14 +55,14 @@ class Walk:
         for _ in range(num_moves):
             if not self._step():
                 break
-        return self.best.makespan < shortest - _EPSILON
+        return self.best.makespan < shortest - EPSILON
 
     def _step(self) -> bool:
         """Make the move that looks best; return whether there was one."""
         self._turn += 1
         rows, random = self._rows, self._random
         found = sorted((rows.estimate(move), random.random(), move) for move in self._moves())
-        shortest = self.best.makespan - _EPSILON
+        shortest = self.best.makespan - EPSILON
         free = [entry for entry in found if entry[0] < shortest or not self._is_tabu(entry[2])]
         # Where all are tabu, any one leads on.
         return any(self._make(move) for _, _, move in free or found)
@@ -74,7 +73,7 @@ class Walk:
         if not self._rows.make(move):
             return False
         self._tabu[pair] = self._turn + self._random.randint(*_TENURE)
-        if self._rows.makespan < self.best.makespan - _EPSILON:
+        if self._rows.makespan < self.best.makespan - EPSILON:
             self.best = self._rows.plan()
         return True
 
@@ -90,8 +89,7 @@ class Walk:
         self._random.shuffle(blocks)
         wanted: dict[Move, None] = {}
         for block in blocks:
-            for move in self._of_block(*block):
-                wanted[move] = None
+            wanted |= dict.fromkeys(self._of_block(*block))
             if len(wanted) > 2 * _LOOKED_AT:
                 break
         moves = list(wanted)

@@ -1,6 +1,6 @@
 """Ranks whose clock is a number: the executor's driver for the simulator."""
 
-from functools import partial
+from functools import partial, partialmethod
 
 from hp_schedule.costs import Costs, per_step
 from hp_schedule.dataflow import Dataflow, dataflow
@@ -102,10 +102,8 @@ class Machine:
         for rank in range(len(self.ranks)):
             self.wake(rank)
         self.clock.run()
-        stuck = (executor.step is not None for executor in self._executors)
-        return {
-            rank: self._executors[rank].position for rank, is_stuck in enumerate(stuck) if is_stuck
-        }
+        ranks = enumerate(self._executors)
+        return {rank: executor.position for rank, executor in ranks if executor.step is not None}
 
     def wake(self, rank: int) -> None:
         """Let a rank go on as far as it can."""
@@ -189,24 +187,6 @@ class _SimulatedRank:
         value = self._machine.flow.value_read(code)
         return value < 0 or (value, self._rank) in self._machine.arrived
 
-    def forward(self, stage_index: int, microbatch_index: int) -> None:
-        self._compute(unpack(encode(FWD, stage_index, microbatch_index)))
-
-    def backward(self, stage_index: int, microbatch_index: int) -> None:
-        self._compute(unpack(encode(BWD, stage_index, microbatch_index)))
-
-    def backward_input(self, stage_index: int, microbatch_index: int) -> None:
-        self._compute(unpack(encode(BWD_INPUT, stage_index, microbatch_index)))
-
-    def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
-        self._compute(unpack(encode(BWD_WEIGHT, stage_index, microbatch_index)))
-
-    def recompute(self, stage_index: int, microbatch_index: int) -> None:
-        self._compute(unpack(encode(RECOMPUTE, stage_index, microbatch_index)))
-
-    def overlap(self, step: MetaStep) -> None:
-        self._compute(step)
-
     def offload(self, stage_index: int, microbatch_index: int) -> None:
         machine, index, size = self._copied(stage_index, microbatch_index)
         self._way_out = max(self._way_out, machine.clock.now) + size / machine.host_bandwidth
@@ -222,18 +202,6 @@ class _SimulatedRank:
         start = max(self._way_back, self._away[index], machine.clock.now)
         self._way_back = self._back[index] = start + size / machine.host_bandwidth
         machine.clock.at(self._way_back, partial(machine.wake, self._rank))
-
-    def send_forward(self, stage_index: int, microbatch_index: int) -> None:
-        self._issue(encode(FWD_SEND, stage_index, microbatch_index))
-
-    def send_backward(self, stage_index: int, microbatch_index: int) -> None:
-        self._issue(encode(BWD_SEND, stage_index, microbatch_index))
-
-    def receive_forward(self, stage_index: int, microbatch_index: int) -> None:
-        self._issue(encode(FWD_RECV, stage_index, microbatch_index))
-
-    def receive_backward(self, stage_index: int, microbatch_index: int) -> None:
-        self._issue(encode(BWD_RECV, stage_index, microbatch_index))
 
     def unshard(self, stage_index: int) -> None:
         step = MetaStep(MetaStepType.FSDP_UNSHARD, stage_index)
@@ -273,10 +241,10 @@ class _SimulatedRank:
         clock.at(self._collectives_free, partial(self._machine.wake, self._rank))
         return self._collectives_free
 
-    def _issue(self, code: int) -> None:
+    def _issue(self, kind: int, stage_index: int, microbatch_index: int) -> None:
         """Issue a send, which reads its value, or a receive, which writes it."""
-        flow = self._machine.flow
-        peer = flow.peer[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
+        code, flow = encode(kind, stage_index, microbatch_index), self._machine.flow
+        peer = flow.peer[kind][stage_index]
         value, edge = flow.value_read(code), (self._rank, peer)
         if value < 0:
             value, edge = flow.value_written(code), (peer, self._rank)
@@ -286,7 +254,22 @@ class _SimulatedRank:
             self._free = self._machine.clock.now
         self._machine.channels.issue(self._rank, value, edge)
 
-    def _compute(self, step: MetaStep) -> None:
+    send_forward = partialmethod(_issue, FWD_SEND)
+    send_backward = partialmethod(_issue, BWD_SEND)
+    receive_forward = partialmethod(_issue, FWD_RECV)
+    receive_backward = partialmethod(_issue, BWD_RECV)
+
+    def _compute(self, kind: int, stage_index: int, microbatch_index: int) -> None:
+        self.overlap(unpack(encode(kind, stage_index, microbatch_index)))
+
+    forward = partialmethod(_compute, FWD)
+    backward = partialmethod(_compute, BWD)
+    backward_input = partialmethod(_compute, BWD_INPUT)
+    backward_weight = partialmethod(_compute, BWD_WEIGHT)
+    recompute = partialmethod(_compute, RECOMPUTE)
+
+    def overlap(self, step: MetaStep) -> None:
+        """Start a step, alone or in halves, and account for what it takes."""
         machine = self._machine
         codes = [pack(part) for part in step.leaves()]
         for code in codes:

@@ -6,10 +6,9 @@ most layouts of a search apart without a visit to every step.
 """
 
 from collections import Counter
-from collections.abc import Generator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
-from hp_schedule.costs import Costs, PerStage
+from hp_schedule.costs import Costs, per_step
 from hp_schedule.dataflow import dataflow
 from hp_schedule.errors import DeadlockError
 from hp_schedule.packing import (
@@ -69,8 +68,8 @@ class Precedence:
         num = self._num_stages
         columns = costs.durations(num, 1)
         found = [cost for kind in _COMPUTE for cost in columns[kind]]
-        for given in (costs.unshard, costs.reduce_grad):
-            found += _per_stage(given, num)
+        found += per_step("unshard", costs.unshard, num)
+        found += per_step("reduce_grad", costs.reduce_grad, num)
         found += [costs.latency_of(*edge) for edge in self.edges]
         return [*found, 0.0]  # of what has no message
 
@@ -81,10 +80,7 @@ class Precedence:
         """
         ends = [0.0] * (len(self._steps) + 1)  # the last one is the start of all
         for index, (cost, before, source, latency, gather) in enumerate(self._steps):
-            start = ends[before]
-            arrival = ends[source] + costs[latency]
-            start = max(start, arrival)
-            start = max(start, ends[gather])
+            start = max(ends[before], ends[source] + costs[latency], ends[gather])
             ends[index] = start + costs[cost]
         return max((ends[last] for last in self._last), default=0.0), self._path(ends, costs)
 
@@ -110,10 +106,15 @@ def length(path: Path, costs: Sequence[float]) -> float:
 
 def _in_order(schedule: Schedule, rows: list[list[int]]) -> tuple[list[_Step], list[int]]:
     """Walk all rows as far as they go, in turns; returns the steps, and the last ones of queues."""
-    found = _Found([], {}, [])
+    steps: list[_Step] = []
+    last: list[int] = []
+    written: dict[int, int] = {}
     waiting: dict[int, int] = {}
     runnable = list(range(schedule.num_ranks))
-    walks = [_walk(schedule, rank, row, found) for rank, row in enumerate(rows)]
+    walks = [
+        _walk(schedule, rank, row, steps=steps, written=written, last=last)
+        for rank, row in enumerate(rows)
+    ]
     left = len(walks)
     while runnable:
         rank = runnable.pop()
@@ -128,22 +129,28 @@ def _in_order(schedule: Schedule, rows: list[list[int]]) -> tuple[list[_Step], l
             left -= 1
     if left:
         raise DeadlockError(f"no rank can go on: {sorted(waiting.values())} wait for messages")
-    return found.steps, found.last
-
-
-class _Found(NamedTuple):
-    """Steps in their order; which of them computed a value; the last one of each queue."""
-
-    steps: list[_Step]
-    written: dict[int, int]
-    last: list[int]
+    return steps, last
 
 
 def _walk(
-    schedule: Schedule, rank: int, row: list[int], found: _Found
-) -> Generator[tuple[int, bool], None, None]:
-    """Add the steps of a row; yields values that it wrote, and those that it waits for (False)."""
-    steps, written, last = found
+    schedule: Schedule,
+    rank: int,
+    row: list[int],
+    *,
+    steps: list[_Step],
+    written: dict[int, int],
+    last: list[int],
+) -> Iterator[tuple[int, bool]]:
+    """Add the steps of a row; yields values that it wrote, and those that it waits for (False).
+
+    Args:
+        schedule: Its placement and its chains.
+        rank: Whose row.
+        row: Codes of its steps.
+        steps: Gets the steps of all rows, in an order in which they can run.
+        written: Gets the step that computes each value.
+        last: Gets the last steps of each queue.
+    """
     num, flow, place = schedule.num_stages, dataflow(schedule), schedule.stage_to_rank
     first_edge = len(_PRICED) * num
     edges = {edge: first_edge + index for index, edge in enumerate(schedule.edges)}
@@ -205,7 +212,3 @@ def _peaks(row: list[int], num_stages: int) -> tuple[tuple[int, ...], ...]:
             other != one and all(b >= a for a, b in zip(one, other, strict=True)) for other in found
         )
     )
-
-
-def _per_stage(given: PerStage, num_stages: int) -> list[float]:
-    return [float(given)] * num_stages if isinstance(given, float | int) else [*map(float, given)]

@@ -255,16 +255,11 @@ def _forwards_first(codes: list[int]) -> Iterator[int]:
         yield from sorted(leaves(code), key=lambda leaf: leaf & KIND_MASK != FWD)
 
 
-def _acts_of(code: int) -> Iterator[int]:
+def _acts_of(code: int) -> tuple[int, ...]:
     if code < 0 or code & KIND_MASK < FIRST_OVERLAP:
-        yield code
-        return
+        return (code,)
     first, second = halves(code)
-    yield first | _WAIT
-    yield second | _WAIT
-    yield first | _RUN
-    yield second | _RUN_AND_WRITE
-    yield first | _WRITE
+    return first | _WAIT, second | _WAIT, first | _RUN, second | _RUN_AND_WRITE, first | _WRITE
 
 
 def _ends_of_steps(acts: list[int], ends: list[float]) -> list[float]:

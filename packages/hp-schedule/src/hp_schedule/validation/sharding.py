@@ -24,19 +24,19 @@ from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 def gathered_stages(schedule: Schedule) -> frozenset[int]:
     """Return the stages whose parameters must be gathered: those declared, else all or none."""
-    if schedule.gathered_stages is not None:
-        return frozenset(schedule.gathered_stages)
-    return _all_or_none(schedule, {FSDP_UNSHARD, FSDP_RESHARD})
+    return _declared(schedule, schedule.gathered_stages, {FSDP_UNSHARD, FSDP_RESHARD})
 
 
 def reduced_stages(schedule: Schedule) -> frozenset[int]:
     """Return the stages whose gradients must be reduced: those declared, else all or none."""
-    if schedule.reduced_stages is not None:
-        return frozenset(schedule.reduced_stages)
-    return _all_or_none(schedule, {FSDP_REDUCE_GRAD})
+    return _declared(schedule, schedule.reduced_stages, {FSDP_REDUCE_GRAD})
 
 
-def _all_or_none(schedule: Schedule, kinds: set[int]) -> frozenset[int]:
+def _declared(
+    schedule: Schedule, stages: tuple[int, ...] | None, kinds: set[int]
+) -> frozenset[int]:
+    if stages is not None:
+        return frozenset(stages)
     return frozenset(range(schedule.num_stages) if schedule.kinds & kinds else ())
 
 

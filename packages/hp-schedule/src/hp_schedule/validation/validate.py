@@ -72,11 +72,12 @@ def validate(
         forward_only = schedule.is_forward_only
     if communication is None:
         communication = schedule.has_communication
-    rows = RowCheck(schedule, forward_only=forward_only, communication=communication)
-    sharding = ShardingCheck(
-        schedule, forward_only=forward_only, max_active_stages=max_active_stages
+    found: Iterator[Finding] = chain(
+        RowCheck(schedule, forward_only=forward_only, communication=communication).findings(),
+        ShardingCheck(
+            schedule, forward_only=forward_only, max_active_stages=max_active_stages
+        ).findings(),
     )
-    found: Iterator[Finding] = chain(rows.findings(), sharding.findings())
     if memory_limit is not None:
         costs = costs or Costs(activation=schedule.num_ranks / schedule.num_stages)
         found = chain(found, memory_findings(schedule, costs, memory_limit))
