@@ -190,19 +190,16 @@ def _add_common(sub: argparse.ArgumentParser) -> None:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"shape ({text}) must be integers separated by commas"
-        ) from None
+    return tuple(_numbers(text, "shape "))
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, name: str = "") -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"({text}) must be integers separated by commas") from None
+        raise argparse.ArgumentTypeError(
+            f"{name}({text}) must be integers separated by commas"
+        ) from None
 
 
 def _placement(text: str) -> Placement:
