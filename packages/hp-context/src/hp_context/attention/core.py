@@ -180,9 +180,8 @@ class Attention(nn.Module):
             v: Values, likewise.
             masks: What limits the keys of each sequence, beside the mask of the module.
         """
-        if q.device.type not in varlen.DEVICES or self.softcap is not None:
-            return False
-        if self.dropout and self.training:
+        drops = self.dropout and self.training
+        if q.device.type not in varlen.DEVICES or self.softcap is not None or drops:
             return False
         none = slice(0)  # no number is cast where autocast is on
         q, _, v = narrowed(q[:, none], q[:, none], v[:, none])
@@ -254,9 +253,8 @@ def _attend(
 
 def _in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor | None:
     """Attend by a kernel of variable lengths; None where there is none or torch's does as well."""
-    if terms.softcap is not None or terms.dropout:
-        return None
-    if terms.plain and isinstance(mask, Full | Causal):
+    by_torch = terms.plain and isinstance(mask, Full | Causal)
+    if terms.softcap is not None or terms.dropout or by_torch:
         return None
     q, k, v = narrowed(q, k, v)
     masks = masks_of_calls(q, v, mask)

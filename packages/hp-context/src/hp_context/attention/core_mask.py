@@ -71,8 +71,8 @@ class CoreMask:
         if self.spread is None:
             return mask_tensor(given, self.seq_len, device=device)
         given.check(self.seq_len)
-        rows = [block_tensor(given, run, self.spread.whole, device=device) for run in self._mine()]
-        return torch.cat(rows)
+        whole, mine = self.spread.whole, self.spread.mine
+        return torch.cat([block_tensor(given, run, whole, device=device) for run in mine])
 
     def _rows(self, mask: Tensor) -> Tensor:
         """Return the rows of a mask of the whole sequence that belong to these queries."""
@@ -84,10 +84,7 @@ class CoreMask:
             )
         if self.spread is None or mask.size(-2) == 1:
             return mask
-        return torch.cat([mask[..., run.start : run.stop, :] for run in self._mine()], -2)
-
-    def _mine(self) -> tuple[range, ...]:
-        return () if self.spread is None else self.spread.mine
+        return torch.cat([mask[..., run.start : run.stop, :] for run in self.spread.mine], -2)
 
 
 def check_dropout(module: Attention, mode: str) -> None:

@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from hp_context.masks.blocks import joined
-from hp_context.masks.mask import Both, Causal, Documents, Full, Mask, SlidingWindow
+from hp_context.masks.mask import FAR, Both, Causal, Documents, Full, Mask, SlidingWindow, common
 
 UNBOUNDED = -1  # of a side of a window, as kernels say it
 
@@ -50,13 +50,10 @@ class Edges:
         first, start = bisect_right(self.ends, run.start), run.start
         while start < run.stop:
             known = first < len(self.ends)
-            whole = range(self.ends[first - 1] if first else 0, self.ends[first] if known else _FAR)
+            whole = range(self.ends[first - 1] if first else 0, self.ends[first] if known else FAR)
             stop = min(run.stop, whole.stop)
             yield range(start, stop), whole
             first, start = first + 1, stop
-
-
-_FAR = 1 << 62
 
 
 def edges_of(mask: Mask) -> Edges | None:
@@ -121,7 +118,7 @@ def segments(edges: Edges, queries: Sequence[range], keys: Sequence[range]) -> l
             offset = row - run.start
             of_part: list[Segment] = []
             for key, start in zip(runs, starts, strict=False):
-                within = range(max(key.start, document.start), min(key.stop, document.stop))
+                within = common(key, document)
                 segment = _segment(edges, part, within, (offset, start - key.start))
                 if segment is not None:
                     _add_keys(of_part, segment)

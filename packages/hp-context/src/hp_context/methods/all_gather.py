@@ -120,12 +120,11 @@ class Routes:
         rank, ranks = spread.group.rank(), range(spread.group.size())
         self._sent = [needs.of(other, rank) for other in ranks]
         self._got = [needs.of(rank, other) for other in ranks]
-        fetched = needs.num_fetched
         self._dense = needs.dense
         arriving = spread.runs if self._dense else self._got
         self._arriving: Rows = tuple(chain.from_iterable(arriving))
         self.held = in_order(self._arriving)
-        self.mean_fetched = fetched / len(ranks)
+        self.mean_fetched = needs.num_fetched / len(ranks)
         self.mean_seen = self.mean_fetched + length(self._mine)
 
     def launch_gather(self, x: Tensor) -> Pending[Tensor]:
@@ -219,8 +218,7 @@ class _Attention(torch.autograd.Function):
                     attention = start_forward(q[:, heads], call.scores)
                     attention.add(part, call.work)
                     attention.write(out[:, heads], lse[:, heads])
-            if sinks is not None:
-                out, lse = with_sinks(out, lse, sinks)
+            out, lse = with_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
         return out
@@ -245,9 +243,11 @@ class _Attention(torch.autograd.Function):
                 homeward.append(call.routes.launch_home(grads))
                 dqs.append(gradients.dq.to(q.dtype))
             home = torch.cat([call.routes.summed(pending.wait()) for pending in homeward], 2)
-            dsinks = None
-            if sinks is not None and ctx.needs_input_grad[4]:
-                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+            dsinks = (
+                sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+                if ctx.needs_input_grad[4]
+                else None
+            )
         dk, dv = unpacked(home, k.size(-1))
         dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 1)
         return None, dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
