@@ -381,10 +381,9 @@ class ContextParallel:
             "masks": mask,
             "settings of attention": settings() if error is None else None,
         }
+        content = torch.zeros(2, dtype=torch.int64, device=q.device)
         if is_first and error is None:
             content = content_of(q, dims=self.dims)
-        else:
-            content = torch.zeros(2, dtype=torch.int64, device=q.device)
         contents = compare(error, facts, group=group, device=q.device, content=content)
         if is_first:
             check_parts(contents, q, group=group)

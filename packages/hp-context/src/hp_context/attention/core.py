@@ -75,6 +75,12 @@ class SpreadMask(Mask):
         """Return [B, h, s, E] for this rank's q [B, h, s, D], k [B, g, s, D], v [B, g, s, E]."""
 
 
+def check_dropout(dropout: float, mode: str) -> None:
+    """Raise `ValueError` if there is dropout, which only the Ulysses mode allows."""
+    if dropout:
+        raise ValueError(f"dropout ({dropout}) must be 0 in {mode}: use ulysses_degree=None")
+
+
 class HeadsMask(SpreadMask):
     """Of an attention that has the whole sequence and a part of the heads."""
 

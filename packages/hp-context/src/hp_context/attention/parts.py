@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hp_context.attention import segmented, softmax
-from hp_context.attention.core import SpreadMask, Terms
+from hp_context.attention.core import SpreadMask, Terms, check_dropout
 from hp_context.attention.heads import HeadShare
 from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import Needs, Rows, Spread, in_order, slices
@@ -61,10 +61,7 @@ class PartsMask(SpreadMask):
         Raises:
             ValueError: There is dropout.
         """
-        if terms.dropout:
-            raise ValueError(
-                f"dropout ({terms.dropout}) must be 0 in {self.mode}: use ulysses_degree=None"
-            )
+        check_dropout(terms.dropout, self.mode)
         self.used = True
         q, k, v = softmax.narrowed(q, k, v)
         masks = None

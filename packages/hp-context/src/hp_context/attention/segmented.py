@@ -85,8 +85,9 @@ class _Copies:
         self._lock = Lock()
         self._total = 0
 
-    def get(self, call: Call, device: torch.device, stream: int) -> _OnDevice:
-        """Return a call on a device, for work on a stream."""
+    def get(self, call: Call, device: torch.device) -> _OnDevice:
+        """Return a call on a device; Note [Where segments begin is copied once]."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (call, device, device_number(), stream)
         found = self._known.get(key)
         if found is None:
@@ -102,12 +103,6 @@ class _Copies:
 
 
 _copies = _Copies()
-
-
-def on_device(call: Call, device: torch.device) -> _OnDevice:
-    """Return a call on a device; Note [Where segments begin is copied once]."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _copies.get(call, device, stream)
 
 
 def _copied(call: Call, device: torch.device) -> _OnDevice:
@@ -184,7 +179,7 @@ class Forward:
             planned: The calls that compute them.
         """
         for call in planned:
-            placed = on_device(call, self.q.device)
+            placed = _copies.get(call, self.q.device)
             k, v = _split(_keys_of(call, placed, *keys), self.q.size(-1))
             queries = self.q[call.queries.start : call.queries.stop]
             out, lse = varlen.forward(queries, k, v, lengths=placed.lengths, scale=self._scale)
@@ -283,7 +278,7 @@ class Backward:
         return grads
 
     def _call(self, call: Call, keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        placed = on_device(call, self.q.device)
+        placed = _copies.get(call, self.q.device)
         rows = slice(call.queries.start, call.queries.stop)
         k, v = _split(_keys_of(call, placed, *keys), self.q.size(-1))
         dq, dk, dv = varlen.backward(
@@ -313,7 +308,7 @@ class Backward:
     def _add_to(
         grads: tuple[Tensor, ...], call: Call, parts: tuple[Tensor, Tensor], *, overwrite: bool
     ) -> None:
-        placed = on_device(call, parts[0].device)
+        placed = _copies.get(call, parts[0].device)
         if placed.keys is None:
             run = call.keys[0]
             rows = tuple(grad[run.start : run.stop] for grad in grads)

@@ -268,36 +268,36 @@ def _add_keys(found: list[Segment], new: Segment) -> None:
 
     All queries see some keys of both, so what limits one does not limit the other.
     """
-    if found:
-        last = found[-1]
-        if (
-            last.queries == new.queries
-            and last.keys.stop == new.keys.start
-            and last.high is None
-            and new.low is None
-        ):
-            keys = range(last.keys.start, new.keys.stop)
-            found[-1] = replace(last, keys=keys, high=new.high)
-            return
-    found.append(new)
+    last = found[-1] if found else None
+    if (
+        last is not None
+        and last.queries == new.queries
+        and last.keys.stop == new.keys.start
+        and last.high is None
+        and new.low is None
+    ):
+        found[-1] = replace(last, keys=range(last.keys.start, new.keys.stop), high=new.high)
+    else:
+        found.append(new)
 
 
 def _add_queries(found: list[Segment], new: Segment) -> None:
     """Append a segment, or lengthen the last one, where its queries are the next ones."""
-    if found:
-        last = found[-1]
-        follows = last.queries.stop == new.queries.start and last.keys.start == new.keys.start
-        if follows and last.low is None and new.low is None:
-            one_triangle = last.high == new.high or len(last.queries) == 1
-            if new.high is None:
-                alike = last.high is None and last.keys == new.keys
-            else:
-                alike = one_triangle and last.keys.stop == last.queries.stop + new.high
-            if alike:
-                queries = range(last.queries.start, new.queries.stop)
-                found[-1] = replace(new, queries=queries)
-                return
-    found.append(new)
+    if found and _goes_on(found[-1], new):
+        found[-1] = replace(new, queries=range(found[-1].queries.start, new.queries.stop))
+    else:
+        found.append(new)
+
+
+def _goes_on(last: Segment, new: Segment) -> bool:
+    """Tell whether the queries of a segment follow those of the last one under the same limits."""
+    follows = last.queries.stop == new.queries.start and last.keys.start == new.keys.start
+    if not follows or last.low is not None or new.low is not None:
+        return False
+    if new.high is None:
+        return last.high is None and last.keys == new.keys
+    one_triangle = last.high == new.high or len(last.queries) == 1
+    return one_triangle and last.keys.stop == last.queries.stop + new.high
 
 
 @dataclass(frozen=True, slots=True)

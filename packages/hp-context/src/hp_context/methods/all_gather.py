@@ -176,30 +176,23 @@ def gather_keys(k: Tensor, v: Tensor, spread: Spread, *, seq_dim: int) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class _Stride:
-    """Key/value heads that are gathered together, and the query heads that use them."""
-
-    keys: slice
-    queries: slice
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """What one call of attention needs beside tensors, in forward and in backward."""
 
     scores: Scores
     routes: Routes
     work: Work
-    strides: list[_Stride]
+    strides: list[tuple[slice, slice]]
+    """Key/value heads that are gathered together, and the query heads that use them."""
 
     def parts(self, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield the query heads and the gathered keys and values of one stride after the other."""
         mine = packed(k, v)
         launches = [
-            partial(self.routes.launch_gather, mine[:, :, stride.keys]) for stride in self.strides
+            partial(self.routes.launch_gather, mine[:, :, keys]) for keys, _ in self.strides
         ]
-        for stride, received in zip(self.strides, _in_turn(launches), strict=True):
-            yield stride.queries, self.routes.gathered(received)
+        for (_, queries), received in zip(self.strides, _in_turn(launches), strict=True):
+            yield queries, self.routes.gathered(received)
 
 
 class _Attention(torch.autograd.Function):
@@ -286,8 +279,8 @@ def _in_turn(launches: Iterable[Callable[[], Pending[Tensor]]]) -> Iterator[Tens
         yield flying.popleft().wait()
 
 
-def _strides(num_heads: int, num_kv_heads: int, count: int) -> list[_Stride]:
+def _strides(num_heads: int, num_kv_heads: int, count: int) -> list[tuple[slice, slice]]:
     """Split the key/value heads into `count` strides whose sizes differ by one at most."""
     shared = num_heads // num_kv_heads
     ends = [i * num_kv_heads // count for i in range(count + 1)]
-    return [_Stride(slice(a, b), slice(a * shared, b * shared)) for a, b in pairwise(ends)]
+    return [(slice(a, b), slice(a * shared, b * shared)) for a, b in pairwise(ends)]
