@@ -48,9 +48,10 @@ from hp_context.masks.mask import Full, Mask
 from hp_context.methods.all_gather import GatheredMask, gather_keys
 from hp_context.methods.call import Call, parts_of_rank, recall, remember
 from hp_context.methods.hybrid import Axes, axes_of_mesh, plain_axes, split_group
+from hp_context.methods.in_flight import Exchange
 from hp_context.methods.overlap import OverlapRates
 from hp_context.methods.ring import RingMask
-from hp_context.methods.ulysses import head_to_seq, seq_to_head
+from hp_context.methods.ulysses import head_to_seq
 from hp_platform import outside_graph, resolve_group
 
 M = TypeVar("M", bound=nn.Module)
@@ -284,19 +285,14 @@ class ContextParallel:
 
     def _exchange(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> list[Tensor]:
         """Return q, k, v of the whole sequence, parts in rank order, with this rank's heads."""
+        pairs = zip((q, k, v), self._exchanges(q, k, group), strict=True)
+        return [exchange(x) for x, exchange in pairs]
+
+    def _exchanges(self, q: Tensor, k: Tensor, group: ProcessGroup) -> list[Exchange]:
+        """Return what has to be done with q, k, v."""
         split = self._split(q, k, group)
-        of_keys = split.kv_index, split.kv_counts
-        return [
-            seq_to_head(
-                x,
-                group=group,
-                seq_dim=self.dims.seq,
-                head_dim=self.dims.head,
-                head_index=index,
-                head_counts=counts,
-            )
-            for x, (index, counts) in ((q, (None, split.query_counts)), (k, of_keys), (v, of_keys))
-        ]
+        of_keys = Exchange(group, self.dims, split.kv_index, split.kv_counts)
+        return [Exchange(group, self.dims, None, split.query_counts), of_keys, of_keys]
 
     @outside_graph
     def _exchange_output(
@@ -385,10 +381,9 @@ class ContextParallel:
             "masks": mask,
             "settings of attention": settings() if error is None else None,
         }
+        content = torch.zeros(2, dtype=torch.int64, device=q.device)
         if is_first and error is None:
             content = content_of(q, dims=self.dims)
-        else:
-            content = torch.zeros(2, dtype=torch.int64, device=q.device)
         contents = compare(error, facts, group=group, device=q.device, content=content)
         if is_first:
             check_parts(contents, q, group=group)

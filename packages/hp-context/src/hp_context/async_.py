@@ -222,12 +222,6 @@ class AsyncContextParallel(ContextParallel):
     def _settings(self, device_type: str) -> object:
         return self.overlap, self.rates or default_rates(device_type)
 
-    def _exchanges(self, q: Tensor, k: Tensor, group: ProcessGroup) -> list[Exchange]:
-        """Return what has to be done with q, k, v."""
-        split = self._split(q, k, group)
-        of_keys = Exchange(group, self.dims, split.kv_index, split.kv_counts)
-        return [Exchange(group, self.dims, None, split.query_counts), of_keys, of_keys]
-
 
 def _key(x: Tensor, group: ProcessGroup) -> tuple[torch.Size, object, object]:
     return x.shape, x.dtype, group.group_name

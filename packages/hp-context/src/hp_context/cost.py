@@ -145,11 +145,11 @@ def _gathered_rows(runs: tuple[Rows, ...], mask: Mask) -> list[tuple[int, int]]:
 
 def _ring_rows(runs: tuple[Rows, ...], mask: Mask) -> list[tuple[int, int]]:
     """Return the same for a ring, which passes on what comes by."""
-    ranks = range(len(runs))
+    ranks, by_rank = range(len(runs)), routes(runs, mask)
     found = []
     for rank in ranks:
         # In a step there are the keys of the rank that is so many places before.
-        at = [routes(runs, mask)[rank - step] for step in ranks]
+        at = [by_rank[rank - step] for step in ranks]
         keys = sum(length(route.rows) for t, route in enumerate(at) if route.hops > t)
         sums = sum(length(route.rows) for t, route in enumerate(at) if route.hops >= t > 0)
         found.append((keys, sums))

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,15 +60,14 @@ def _open_old(path: Path) -> Saved:
     if content.get("format") != _OLD_FORMAT:
         raise CheckpointError(f"{path}: format ({content.get('format')}) must be {_OLD_FORMAT}")
     index: dict[str, dict[str, Any]] = content["tensors"]
-    files: dict[str, dict[str, Tensor]] = {}
 
+    @cache
     def opened(file: str) -> dict[str, Tensor]:
-        if file not in files:
-            try:
-                files[file] = torch.load(path / file, mmap=True, weights_only=True)
-            except (OSError, RuntimeError) as error:
-                raise CheckpointError(f"{path / file} must be readable: {error}") from error
-        return files[file]
+        try:
+            found: dict[str, Tensor] = torch.load(path / file, mmap=True, weights_only=True)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path / file} must be readable: {error}") from error
+        return found
 
     def fill(parts: Mapping[str, Part]) -> None:
         for name, part in parts.items():

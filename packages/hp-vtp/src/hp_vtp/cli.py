@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from hp_vtp.plan.cost import Links
 from hp_vtp.plan.explain import explain
@@ -14,8 +14,6 @@ from hp_vtp.plan.layout_text import describe_layout
 from hp_vtp.plan.planner import ALGORITHMS, plan_transfer
 from hp_vtp.topology.layout import PipelineLayout
 from hp_vtp.topology.placement import Placement, Replicated, Sharded
-
-_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"  # noqa: SLF001 (it has no other name)
 
 ITEMSIZE = {
     "bfloat16": 2,
@@ -109,19 +107,28 @@ def _links(args: argparse.Namespace) -> Links:
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hp-vtp", description=__doc__.split(":")[0], allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_plan(commands)
-    _add_explain(commands)
+    for name, text, add_arguments, described in (
+        (
+            "plan",
+            _plan,
+            _add_plan,
+            "print the stages of a layout, its groups, and what each edge costs",
+        ),
+        ("explain", _explain, _add_explain, "print a transfer plan, its cost and the bound"),
+    ):
+        sub = commands.add_parser(
+            name,
+            help=described,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
+        )
+        sub.set_defaults(text=text)
+        add_arguments(sub)
+        _add_common(sub)
     return parser
 
 
-def _add_plan(commands: _Commands) -> None:
-    sub = commands.add_parser(
-        "plan",
-        help="print the stages of a layout, its groups, and what each edge costs",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    sub.set_defaults(text=_plan)
+def _add_plan(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument
     given = sub.add_mutually_exclusive_group(required=True)
     given.add_argument("--tp", type=_numbers, metavar="SIZES", help="TP sizes, such as 1,4,4")
@@ -136,17 +143,9 @@ def _add_plan(commands: _Commands) -> None:
         help="replicated or sharded:DIM, how activations leave and enter the stages",
     )
     add("--shape", type=_shape, default="1,4096,4096", help="global shape of one activation")
-    _add_common(sub)
 
 
-def _add_explain(commands: _Commands) -> None:
-    sub = commands.add_parser(
-        "explain",
-        help="print a transfer plan, its cost and the bound",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    sub.set_defaults(text=_explain)
+def _add_explain(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument
     add("--from", dest="num_sources", type=int, required=True, metavar="A", help="source ranks")
     add("--to", dest="num_destinations", type=int, required=True, metavar="B", help="receivers")
@@ -160,7 +159,6 @@ def _add_explain(commands: _Commands) -> None:
             metavar="PLACEMENT",
             help=f"replicated or sharded:DIM over the {end} stage",
         )
-    _add_common(sub)
 
 
 def _add_common(sub: argparse.ArgumentParser) -> None:
@@ -190,19 +188,16 @@ def _add_common(sub: argparse.ArgumentParser) -> None:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"shape ({text}) must be integers separated by commas"
-        ) from None
+    return tuple(_numbers(text, "shape "))
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, name: str = "") -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"({text}) must be integers separated by commas") from None
+        raise argparse.ArgumentTypeError(
+            f"{name}({text}) must be integers separated by commas"
+        ) from None
 
 
 def _placement(text: str) -> Placement:

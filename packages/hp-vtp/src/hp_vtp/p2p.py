@@ -111,8 +111,8 @@ def vtp_recv_forward(
     Raises:
         TransferError: If the transfer fails.
     """
-    form = tensor_shape, dtype
-    return _receive(transport, form, step=-1, async_op=async_op, options=options)
+    meta = TensorMeta(tuple(tensor_shape), dtype)
+    return _receive(transport, meta, step=-1, async_op=async_op, options=options)
 
 
 @overload
@@ -149,8 +149,8 @@ def vtp_recv_backward(
     Raises:
         TransferError: If the transfer fails.
     """
-    form = tensor_shape, dtype
-    return _receive(transport, form, step=1, async_op=async_op, options=options)
+    meta = TensorMeta(tuple(tensor_shape), dtype)
+    return _receive(transport, meta, step=1, async_op=async_op, options=options)
 
 
 def vtp_send_forward(
@@ -201,7 +201,7 @@ def logical_stage(transport: Transport, *, is_end_stage: bool = False) -> int:
 
 def _receive(
     transport: Transport,
-    form: tuple[Sequence[int], torch.dtype],
+    meta: TensorMeta,
     *,
     step: int,
     async_op: bool,
@@ -211,7 +211,6 @@ def _receive(
     way = _way(transport, step, options)
     if way is None:
         return None  # whatever form it would have
-    meta = TensorMeta(tuple(form[0]), form[1])
     with _timed(options.get("timers"), "forward-recv" if step < 0 else "backward-recv"):
         handle = transport.receive(
             [meta],

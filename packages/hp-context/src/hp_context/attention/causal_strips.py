@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hp_context.kernels.choice import in_rows
+
 _LEAST = 64  # queries of a strip: fewer make products too small to be fast
 _STRIPS = 4  # leave out three of eight scores; more would add to gradients of keys too often
 
@@ -40,7 +42,7 @@ def attend_in_strips(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 class _Strips(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, k, v = _rows(q, k, v)
+        q, k, v = in_rows(q, k, v)
         out, weights = _like_rows(q, v.size(-1)), []
         for b, rows in _strips(q):
             keys = slice(rows.stop)
@@ -59,7 +61,7 @@ class _Strips(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, *weights = ctx.saved_tensors
-        (grad,) = _rows(grad)
+        (grad,) = in_rows(grad)
         dq = _like_rows(q, q.size(-1))
         dk, dv = (x.new_empty(x.shape) for x in (k, v))
         delta = (grad * out).sum(-1, keepdim=True)
@@ -89,7 +91,3 @@ def _like_rows(q: Tensor, width: int) -> Tensor:
     """Return an empty [B, H, S, width] that lies in memory as [B, S, H, width]."""
     batch, heads, seq_len, _ = q.shape
     return q.new_empty(batch, seq_len, heads, width).transpose(1, 2)
-
-
-def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

@@ -75,6 +75,12 @@ class SpreadMask(Mask):
         """Return [B, h, s, E] for this rank's q [B, h, s, D], k [B, g, s, D], v [B, g, s, E]."""
 
 
+def check_dropout(dropout: float, mode: str) -> None:
+    """Raise `ValueError` if there is dropout, which only the Ulysses mode allows."""
+    if dropout:
+        raise ValueError(f"dropout ({dropout}) must be 0 in {mode}: use ulysses_degree=None")
+
+
 class HeadsMask(SpreadMask):
     """Of an attention that has the whole sequence and a part of the heads."""
 
@@ -180,9 +186,8 @@ class Attention(nn.Module):
             v: Values, likewise.
             masks: What limits the keys of each sequence, beside the mask of the module.
         """
-        if q.device.type not in varlen.DEVICES or self.softcap is not None:
-            return False
-        if self.dropout and self.training:
+        drops = self.dropout and self.training
+        if q.device.type not in varlen.DEVICES or self.softcap is not None or drops:
             return False
         none = slice(0)  # no number is cast where autocast is on
         q, _, v = narrowed(q[:, none], q[:, none], v[:, none])
@@ -254,9 +259,8 @@ def _attend(
 
 def _in_one_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms) -> Tensor | None:
     """Attend by a kernel of variable lengths; None where there is none or torch's does as well."""
-    if terms.softcap is not None or terms.dropout:
-        return None
-    if terms.plain and isinstance(mask, Full | Causal):
+    by_torch = terms.plain and isinstance(mask, Full | Causal)
+    if terms.softcap is not None or terms.dropout or by_torch:
         return None
     q, k, v = narrowed(q, k, v)
     masks = masks_of_calls(q, v, mask)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hp_context.attention.core import Attention, HeadsMask, SpreadMask
+from hp_context.attention.core import Attention, HeadsMask, SpreadMask, check_dropout
 from hp_context.attention.heads import HeadShare
 from hp_context.attention.spread import Spread
 from hp_context.masks.mask import Mask, block_tensor, mask_tensor
@@ -50,7 +50,7 @@ class CoreMask:
                 return given
             check_takes(module, takes=takes, name=self.name, mode=self.mode)
             return HeadsMask(mask, self.mode, self.share)
-        check_dropout(module, self.mode)
+        check_dropout(module.dropout, self.mode)
         if q.ndim != 4:
             raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims in {self.mode}")
         return mask
@@ -71,8 +71,8 @@ class CoreMask:
         if self.spread is None:
             return mask_tensor(given, self.seq_len, device=device)
         given.check(self.seq_len)
-        rows = [block_tensor(given, run, self.spread.whole, device=device) for run in self._mine()]
-        return torch.cat(rows)
+        whole, mine = self.spread.whole, self.spread.mine
+        return torch.cat([block_tensor(given, run, whole, device=device) for run in mine])
 
     def _rows(self, mask: Tensor) -> Tensor:
         """Return the rows of a mask of the whole sequence that belong to these queries."""
@@ -84,16 +84,7 @@ class CoreMask:
             )
         if self.spread is None or mask.size(-2) == 1:
             return mask
-        return torch.cat([mask[..., run.start : run.stop, :] for run in self._mine()], -2)
-
-    def _mine(self) -> tuple[range, ...]:
-        return () if self.spread is None else self.spread.mine
-
-
-def check_dropout(module: Attention, mode: str) -> None:
-    """Raise `ValueError` if an `Attention` has dropout, which only the Ulysses mode allows."""
-    if module.dropout:
-        raise ValueError(f"dropout ({module.dropout}) must be 0 in {mode}: use ulysses_degree=None")
+        return torch.cat([mask[..., run.start : run.stop, :] for run in self.spread.mine], -2)
 
 
 def check_takes(module: Attention, *, takes: bool, name: str, mode: str) -> None:
@@ -111,7 +102,7 @@ def check_core(
     """Raise `ValueError` unless the mask of a core attention that sees some queries is known."""
     kind = type(module).__name__
     if isinstance(module, Attention):
-        check_dropout(module, mode)
+        check_dropout(module.dropout, mode)
         check_takes(module, takes=takes, name=name, mode=mode)
     elif ring:
         raise ValueError(

@@ -47,7 +47,7 @@ def for_backward(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Add one more term to the softmax of each query, with no value: attention that goes nowhere.
 
     Backward by blocks (Note [Backward by blocks]) is right with what this returns.
@@ -55,11 +55,13 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     Args:
         out: [B, H, Q, E] over all keys. May be overwritten.
         lse: [B, H, Q] likewise.
-        sinks: [H], the score of the term.
+        sinks: [H], the score of the term; None: there is no such term.
 
     Returns:
         Output and log-sum-exp with the term in it.
     """
+    if sinks is None:
+        return out, lse
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out.mul_((lse - total).exp().to(out.dtype).unsqueeze(-1)), total
 

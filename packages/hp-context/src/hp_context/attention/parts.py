@@ -13,14 +13,14 @@ from abc import abstractmethod
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hp_context.attention import segmented, softmax
-from hp_context.attention.core import SpreadMask, Terms
+from hp_context.attention.core import SpreadMask, Terms, check_dropout
 from hp_context.attention.heads import HeadShare
 from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import Needs, Rows, Spread, in_order, slices
@@ -61,10 +61,7 @@ class PartsMask(SpreadMask):
         Raises:
             ValueError: There is dropout.
         """
-        if terms.dropout:
-            raise ValueError(
-                f"dropout ({terms.dropout}) must be 0 in {self.mode}: use ulysses_degree=None"
-            )
+        check_dropout(terms.dropout, self.mode)
         self.used = True
         q, k, v = softmax.narrowed(q, k, v)
         masks = None
@@ -156,31 +153,7 @@ class Work:
         return calls(masks, self.queries, self.keys, alternate=True)
 
 
-class Forward(Protocol):
-    """Attention over the parts that have been added so far."""
-
-    def add(self, part: Tensor, work: Work) -> None:
-        """Take in a part, keys and values packed, [K, B, G, D + E]."""
-
-    def result(self, value_size: int) -> tuple[Tensor, Tensor]:
-        """Return output [B, H, s, E] and log-sum-exp [B, H, s]; see `softmax.Forward.write`."""
-
-    def write(self, out: Tensor, lse: Tensor) -> None:
-        """Write what `result` returns."""
-
-
-class Backward(Protocol):
-    """Gradients over the parts that have been added so far."""
-
-    @property
-    def dq(self) -> Tensor:
-        """[B, H, s, D], in the dtype of q or wider."""
-
-    def add(self, part: Tensor, work: Work) -> Tensor:
-        """Take in a part; return its gradients, packed, in float32 or wider."""
-
-
-def start_forward(q: Tensor, scores: Scores) -> Forward:
+def start_forward(q: Tensor, scores: Scores) -> "_ForwardByBlocks | _ForwardByCalls":
     """Return what computes attention of q [B, H, s, D]: by blocks, or in calls of segments."""
     if scores.masks is None:
         return _ForwardByBlocks(q, scores)
@@ -189,29 +162,31 @@ def start_forward(q: Tensor, scores: Scores) -> Forward:
 
 def start_backward(
     q: Tensor, *, out: Tensor, lse: Tensor, grad_out: Tensor, scores: Scores
-) -> Backward:
+) -> "_BackwardByBlocks | _BackwardByCalls":
     """Return what computes its gradients; arguments as those of `softmax.Backward`."""
-    if scores.masks is None:
-        return _BackwardByBlocks(q, out=out, lse=lse, grad_out=grad_out, scores=scores)
-    return _BackwardByCalls(q, out=out, lse=lse, grad_out=grad_out, scores=scores)
+    make = _BackwardByBlocks if scores.masks is None else _BackwardByCalls
+    return make(q, out=out, lse=lse, grad_out=grad_out, scores=scores)
 
 
 class _ForwardByBlocks(softmax.Forward):
-    """See `Forward` and `softmax.Forward`."""
+    """Attention over the parts that have been added so far; see `softmax.Forward`."""
 
     def add(self, part: Tensor, work: Work) -> None:
-        """See `Forward.add`."""
+        """Take in a part, keys and values packed, [K, B, G, D + E]."""
         self.add_keys(*_rows_of_heads(part, self.q), work.runs)
 
     def result(self, value_size: int) -> tuple[Tensor, Tensor]:
-        """See `Forward.result`."""
+        """Return output [B, H, s, E] and log-sum-exp [B, H, s]; see `softmax.Forward.write`."""
         out, lse = new_results(self.q, value_size)
         self.write(out, lse)
         return out, lse
 
 
 class _BackwardByBlocks(softmax.Backward):
+    """Gradients over the parts that have been added so far; see `softmax.Backward`."""
+
     def add(self, part: Tensor, work: Work) -> Tensor:
+        """Take in a part; return its gradients, packed, in float32 or wider."""
         head_size = self.q.size(-1)
         grads = torch.zeros_like(part, dtype=self.dq.dtype)
         self.add_keys(*_rows_of_heads(part, self.q), work.runs, unpacked(grads, head_size))
@@ -219,6 +194,8 @@ class _BackwardByBlocks(softmax.Backward):
 
 
 class _ForwardByCalls:
+    """The same as `_ForwardByBlocks`, in calls of segments."""
+
     def __init__(self, q: Tensor, scale: float, masks: tuple[Mask, ...]) -> None:
         self._masks = masks
         self._rows = segmented.Forward(segmented.rows_of_queries(q), scale)
@@ -238,6 +215,8 @@ class _ForwardByCalls:
 
 
 class _BackwardByCalls:
+    """The same as `_BackwardByBlocks`, in calls of segments."""
+
     def __init__(
         self, q: Tensor, *, out: Tensor, lse: Tensor, grad_out: Tensor, scores: Scores
     ) -> None:

@@ -85,8 +85,9 @@ class _Copies:
         self._lock = Lock()
         self._total = 0
 
-    def get(self, call: Call, device: torch.device, stream: int) -> _OnDevice:
-        """Return a call on a device, for work on a stream."""
+    def get(self, call: Call, device: torch.device) -> _OnDevice:
+        """Return a call on a device; Note [Where segments begin is copied once]."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (call, device, device_number(), stream)
         found = self._known.get(key)
         if found is None:
@@ -102,12 +103,6 @@ class _Copies:
 
 
 _copies = _Copies()
-
-
-def on_device(call: Call, device: torch.device) -> _OnDevice:
-    """Return a call on a device; Note [Where segments begin is copied once]."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _copies.get(call, device, stream)
 
 
 def _copied(call: Call, device: torch.device) -> _OnDevice:
@@ -184,7 +179,7 @@ class Forward:
             planned: The calls that compute them.
         """
         for call in planned:
-            placed = on_device(call, self.q.device)
+            placed = _copies.get(call, self.q.device)
             k, v = _split(_keys_of(call, placed, *keys), self.q.size(-1))
             queries = self.q[call.queries.start : call.queries.stop]
             out, lse = varlen.forward(queries, k, v, lengths=placed.lengths, scale=self._scale)
@@ -266,21 +261,24 @@ class Backward:
             grads: Where they go, in float32 or wider, overwritten; None: to new memory, in the
                 dtype of the keys where one call computes them.
         """
+        first_has_all = any(
+            call.is_view and len(call.keys[0]) == keys[0].size(0) for call in planned[:1]
+        )
         if grads is None:
-            if len(planned) == 1 and planned[0].is_view and _is_all(planned[0], keys[0]):
+            if first_has_all and len(planned) == 1:
                 return self._call(planned[0], keys)
             wide = torch.promote_types(self.q.dtype, torch.float32)
             grads = tuple(torch.empty_like(x, dtype=wide) for x in keys)
-        if not (planned and planned[0].is_view and _is_all(planned[0], keys[0])):
+        if not first_has_all:
             for grad in grads:
                 grad.zero_()
         for number, call in enumerate(planned):
-            first = number == 0 and call.is_view and _is_all(call, keys[0])
-            self._add_to(grads, call, self._call(call, keys), overwrite=first)
+            overwrite = first_has_all and number == 0
+            self._add_to(grads, call, self._call(call, keys), overwrite=overwrite)
         return grads
 
     def _call(self, call: Call, keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        placed = on_device(call, self.q.device)
+        placed = _copies.get(call, self.q.device)
         rows = slice(call.queries.start, call.queries.stop)
         k, v = _split(_keys_of(call, placed, *keys), self.q.size(-1))
         dq, dk, dv = varlen.backward(
@@ -310,7 +308,7 @@ class Backward:
     def _add_to(
         grads: tuple[Tensor, ...], call: Call, parts: tuple[Tensor, Tensor], *, overwrite: bool
     ) -> None:
-        placed = on_device(call, parts[0].device)
+        placed = _copies.get(call, parts[0].device)
         if placed.keys is None:
             run = call.keys[0]
             rows = tuple(grad[run.start : run.stop] for grad in grads)
@@ -321,10 +319,6 @@ class Backward:
             for keys, at in placed.rounds:
                 of_round = packed[keys] if isinstance(keys, slice) else packed.index_select(0, keys)
                 grad.index_add_(0, at, of_round)
-
-
-def _is_all(call: Call, keys: Tensor) -> bool:
-    return len(call.keys[0]) == keys.size(0)
 
 
 def _split(keys: tuple[Tensor, ...], head_size: int) -> tuple[Tensor, Tensor]:
@@ -390,13 +384,8 @@ class _Whole(torch.autograd.Function):
             gradients = Backward(q, out=out, lse=lse, grad_out=grad_out, scale=ctx.scale)
             dk, dv = gradients.add_keys((k, v), ctx.planned, None)
             dsinks = None
-            if sinks is not None and ctx.needs_input_grad[5]:
-                dsinks = sinks_gradient_of_rows(sinks, grad_out=grad_out, out=out, lse=lse)
+            if ctx.needs_input_grad[5]:
+                grad_heads, out_heads = (x.transpose(0, 1)[None] for x in (grad_out, out))
+                dsinks = sinks_gradient(sinks, grad_out=grad_heads, out=out_heads, lse=lse[None])
         dq = gradients.dq.to(q.dtype)
         return None, None, dq, dk.to(k.dtype), dv.to(v.dtype)[..., : ctx.value_size], dsinks
-
-
-def sinks_gradient_of_rows(sinks: Tensor, *, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Return `merge.sinks_gradient` of [T, H, D], [T, H, D] and [H, T]."""
-    by_head = (x.transpose(0, 1)[None] for x in (grad_out, out))
-    return sinks_gradient(sinks, grad_out=next(by_head), out=next(by_head), lse=lse[None])

@@ -115,10 +115,7 @@ class Forward:
             lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks[:, None])
         for at, merge in self._merges.items():
             rows = slice(at.start, at.stop)
-            merged = merge.result()
-            if sinks is not None:
-                merged = with_sinks(*merged, sinks)
-            out[:, :, rows], lse[:, :, rows] = merged
+            out[:, :, rows], lse[:, :, rows] = with_sinks(*merge.result(), sinks)
 
 
 class Backward:
@@ -256,7 +253,9 @@ class _ByBlocks(torch.autograd.Function):
             grads = Backward(q, out=out, lse=lse, grad_out=grad_out, scores=ctx.scores)
             dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
             grads.add_keys(k, v, ctx.runs, (dk, dv))
-            dsinks = None
-            if sinks is not None and ctx.needs_input_grad[4]:
-                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+            dsinks = (
+                sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+                if ctx.needs_input_grad[4]
+                else None
+            )
         return None, grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks

@@ -9,13 +9,14 @@ Shape symbols: S whole sequence, N ranks, s = S / N.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context.masks.mask import Mask
+from hp_context.masks.mask import Mask, common
 
 Rows = tuple[range, ...]  # runs of positions, in the order of a tensor
 
@@ -72,7 +73,7 @@ class Needs:
         """
         if rank == source:
             return self.runs[source]
-        return union([_common(run, seen) for seen in self._seen[rank]] for run in self.runs[source])
+        return union([common(run, seen) for seen in self._seen[rank]] for run in self.runs[source])
 
     def of_others(self, source: int) -> Rows:
         """Return the positions of `source` that any other rank needs, in the same order."""
@@ -87,11 +88,10 @@ class Needs:
     def num_fetched(self) -> int:
         """How many positions of other ranks all ranks need together."""
         whole = range(sum(map(length, self.runs)))
-        total = 0
-        for mine, seen in zip(self.runs, self._seen, strict=True):
-            held = union([[*mine, *(_common(whole, run) for run in seen)]])
-            total += length(held) - length(mine)
-        return total
+        return sum(
+            length(union([[*mine, *(common(whole, run) for run in seen)]])) - length(mine)
+            for mine, seen in zip(self.runs, self._seen, strict=True)
+        )
 
     @property
     def fingerprint(self) -> int:
@@ -102,10 +102,9 @@ class Needs:
     def dense(self) -> bool:
         """Whether ranks need so much of each other's that all of it had better be gathered."""
         sizes = list(map(length, self.runs))
-        num_positions = sum(sizes)
         if len(set(sizes)) > 1:  # an all-gather takes parts of one size
             return False
-        return self.num_fetched > SPARSE * num_positions * (len(self.runs) - 1)
+        return self.num_fetched > SPARSE * sum(sizes) * (len(self.runs) - 1)
 
 
 def length(rows: Iterable[range]) -> int:
@@ -128,14 +127,15 @@ def union(parts: Iterable[Iterable[range]]) -> Rows:
 
 def slices(rows: Rows, held: Rows) -> list[slice]:
     """Return where `rows` are in a tensor of the positions `held`, one slice for each run."""
-    starts = []
-    for row in rows:
-        start = 0
-        for run in held:
-            if row.start in run:
-                starts.append(start + row.start - run.start)
-                break
-            start += len(run)
+    offsets = [0, *accumulate(map(len, held))]
+    starts = [
+        next(
+            at + row.start - run.start
+            for at, run in zip(offsets, held, strict=False)
+            if row.start in run
+        )
+        for row in rows
+    ]
     return [slice(a, a + len(row)) for a, row in zip(starts, rows, strict=True)]
 
 
@@ -158,7 +158,3 @@ def add_to(total: Tensor, x: Tensor, rows: Rows, held: Rows) -> None:
 def in_order(rows: Sequence[range]) -> Rows:
     """Return the runs by position."""
     return tuple(sorted(rows, key=lambda run: run.start))
-
-
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))

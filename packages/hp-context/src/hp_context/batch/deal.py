@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from hp_context.batch.deal_cost import Piece, Work, deal_cost
 from hp_context.batch.layout import Deal, HeadTail
+from hp_context.masks.blocks import joined
 
 TOLERANCE = 1.005
 """Largest work of a rank, of the mean, at which swapping ends."""
@@ -170,6 +171,11 @@ class _Dealer:
         self._balance()
         return self._held
 
+    def _take(self, rank: int, piece: Piece) -> None:
+        self._held[rank].remove(piece)
+        self._room[rank] += piece.size
+        self._missing[rank] += self._work.of(piece)
+
     def _give(self, rank: int, piece: Piece, work: float) -> None:
         self._held[rank].append(piece)
         self._room[rank] -= piece.size
@@ -308,9 +314,7 @@ class _Dealer:
     def _exchange(self, most: int, least: int, pieces: tuple[Piece, Piece], size: int) -> None:
         heavy, light = pieces
         for rank, piece in ((most, heavy), (least, light)):
-            self._held[rank].remove(piece)
-            self._room[rank] += piece.size
-            self._missing[rank] += self._work.of(piece)
+            self._take(rank, piece)
         late = Piece(heavy.document, heavy.stop - size, heavy.stop)
         early = Piece(light.document, light.start, light.start + size)
         kept = Piece(heavy.document, heavy.start, late.start)
@@ -377,11 +381,8 @@ class _NodeDealer(_Dealer):
         return True
 
     def _move(self, source: int, target: int, piece: Piece) -> None:
-        self._held[source].remove(piece)
-        work = self._work.of(piece)
-        self._room[source] += piece.size
-        self._missing[source] += work
-        self._give(target, piece, work)
+        self._take(source, piece)
+        self._give(target, piece, self._work.of(piece))
 
     def _split(self, node: int, piece: Piece, size: int) -> Piece:
         """Cut a piece of a node in two; return the first."""
@@ -393,12 +394,4 @@ class _NodeDealer(_Dealer):
 
 def _runs(pieces: list[Piece]) -> tuple[range, ...]:
     """The positions of pieces as runs, in the order of the sequence."""
-    ends = sorted([(at + start, at + stop) for at, start, stop in pieces])
-    runs: list[range] = []
-    begin, end = ends[0]
-    for start, stop in ends[1:]:
-        if start != end:
-            runs.append(range(begin, end))
-            begin = start
-        end = stop
-    return (*runs, range(begin, end))
+    return tuple(joined(sorted([piece.run for piece in pieces], key=lambda run: run.start)))

@@ -6,11 +6,10 @@ Shape symbols: B sequences of a batch, S whole sequence, N ranks, s = S / N.
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context.batch.layout import SequenceLayout, to_positions
+from hp_context.batch.layout import SequenceLayout, unshard_sequence
 from hp_context.masks.compare import compare
 from hp_context.masks.mask import Documents
 
@@ -96,12 +95,4 @@ def gather_position_ids(
     compare(error, facts, group=group, device=device)
     if position_ids is None:
         return None
-    parts = torch.cat(_all_gather(position_ids.to(device, torch.int64), group), 1).cpu()
-    return to_positions(parts, layout, num_ranks=group.size(), seq_dim=1)
-
-
-def _all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    x = x.contiguous()
-    gathered = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(gathered, x, group=group)
-    return gathered
+    return unshard_sequence(position_ids.to(device, torch.int64), group, layout=layout).cpu()

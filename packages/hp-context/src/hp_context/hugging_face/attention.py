@@ -44,6 +44,7 @@ class SpreadAttention:
         ulysses_degree: See `ContextParallel`.
         ring: See `ContextParallel`.
         layout: See `ContextParallel`.
+        load_balance: See `ContextParallel`.
     """
 
     def __init__(
@@ -53,9 +54,17 @@ class SpreadAttention:
         ulysses_degree: int | None,
         ring: bool,
         layout: SequenceLayout,
+        load_balance: bool = False,
     ) -> None:
-        parallel = _Parallel(ulysses_degree, ring=ring, seq_dim=2, head_dim=1, layout=layout)
-        self._group, self._layout = parallel.group_of(mesh_or_group), layout
+        parallel = _Parallel(
+            ulysses_degree,
+            ring=ring,
+            seq_dim=2,
+            head_dim=1,
+            layout=layout,
+            load_balance=load_balance,
+        )
+        self._group, self._layout = parallel.group_of(mesh_or_group), parallel.layout
         self._core = parallel.apply(_Core(), mesh_or_group)
 
     def __call__(

@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.batch.layout import CONTIGUOUS, HeadTail, SequenceLayout
+from hp_context.batch.layout import CONTIGUOUS, SequenceLayout
 from hp_context.hugging_face.attention import SpreadAttention
 from hp_context.hugging_face.call import make_call_mask
 from hp_context.hugging_face.watch import watch_models
@@ -49,8 +49,6 @@ def register_attention(
         ImportError: transformers is not installed, or older than 5.
         ValueError: The degree does not fit the ranks, or arguments contradict each other.
     """
-    if load_balance and layout not in (CONTIGUOUS, HeadTail()):
-        raise ValueError(f"load_balance=True means HeadTail(), but layout ({layout}) is given")
     try:
         models: Any = import_module("transformers.modeling_utils")
         attention: Any = models.ALL_ATTENTION_FUNCTIONS
@@ -61,7 +59,8 @@ def register_attention(
         mesh_or_group,
         ulysses_degree=ulysses_degree,
         ring=ring,
-        layout=HeadTail() if load_balance else layout,
+        layout=layout,
+        load_balance=load_balance,
     )
 
     def attend(*args: Any, **kwargs: Any) -> Any:

@@ -102,13 +102,13 @@ def block_forward(
     causal = kind is BlockKind.CAUSAL
     kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
     if kernel is Kernel.CUDA_FLASH:
-        out, lse = cuda.flash_forward(*_rows(q, k, v), causal=causal, scale=scale)
+        out, lse = cuda.flash_forward(*in_rows(q, k, v), causal=causal, scale=scale)
     elif kernel is Kernel.CUDA_EFFICIENT:
-        out, lse = cuda.efficient_forward(*_rows(q, k, v), mask=mask, causal=causal, scale=scale)
+        out, lse = cuda.efficient_forward(*in_rows(q, k, v), mask=mask, causal=causal, scale=scale)
     else:
         scoring = Scoring(scale, softcap, dropout)
         out, lse = MODULES.get(kernel, reference).forward(
-            *_rows(q, k, v), mask=mask, causal=causal, scoring=scoring
+            *in_rows(q, k, v), mask=mask, causal=causal, scoring=scoring
         )
     if mask is not None:
         unseen = ~mask.any(-1)  # most kernels call their log-sum-exp 0
@@ -151,7 +151,7 @@ def block_backward(
     """
     causal = kind is BlockKind.CAUSAL
     kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
-    grad_out, q, k, v, out = _rows(grad_out, q, k, v, out)
+    grad_out, q, k, v, out = in_rows(grad_out, q, k, v, out)
     if kernel is Kernel.CUDA_FLASH:
         return cuda.flash_backward(
             q, k, v, grad_out=grad_out, out=out, lse=lse, causal=causal, scale=scale
@@ -196,6 +196,6 @@ def choose_kernel(
     return Kernel.REFERENCE
 
 
-def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+def in_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors with the head size in one piece of memory, as kernels want it."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

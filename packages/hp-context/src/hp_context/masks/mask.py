@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-_FAR = 1 << 62  # beyond the last position of any sequence
+FAR = 1 << 62  # beyond the last position of any sequence
 
 
 class BlockKind(Enum):
@@ -69,7 +69,7 @@ class Mask(ABC):
             query: Run of positions, at least one.
         """
         first, last = self.visible(query[0]), self.visible(query[-1])
-        return range(_FAR) if first is None or last is None else range(first.start, last.stop)
+        return range(FAR) if first is None or last is None else range(first.start, last.stop)
 
     @property
     def causal(self) -> bool:
@@ -141,7 +141,7 @@ class Full(Mask):
     def visible(self, query: int) -> range:
         """See `Mask.visible`."""
         del query
-        return range(_FAR)
+        return range(FAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class Documents(Mask):
         """See `Mask.visible`; what follows the last document counts as one more."""
         document = bisect_right(self._ends, query)
         start = self._ends[document - 1] if document else 0
-        return range(start, self._ends[document] if document < len(self._ends) else _FAR)
+        return range(start, self._ends[document] if document < len(self._ends) else FAR)
 
     def query_cuts(self, run: range) -> set[int]:
         """Cut between documents."""
@@ -251,14 +251,11 @@ class Both(Mask):
     def visible(self, query: int) -> range | None:
         """What both see, where both tell."""
         one, other = self.first.visible(query), self.second.visible(query)
-        if one is None or other is None:
-            return None
-        return range(max(one.start, other.start), min(one.stop, other.stop))
+        return None if one is None or other is None else common(one, other)
 
     def seen(self, query: range) -> range:
         """What both see; see `Mask.seen`."""
-        one, other = self.first.seen(query), self.second.seen(query)
-        return range(max(one.start, other.start), min(one.stop, other.stop))
+        return common(self.first.seen(query), self.second.seen(query))
 
     @property
     def causal(self) -> bool:
@@ -337,6 +334,11 @@ def mask_tensor(mask: Mask, seq_len: int, *, device: torch.device | None = None)
     mask.check(seq_len)
     positions = torch.arange(seq_len, device=device)
     return mask.allowed(positions[:, None], positions[None, :])
+
+
+def common(one: range, other: range) -> range:
+    """Return the positions that two runs share."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def block_tensor(

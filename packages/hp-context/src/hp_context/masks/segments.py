@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from hp_context.masks.blocks import joined
-from hp_context.masks.mask import Both, Causal, Documents, Full, Mask, SlidingWindow
+from hp_context.masks.mask import FAR, Both, Causal, Documents, Full, Mask, SlidingWindow, common
 
 UNBOUNDED = -1  # of a side of a window, as kernels say it
 
@@ -50,13 +50,10 @@ class Edges:
         first, start = bisect_right(self.ends, run.start), run.start
         while start < run.stop:
             known = first < len(self.ends)
-            whole = range(self.ends[first - 1] if first else 0, self.ends[first] if known else _FAR)
+            whole = range(self.ends[first - 1] if first else 0, self.ends[first] if known else FAR)
             stop = min(run.stop, whole.stop)
             yield range(start, stop), whole
             first, start = first + 1, stop
-
-
-_FAR = 1 << 62
 
 
 def edges_of(mask: Mask) -> Edges | None:
@@ -121,7 +118,7 @@ def segments(edges: Edges, queries: Sequence[range], keys: Sequence[range]) -> l
             offset = row - run.start
             of_part: list[Segment] = []
             for key, start in zip(runs, starts, strict=False):
-                within = range(max(key.start, document.start), min(key.stop, document.stop))
+                within = common(key, document)
                 segment = _segment(edges, part, within, (offset, start - key.start))
                 if segment is not None:
                     _add_keys(of_part, segment)
@@ -271,36 +268,36 @@ def _add_keys(found: list[Segment], new: Segment) -> None:
 
     All queries see some keys of both, so what limits one does not limit the other.
     """
-    if found:
-        last = found[-1]
-        if (
-            last.queries == new.queries
-            and last.keys.stop == new.keys.start
-            and last.high is None
-            and new.low is None
-        ):
-            keys = range(last.keys.start, new.keys.stop)
-            found[-1] = replace(last, keys=keys, high=new.high)
-            return
-    found.append(new)
+    last = found[-1] if found else None
+    if (
+        last is not None
+        and last.queries == new.queries
+        and last.keys.stop == new.keys.start
+        and last.high is None
+        and new.low is None
+    ):
+        found[-1] = replace(last, keys=range(last.keys.start, new.keys.stop), high=new.high)
+    else:
+        found.append(new)
 
 
 def _add_queries(found: list[Segment], new: Segment) -> None:
     """Append a segment, or lengthen the last one, where its queries are the next ones."""
-    if found:
-        last = found[-1]
-        follows = last.queries.stop == new.queries.start and last.keys.start == new.keys.start
-        if follows and last.low is None and new.low is None:
-            one_triangle = last.high == new.high or len(last.queries) == 1
-            if new.high is None:
-                alike = last.high is None and last.keys == new.keys
-            else:
-                alike = one_triangle and last.keys.stop == last.queries.stop + new.high
-            if alike:
-                queries = range(last.queries.start, new.queries.stop)
-                found[-1] = replace(new, queries=queries)
-                return
-    found.append(new)
+    if found and _goes_on(found[-1], new):
+        found[-1] = replace(new, queries=range(found[-1].queries.start, new.queries.stop))
+    else:
+        found.append(new)
+
+
+def _goes_on(last: Segment, new: Segment) -> bool:
+    """Tell whether the queries of a segment follow those of the last one under the same limits."""
+    follows = last.queries.stop == new.queries.start and last.keys.start == new.keys.start
+    if not follows or last.low is not None or new.low is not None:
+        return False
+    if new.high is None:
+        return last.high is None and last.keys == new.keys
+    one_triangle = last.high == new.high or len(last.queries) == 1
+    return one_triangle and last.keys.stop == last.queries.stop + new.high
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,12 +120,11 @@ class Routes:
         rank, ranks = spread.group.rank(), range(spread.group.size())
         self._sent = [needs.of(other, rank) for other in ranks]
         self._got = [needs.of(rank, other) for other in ranks]
-        fetched = needs.num_fetched
         self._dense = needs.dense
         arriving = spread.runs if self._dense else self._got
         self._arriving: Rows = tuple(chain.from_iterable(arriving))
         self.held = in_order(self._arriving)
-        self.mean_fetched = fetched / len(ranks)
+        self.mean_fetched = needs.num_fetched / len(ranks)
         self.mean_seen = self.mean_fetched + length(self._mine)
 
     def launch_gather(self, x: Tensor) -> Pending[Tensor]:
@@ -177,30 +176,23 @@ def gather_keys(k: Tensor, v: Tensor, spread: Spread, *, seq_dim: int) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class _Stride:
-    """Key/value heads that are gathered together, and the query heads that use them."""
-
-    keys: slice
-    queries: slice
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """What one call of attention needs beside tensors, in forward and in backward."""
 
     scores: Scores
     routes: Routes
     work: Work
-    strides: list[_Stride]
+    strides: list[tuple[slice, slice]]
+    """Key/value heads that are gathered together, and the query heads that use them."""
 
     def parts(self, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield the query heads and the gathered keys and values of one stride after the other."""
         mine = packed(k, v)
         launches = [
-            partial(self.routes.launch_gather, mine[:, :, stride.keys]) for stride in self.strides
+            partial(self.routes.launch_gather, mine[:, :, keys]) for keys, _ in self.strides
         ]
-        for stride, received in zip(self.strides, _in_turn(launches), strict=True):
-            yield stride.queries, self.routes.gathered(received)
+        for (_, queries), received in zip(self.strides, _in_turn(launches), strict=True):
+            yield queries, self.routes.gathered(received)
 
 
 class _Attention(torch.autograd.Function):
@@ -219,8 +211,7 @@ class _Attention(torch.autograd.Function):
                     attention = start_forward(q[:, heads], call.scores)
                     attention.add(part, call.work)
                     attention.write(out[:, heads], lse[:, heads])
-            if sinks is not None:
-                out, lse = with_sinks(out, lse, sinks)
+            out, lse = with_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
         return out
@@ -245,9 +236,11 @@ class _Attention(torch.autograd.Function):
                 homeward.append(call.routes.launch_home(grads))
                 dqs.append(gradients.dq.to(q.dtype))
             home = torch.cat([call.routes.summed(pending.wait()) for pending in homeward], 2)
-            dsinks = None
-            if sinks is not None and ctx.needs_input_grad[4]:
-                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+            dsinks = (
+                sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+                if ctx.needs_input_grad[4]
+                else None
+            )
         dk, dv = unpacked(home, k.size(-1))
         dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 1)
         return None, dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
@@ -286,8 +279,8 @@ def _in_turn(launches: Iterable[Callable[[], Pending[Tensor]]]) -> Iterator[Tens
         yield flying.popleft().wait()
 
 
-def _strides(num_heads: int, num_kv_heads: int, count: int) -> list[_Stride]:
+def _strides(num_heads: int, num_kv_heads: int, count: int) -> list[tuple[slice, slice]]:
     """Split the key/value heads into `count` strides whose sizes differ by one at most."""
     shared = num_heads // num_kv_heads
     ends = [i * num_kv_heads // count for i in range(count + 1)]
-    return [_Stride(slice(a, b), slice(a * shared, b * shared)) for a, b in pairwise(ends)]
+    return [(slice(a, b), slice(a * shared, b * shared)) for a, b in pairwise(ends)]

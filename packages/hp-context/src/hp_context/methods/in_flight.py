@@ -154,6 +154,7 @@ def _misfit(x: Tensor, record: InFlight, exchange: Exchange) -> Fallback | None:
     return None if record.exchange == exchange else Fallback.OTHER
 
 
+@dataclass(slots=True)
 class _Back:
     """The way back of one exchange: filled by `_Arrive`, emptied by `_Launch`, in each backward.
 
@@ -161,10 +162,7 @@ class _Back:
     the graph.
     """
 
-    __slots__ = ("pending",)
-
-    def __init__(self) -> None:
-        self.pending: Pending[Tensor] | None = None
+    pending: Pending[Tensor] | None = None
 
 
 class _Launch(torch.autograd.Function):

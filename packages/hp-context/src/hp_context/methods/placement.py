@@ -42,12 +42,10 @@ def local_parts(
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, DTensor):
             raise TypeError(f"{name} ({type(x).__name__}) must be a DTensor as the others are")
-    q = qkv[0]
-    assert isinstance(q, DTensor)
-    placed = Placed(q.device_mesh, tuple(q.placements))
+    wholes = [x for x in qkv if isinstance(x, DTensor)]
+    placed = Placed(wholes[0].device_mesh, tuple(wholes[0].placements))
     parts = []
-    for name, x in zip("qkv", qkv, strict=True):
-        assert isinstance(x, DTensor)
+    for name, x in zip("qkv", wholes, strict=True):
         if Placed(x.device_mesh, tuple(x.placements)) != placed:
             raise ValueError(
                 f"placements of {name} ({x.placements} on {x.device_mesh}) must equal those of q "

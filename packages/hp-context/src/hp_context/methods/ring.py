@@ -154,7 +154,7 @@ class Ring:
 
     def peer(self, offset: int) -> int:
         """Return the global rank of another rank of the ring."""
-        return global_ranks(self.group)[(self.rank + offset) % len(self.routes)]
+        return global_ranks(self.group)[(self.rank + offset) % len(self.spread.runs)]
 
     def work(self, step: Step) -> Work:
         """Return what is to be computed of the keys of a step."""
@@ -166,20 +166,24 @@ class Ring:
         Args:
             mine: Keys and values of this rank, [s, B, G, D + E].
         """
-        first = Step(0, self.spread.mine, mine)
-        held: Tensor | None = take(mine, self.at(0).rows, self.spread.mine)
+        held: Tensor | None = mine
         buffers = self._buffers(mine)
         for number in range(self.num_steps):
-            flight = self._pass_on(number, held, buffers[number % 2])
+            flight = self._send_next(number, mine, held, buffers[number % 2])
             try:
-                yield first if number == 0 else Step(number, self.at(number).rows, held)
+                rows = self.spread.mine if number == 0 else self.rows_at(number)
+                yield Step(number, rows, held)
             except BaseException:
                 drain(flight)
                 raise
             held = next(iter(flight.wait()), None)
 
-    def _pass_on(self, number: int, held: Tensor | None, buffer: Tensor) -> Pending[list[Tensor]]:
+    def _send_next(
+        self, number: int, mine: Tensor, held: Tensor | None, buffer: Tensor
+    ) -> Pending[list[Tensor]]:
         """Start to send the keys of a step on and to receive those of the next one."""
+        if number == 0:
+            held = take(mine, self.at(0).rows, self.spread.mine)
         goes_on, comes = (self.at(n).hops > number for n in (number, number + 1))
         sends = [(held, self.peer(1))] if held is not None and goes_on else []
         receives = [(buffer[: length(self.at(number + 1).rows)], self.peer(-1))] if comes else []
@@ -251,15 +255,15 @@ class Sums:
 
     def _wait(self) -> None:
         """Wait for what the step before has sent and received."""
-        flight, self._flight = self._flight, None
-        self._passed = None
-        if flight is None:
-            return
-        received = iter(flight.wait())
-        if self._comes:
-            self._passed = next(received)
+        received = iter(self._received())
+        self._passed = next(received) if self._comes else None
         if self._comes_home:
             self._home = next(received)
+
+    def _received(self) -> list[Tensor]:
+        """Wait for what is in flight, if anything is, and return what has come."""
+        flight, self._flight = self._flight, None
+        return [] if flight is None else flight.wait()
 
 
 class StraightRing(Ring):
@@ -268,60 +272,46 @@ class StraightRing(Ring):
     Args:
         spread: Positions of the sequence that each rank of the group holds.
         scores: How queries and keys make scores.
+
+    Attributes:
+        distances: How many ranks back the keys of each step come from.
     """
 
     def _plan(self) -> int:
         """Find out where keys go; returns the number of steps."""
         self._needs = Needs(self.spread.runs, self.scores.mask)
         ranks = range(len(self.spread.runs))
-        self._steps = [0] + [
+        self.distances = [0] + [
             step
             for step in ranks[1:]
             if any(self._needs.of(rank, rank - step + (step > rank) * len(ranks)) for rank in ranks)
         ]
-        return len(self._steps)
-
-    def distance(self, number: int) -> int:
-        """Return how many ranks back the keys of a step come from."""
-        return self._steps[number]
+        return len(self.distances)
 
     def rows_at(self, step: int) -> Rows:
         """See `Ring.rows_at`."""
-        source = (self.rank - self.distance(step)) % len(self.spread.runs)
+        source = (self.rank - self.distances[step]) % len(self.spread.runs)
         return self._needs.of(self.rank, source)
 
     def rows_away(self, step: int) -> Rows:
         """Return the keys of this rank that leave it in a step."""
-        target = (self.rank + self.distance(step)) % len(self.spread.runs)
+        target = (self.rank + self.distances[step]) % len(self.spread.runs)
         return self._needs.of(target, self.rank)
-
-    def peer(self, offset: int) -> int:
-        """See `Ring.peer`."""
-        return global_ranks(self.group)[(self.rank + offset) % len(self.spread.runs)]
 
     def sums(self) -> "StraightSums":
         """See `Ring.sums`."""
         return StraightSums(self)
 
-    def steps(self, mine: Tensor) -> Generator[Step, None, None]:
-        """See `Ring.steps`."""
-        held: Tensor | None = mine
-        buffers = self._buffers(mine)
-        for number in range(self.num_steps):
-            flight = self._send_next(number + 1, mine, buffers[number % 2])
-            try:
-                rows = self.spread.mine if number == 0 else self.rows_at(number)
-                yield Step(number, rows, held)
-            except BaseException:
-                drain(flight)
-                raise
-            held = next(iter(flight.wait()), None)
-
-    def _send_next(self, number: int, mine: Tensor, buffer: Tensor) -> Pending[list[Tensor]]:
-        """Start to send and to receive the keys of a step."""
-        if number == self.num_steps:
+    def _send_next(
+        self, number: int, mine: Tensor, held: Tensor | None, buffer: Tensor
+    ) -> Pending[list[Tensor]]:
+        """Start to send and to receive the keys of the next step."""
+        del held
+        following = number + 1
+        if following == self.num_steps:
             return isend_irecv([], [], group=self.group, tag=_KEYS)
-        away, comes, far = self.rows_away(number), self.rows_at(number), self.distance(number)
+        away, comes = self.rows_away(following), self.rows_at(following)
+        far = self.distances[following]
         sends = [(take(mine, away, self.spread.mine), self.peer(far))] if away else []
         receives = [(buffer[: length(comes)], self.peer(-far))] if comes else []
         return isend_irecv(sends, receives, group=self.group, tag=_KEYS)
@@ -340,7 +330,7 @@ class StraightSums(Sums):
         """See `Sums.add`."""
         self._wait()
         ring = self._straight
-        far, back = ring.distance(step.number), ring.rows_away(step.number)
+        far, back = ring.distances[step.number], ring.rows_away(step.number)
         sends = [] if grads is None else [(grads, ring.peer(-far))]
         receives = [(_rows_like(like, back), ring.peer(far))] if back else []
         self._awaited = back
@@ -353,11 +343,7 @@ class StraightSums(Sums):
             add_to(mine, part, rows, self._straight.spread.mine)
 
     def _wait(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        for part in flight.wait():
-            self._arrived.append((self._awaited, part))
+        self._arrived += [(self._awaited, part) for part in self._received()]
 
 
 class _Attention(torch.autograd.Function):
@@ -370,9 +356,7 @@ class _Attention(torch.autograd.Function):
                 for step in steps:
                     if step.part is not None:
                         attention.add(step.part, ring.work(step))
-            out, lse = attention.result(v.size(-1))
-            if sinks is not None:
-                out, lse = with_sinks(out, lse, sinks)
+            out, lse = with_sinks(*attention.result(v.size(-1)), sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.ring = ring
         return out
@@ -397,9 +381,11 @@ class _Attention(torch.autograd.Function):
                         sums.add(step, share, home)
                 sums.add_home_to(home)
             dk, dv = unpacked(home, k.size(-1))
-            dsinks = None
-            if sinks is not None and ctx.needs_input_grad[4]:
-                dsinks = sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+            dsinks = (
+                sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+                if ctx.needs_input_grad[4]
+                else None
+            )
         return None, gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 

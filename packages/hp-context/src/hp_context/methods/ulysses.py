@@ -72,14 +72,14 @@ def head_to_seq(
     """
     packed = x.unflatten(seq_dim, (group.size(), -1)).movedim(seq_dim, 0)
     packing = Packing(group.size(), head_dim, None, head_counts)
-    if head_counts is None:
-        y: Tensor = all_to_all(packed.contiguous(), group=group)
-        return packing.unpacked(y, packed.shape[1:])
-    merged = x.size(head_dim) // head_counts[group.rank()]
     shape = list(packed.shape[1:])
-    shape[head_dim] = merged * sum(head_counts)
+    if head_counts is not None:
+        shape[head_dim] = shape[head_dim] // head_counts[group.rank()] * sum(head_counts)
+        packed = packed.reshape(-1)
     received, sent = packing.splits(torch.Size(shape), group.rank())
-    y = all_to_all(packed.reshape(-1), input_splits=sent, output_splits=received, group=group)
+    y: Tensor = all_to_all(
+        packed.contiguous(), input_splits=sent, output_splits=received, group=group
+    )
     return packing.unpacked(y, torch.Size(shape))
 
 

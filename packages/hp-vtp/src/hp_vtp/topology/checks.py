@@ -28,15 +28,17 @@ def layout_problems(
     """Describe every problem of a layout; empty when it can work."""
     if not stages:
         return ["stages must not be empty"]
-    problems = [
+    of_stages = (
         f"stage {index}: {problem}"
         for index, stage in enumerate(stages)
         for problem in _stage_problems(stage)
+    )
+    return [
+        *of_stages,
+        *_replica_count_problems(stages),
+        *_rank_problems(stages, world_size),
+        *_chain_problems(stages, chain),
     ]
-    problems += _replica_count_problems(stages)
-    problems += _rank_problems(stages, world_size)
-    problems += _chain_problems(stages, chain)
-    return problems
 
 
 def _stage_problems(stage: StageLayout) -> Iterator[str]:

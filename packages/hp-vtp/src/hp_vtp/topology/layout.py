@@ -11,7 +11,7 @@ than there are domains, its replicas serve several domains in turn: domain d use
 Needs no torch and no process group.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import Any
@@ -126,7 +126,12 @@ class PipelineLayout:
     @property
     def edges(self) -> tuple[Edge, ...]:
         """All directed edges in one order: by chain position, forward first, then by domain."""
-        return tuple(self._iterate_edges())
+        return tuple(
+            self._edge(source, destination, domain)
+            for first in range(self.num_stages - 1)
+            for source, destination in ((first, first + 1), (first + 1, first))
+            for domain in range(self.num_domains)
+        )
 
     def edge(self, source: int, destination: int, *, domain: int = 0) -> Edge:
         """The edge between two neighbouring logical stages.
@@ -201,12 +206,6 @@ class PipelineLayout:
         ]
         if problems:
             raise LayoutError(problems)
-
-    def _iterate_edges(self) -> Iterator[Edge]:
-        for first in range(self.num_stages - 1):
-            for source, destination in ((first, first + 1), (first + 1, first)):
-                for domain in range(self.num_domains):
-                    yield self._edge(source, destination, domain)
 
     def _edge(self, source: int, destination: int, domain: int) -> Edge:
         sender = self.stages[self.chain[source]]

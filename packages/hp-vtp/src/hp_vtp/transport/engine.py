@@ -3,13 +3,12 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hp_platform import Event, current_stream, use_stream
+from hp_platform import Event, use_stream
 from hp_vtp.messages.packing import Workspace
 from hp_vtp.plan.bundle import MessageStep
 from hp_vtp.topology.stages import Edge
@@ -192,32 +191,24 @@ class EdgeEnd:
             deliver=deliver,
             waits_for=lambda: self._channel.waiting_for,
         )
-        ready: Event | None = None
-        if self._stream is not None:
-            ready = Event(self._device)
-            ready.record(current_stream(self._device))
+        ready = Event(self._device)
+        ready.record()
         self._worker.submit(lambda: self._run(run, handle, ready, where))
         return handle
 
     def _run(
-        self, run: Callable[[], None], handle: EngineHandle[T], ready: Event | None, where: str
+        self, run: Callable[[], None], handle: EngineHandle[T], ready: Event, where: str
     ) -> None:
         """Run a transfer in the thread of the edge."""
         if (reason := self._failure.reason) is not None:
             handle.fail(self._failed_before(reason, where))
             return
         try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                event = None
-                if ready is not None:
-                    stack.enter_context(torch.cuda.device(self._device))
-                    stack.enter_context(use_stream(self._stream))
-                    ready.wait()
+            with torch.no_grad(), use_stream(self._stream):
+                ready.wait()
                 run()
-                if ready is not None:
-                    event = Event(self._device)
-                    event.record()
+                event = Event(self._device)
+                event.record()
         except Exception as error:  # noqa: BLE001 - told to whoever waits, and to the other ranks
             handle.fail(self._failed(error, where))
         else:

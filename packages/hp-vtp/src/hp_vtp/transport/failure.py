@@ -59,6 +59,7 @@ class Failure:
 
     Attributes:
         is_known: Whether a call has raised because of it.
+        acts: What is done once, when this rank learns of a failure.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,7 +68,7 @@ class Failure:
         self.is_known = False
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
-        self._on_failure: list[Callable[[], None]] = []
+        self.acts: list[Callable[[], None]] = []
 
     @property
     def reason(self) -> str | None:
@@ -79,14 +80,6 @@ class Failure:
         """The first failure, if it is known and another rank's."""
         first = self._first
         return first if first is not None and first.rank != dist.get_rank() else None
-
-    def on_failure(self, act: Callable[[], None]) -> None:
-        """Have something done once, when this rank learns of a failure."""
-        self._on_failure.append(act)
-
-    def disarm(self) -> None:
-        """Do nothing more on a failure: what was to be broken is gone."""
-        self._on_failure = []
 
     def report(self, error: BaseException, mine: FailureReport | None = None) -> FailureReport:
         """Tell the other ranks why this one fails; return the report of the first one to fail.
@@ -103,7 +96,7 @@ class Failure:
                 self._first = first_failure(error, [self._note])
             else:
                 self._first = self._note.leave(mine)
-        for act in self._on_failure:
+        for act in self.acts:
             act()
         return self._first
 

@@ -129,7 +129,7 @@ class EngineHandle(Handle[T]):
             ) from error
         return self._take()
 
-    def end(self, event: Event | None) -> None:
+    def end(self, event: Event) -> None:
         """Tell that everything was issued; `event` tells when it has been done."""
         self._event = event
         self._ended.set()

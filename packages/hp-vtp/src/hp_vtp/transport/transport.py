@@ -108,9 +108,9 @@ class Transport:
             )
             for edge, parts in groups.items()
         }
-        for parts in groups.values():
-            for group in parts.distinct:
-                self._failure.on_failure(partial(break_group, group))
+        self._failure.acts = [
+            partial(break_group, group) for parts in groups.values() for group in parts.distinct
+        ]
 
     def __enter__(self) -> Self:
         return self
@@ -306,7 +306,7 @@ class Transport:
         finally:
             for end in ends.values():
                 end.end_thread()
-            self._failure.disarm()
+            self._failure.acts = []  # what they would break is gone
             for end in ends.values() if alive else ():
                 end.destroy_groups()
 
