@@ -7,9 +7,6 @@ from typing import Any
 from hp_train.config.schema import convert, fields, shown
 from hp_train.errors import ConfigError
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
-_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings", "max_seq_len", "max_sequence_length"),
@@ -17,9 +14,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "num_heads": ("num_attention_heads",),
     "num_kv_heads": ("num_key_value_heads", "num_attention_heads"),
-    "num_experts": _EXPERTS,
-    "top_k": _CHOSEN,
-    "expert_hidden": _EXPERT_WIDTHS,
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"),
+    "expert_hidden": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
 }
 """Our key -> what configs of transformers call it, the first that one has."""
 _NEEDED = ("vocab_size", "dim", "num_layers")
@@ -92,8 +89,7 @@ def shape_of_folder(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]
 
 def _shape(folder: str, *, trust: bool) -> dict[str, Any]:
     config = config_of(folder, trust=trust)
-    text = text_config_of(config)
-    found = dict(_FIXED)
+    text, found = text_config_of(config), dict(_FIXED)
     for name, theirs in _NAMES.items():
         value = next((v for n in theirs if (v := _number(getattr(text, n, None))) > 0), 0)
         if name in _NEEDED and not value:

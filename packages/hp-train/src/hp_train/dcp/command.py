@@ -118,6 +118,7 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
             step=extra["step"],
             extra=store.encode_extra(extra),
             group=None,
+            keep=1,
         )
     except OSError as error:
         raise failed("write", run, error) from None

@@ -154,7 +154,7 @@ def _exchanges(config: _Run, rank: int) -> Iterator[Sequence[int]]:
     index = layout.pp_index(rank)
     place = layout.stages[index]
     stages = config.stages
-    talks = {"ep", "etp"} if _has_experts(config, index, stages) else set()
+    talks = {"ep", "etp"} if _has_experts(config, index) else set()
     for name, axes in GROUPS.items():
         if place.size(*axes) > 1 and name != "cp":
             yield _group(place, rank, *axes) if name in talks else ()
@@ -208,13 +208,11 @@ def _of_uneven_edges(config: _Run, layout: Layout, rank: int) -> Iterator[Sequen
             yield tuple(inside)
 
 
-def _has_experts(config: _Run, index: int, stages: Sequence[int]) -> bool:
+def _has_experts(config: _Run, index: int) -> bool:
     """Whether a pipeline rank has a layer of experts."""
-    model = config.model
+    stages, model = config.stages, config.model
     last = max(config.layers[stage][-1] for stage, at in enumerate(stages) if at == index)
-    if index == stages[-1]:
-        last += model.num_mtp_modules
-    return not model.is_dense(last)
+    return not model.is_dense(last + (model.num_mtp_modules if index == stages[-1] else 0))
 
 
 @lru_cache(maxsize=4096)  # pipelines and batches of one mesh ask for the same

@@ -30,13 +30,9 @@ def file_rules(config: Config) -> Iterator[str]:
         elif not (_is(path, Path.is_file) or _is(path, Path.is_dir)):
             yield f"data.paths ({_path(path)}) must be a regular file or a folder"
     yield from _model_files(config)
-    if data.tokenizer and not _is(data.tokenizer, Path.is_file):
-        yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
-    if data.plan_costs and not _is(data.plan_costs, Path.is_file):
-        yield (
-            f"data.plan_costs ({_path(data.plan_costs)}) must be a file"
-            f"{_neighbour(data.plan_costs)}"
-        )
+    for key, file in ("data.tokenizer", data.tokenizer), ("data.plan_costs", data.plan_costs):
+        if file and not _is(file, Path.is_file):
+            yield f"{key} ({_path(file)}) must be a file{_neighbour(file)}"
     if run.init_from and not _is(f"{run.init_from}/config.json", Path.is_file):
         yield (
             f"run.init_from ({_path(run.init_from)}) must be a folder with a config.json"
@@ -44,10 +40,8 @@ def file_rules(config: Config) -> Iterator[str]:
         )
     if run.resume:
         require_run_directory(run.resume)
-    target = run.resume or run.output_dir
-    key = "run.resume" if run.resume else "run.output_dir"
-    problem = _not_writable(target)
-    if problem:
+    key, target = ("run.resume", run.resume) if run.resume else ("run.output_dir", run.output_dir)
+    if problem := _not_writable(target):
         yield f"{key} ({_path(target)}) must be a writable folder: {problem}"
 
 
@@ -78,8 +72,7 @@ def _unread_weights(folder: Path) -> str:
     """A file of weights in a folder that has none in safetensors files; empty: there is none."""
     if any(folder.glob("*.safetensors")):
         return ""
-    found = (path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
-    return next(found, "")
+    return next((path.name for each in _OTHER_WEIGHTS for path in folder.glob(each)), "")
 
 
 def require_run_directory(path: str) -> None:
@@ -110,10 +103,11 @@ def saving_rules(config: Config) -> Iterator[str]:
 
 def extra_rules(config: Config) -> Iterator[str]:
     """What needs an optional package must find it."""
-    needs = {"tensorboard": ("run.tensorboard", config.run.tensorboard)}
-    needs["tokenizers"] = ("data.tokenizer", bool(config.data.tokenizer))
-    needs["transformers"] = ("model.transformers", bool(config.model.transformers))
-    for extra, (key, is_wanted) in needs.items():
+    for extra, key, is_wanted in (
+        ("tensorboard", "run.tensorboard", config.run.tensorboard),
+        ("tokenizers", "data.tokenizer", config.data.tokenizer),
+        ("transformers", "model.transformers", config.model.transformers),
+    ):
         if is_wanted and importlib.util.find_spec(extra) is None:
             yield f"{key} needs the extra {extra}: pip install 'hp-train[{extra}]'"
 
