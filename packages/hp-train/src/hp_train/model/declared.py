@@ -106,8 +106,7 @@ def _modules(
     module: nn.Module, path: str = "", published: str = ""
 ) -> Iterator[tuple[str, str, nn.Module]]:
     """All modules with their path here and in published files."""
-    own = module.__dict__.get("published_path", "")
-    published = f"{published}.{own}".strip(".")
+    published = f"{published}.{module.__dict__.get('published_path', '')}".strip(".")
     yield path, published, module
     for name, child in module.named_children():
         yield from _modules(child, f"{path}.{name}".lstrip("."), published)

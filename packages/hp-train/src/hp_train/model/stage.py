@@ -212,8 +212,7 @@ class Stage(nn.Module):
         for part in self.experts:
             if hidden:
                 # Ranks that share an expert's width have different positions.
-                style = ExpertTensorParallel(sliced=True)
-                style.apply(part, (groups["ep"], groups["etp"]))
+                ExpertTensorParallel(sliced=True).apply(part, (groups["ep"], groups["etp"]))
             else:
                 ExpertParallel().apply(part, groups["ep"])
 

@@ -61,10 +61,7 @@ class _Lists(NamedTuple):
     @classmethod
     def of(cls, parameters: list[Tensor], state: Mapping[Tensor, Mapping[str, Tensor]]) -> "_Lists":
         of_each = [state[parameter] for parameter in parameters]
-        averages, squares, steps = (
-            [each[name] for each in of_each] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
-        return cls(parameters, averages, squares, steps)
+        return cls(parameters, *([each[name] for each in of_each] for name in (*MOMENTS, "step")))
 
 
 def _materialize(optimizer: torch.optim.AdamW) -> None:

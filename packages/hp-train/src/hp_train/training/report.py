@@ -84,7 +84,7 @@ def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
     """
     keys = ("step", *_LOSSES, *_MFU, *_MEMORY)
     rows = [{key: row.get(key) for key in keys} for _, row in read_metrics(folder)]
-    folder.replace("loss.svg", loss_curve_svg(rows).encode())
+    folder.replace("loss.svg", _curves_svg("loss (nats per token)", rows, _LOSSES).encode())
     if any(row["mfu"] is not None for row in rows):
         svg = _curves_svg("model FLOPs utilization (%)", rows, _MFU, scale=100.0)
         folder.replace("mfu.svg", svg.encode())
@@ -96,15 +96,6 @@ def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
         folder.replace("timeline.json", json.dumps(chrome_trace(timelines)).encode())
 
 
-def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Training and held-out loss over steps as an SVG picture.
-
-    Args:
-        rows: Lines of metrics.jsonl.
-    """
-    return _curves_svg("loss (nats per token)", rows, _LOSSES)
-
-
 def _curves_svg(
     title: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str], *, scale: float = 1.0
 ) -> str:
@@ -113,9 +104,7 @@ def _curves_svg(
         key: [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
         for key in labels
     }
-    points = [point for line in series.values() for point in line]
-    if not points:
-        points = [(0, 0.0), (1, 1.0)]
+    points = [point for line in series.values() for point in line] or [(0, 0.0), (1, 1.0)]
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     x_ticks, y_ticks = ticks(x_low, x_high), ticks(y_low, y_high)
