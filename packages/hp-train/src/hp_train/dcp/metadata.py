@@ -175,8 +175,7 @@ def _places(data: Any) -> Iterator[tuple[tuple[str, tuple[int, ...]], Place]]:
             continue  # of what is no tensor
         if info.get("transform_descriptors"):
             raise DamageError("what was compressed or encrypted cannot be read")
-        file = info["relative_path"]
-        name = index["fqn"]
+        file, name = info["relative_path"], index["fqn"]
         if not isinstance(name, str) or not isinstance(file, str):
             raise DamageError("names of tensors and files must be strings")
         if not _FILE.match(file):

@@ -367,8 +367,7 @@ class _Recorder:
         """Whether the function computes what is computed here, of some numbers."""
         assert self._function is not None
         drawn = torch.Generator().manual_seed(0)
-        shape = (2, 13, balance.num_experts)
-        some = torch.randn(shape, generator=drawn, dtype=torch.float32)
+        some = torch.randn(2, 13, balance.num_experts, generator=drawn, dtype=torch.float32)
         theirs = self._function(tuple(some), balance.num_experts, balance.top_k)
         counts, sums = (sum(part) for part in zip(*map(balance.counted, some), strict=True))
         assert isinstance(counts, Tensor)

@@ -78,7 +78,6 @@ def count_experts(experts: nn.Module, counted: Counted, *, num_ranks: int) -> No
         )
         # transformers keeps copies of rows in front of and behind experts, and more between.
         kept = 2 * hidden if is_spread else 4 * hidden + 2 * x_TD.shape[1]
-        y = counted.mix(x_TD, chosen_TK, elements, kept=kept, share=share)
-        return y.view(x.shape)
+        return counted.mix(x_TD, chosen_TK, elements, kept=kept, share=share).view(x.shape)
 
     experts.forward = mixed

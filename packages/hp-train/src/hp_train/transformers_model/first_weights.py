@@ -159,8 +159,8 @@ class _Drawing:
         self.places: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
         for path, module in part.named_modules() if recurse else [("", part)]:
             for leaf, parameter in module.named_parameters(recurse=False):
-                found = self.places.setdefault(parameter, [])
-                found.append((f"{path}.{leaf}".lstrip("."), module))
+                name = f"{path}.{leaf}".lstrip(".")
+                self.places.setdefault(parameter, []).append((name, module))
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers, by their names in it."""
@@ -299,6 +299,6 @@ def _rules(module: nn.Module, owner: Any, *, recurse: bool) -> Iterator[_Rule]:
     from transformers import PreTrainedModel  # noqa: PLC0415
 
     for child in module.children() if recurse else ():
-        is_model = isinstance(child, PreTrainedModel)
-        yield from _rules(child, child if is_model else owner, recurse=True)
+        its_owner = child if isinstance(child, PreTrainedModel) else owner
+        yield from _rules(child, its_owner, recurse=True)
     yield module, owner

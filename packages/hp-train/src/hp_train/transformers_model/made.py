@@ -96,8 +96,7 @@ def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     Raises:
         hp_train.errors.ConfigError: When there is none.
     """
-    config: Any = model.config
-    count = text_config_of(config).num_hidden_layers
+    count = text_config_of(model.config).num_hidden_layers
     lists = [
         (path, part)
         for path, part in model.named_modules()

@@ -63,7 +63,7 @@ class _Call(NamedTuple):
     """What modules of a stage read of the call that is running.
 
     Attributes:
-        hidden: What the stage before has sent; None: there is none.
+        hidden: What the stage before has sent; None: there is none, nor outside of calls.
         wants_logits: Whether the output matrix is to be used, and not what it would get.
         balancing: The loss that balances experts; None: there is none.
     """
@@ -73,7 +73,8 @@ class _Call(NamedTuple):
     balancing: Balancing | None = None
 
 
-_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+_NO_CALL = _Call(None, wants_logits=True)
+_call: ContextVar[_Call] = ContextVar("call", default=_NO_CALL)
 
 
 class _LeftError(Exception):
@@ -162,19 +163,13 @@ class TransformersStage(Stage):
         return {str(index): self._listed[index] for index in self.own_layers}
 
     @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """See `Stage.blocks`."""
-        return [*self.layers.values()]
-
-    @property
     def apart(self) -> Sequence[nn.Module]:
         """See `Stage.apart`; what layers share is FSDP's with all that is in no block.
 
         Raises:
             hp_train.errors.ConfigError: When layers run outside of their calls.
         """
-        code = vars(sys.modules[type(self.whole).__module__])
-        if any("Reversible" in name for name in code):
+        if any("Reversible" in name for name in vars(sys.modules[type(self.whole).__module__])):
             raise ConfigError(
                 f"mesh.dp_shard must be 1 with {type(self.whole).__name__}: its backward runs "
                 "parts of layers again by itself, outside of their calls"
@@ -308,9 +303,7 @@ class TransformersStage(Stage):
             microbatch: What travels with the call.
         """
         wants_logits = microbatch.targets is None or not self.outline.head
-        inputs: dict[str, Any] = {"input_ids": x}
-        if not self.is_first:
-            inputs = {"inputs_embeds": self._nothing_embedded(x)}
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": self._nothing_embedded(x)}
         inputs |= positions_of(
             self.whole, self.config, microbatch, x, is_shared=self._shares_sequence
         )
@@ -345,8 +338,7 @@ class TransformersStage(Stage):
             return None
         weight = x.shape[0] / microbatch.num_sequences
         name = f"{self.outline.layers}.{self.own_layers[0]}"
-        told = self._counts_once
-        return Balancing(self.balance, microbatch, weight, name=name, is_told=told)
+        return Balancing(self.balance, microbatch, weight, name=name, is_told=self._counts_once)
 
     def _received(self, x: Tensor, balancing: Balancing | None) -> Tensor:
         """Hidden states of what has arrived."""
@@ -359,9 +351,8 @@ class TransformersStage(Stage):
 
     def _sent(self, hidden: Tensor) -> Tensor:
         """What leaves with hidden states [B, S, D]."""
-        call = _call.get()
-        if call is not None and call.balancing is not None:
-            return call.balancing.send(hidden)
+        if (balancing := _call.get().balancing) is not None:
+            return balancing.send(hidden)
         return F.pad(hidden, (0, self.num_columns)) if self.num_columns else hidden
 
     def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
@@ -390,13 +381,11 @@ class TransformersStage(Stage):
 
     def _nothing_embedded(self, x: Tensor) -> Tensor:
         """What a model gets in place of embeddings of tokens where nothing is made of them."""
-        width = self.whole.get_input_embeddings().embedding_dim
-        return x.new_zeros(*x.shape[:2], width)
+        return x.new_zeros(*x.shape[:2], self.whole.get_input_embeddings().embedding_dim)
 
     def _skip(self, *_args: Any, **_kwargs: Any) -> Any:
         """Be a layer of a stage before: return what has arrived."""
-        call = _call.get()
-        hidden = None if call is None else call.hidden
+        hidden = _call.get().hidden
         if self.outline.returned is None:
             return hidden
         kind, count = self.outline.returned
@@ -480,21 +469,19 @@ class TransformersStage(Stage):
 
 def _see(place: int | None, _module: nn.Module, _args: Any, output: Any) -> None:
     """Be a hook of a router."""
-    call = _call.get()
-    if call is not None and call.balancing is not None:
-        call.balancing.see(output if place is None else output[place])
+    if (balancing := _call.get().balancing) is not None:
+        balancing.see(output if place is None else output[place])
 
 
 def _balanced(forward: Callable[..., Any], index: int, *args: Any, **kwargs: Any) -> Any:
     """Call a layer, and let the loss of its router come along."""
-    call = _call.get()
-    if call is None or call.balancing is None:
+    if (balancing := _call.get().balancing) is None:
         return forward(*args, **kwargs)
-    call.balancing.begin()
+    balancing.begin()
     output = forward(*args, **kwargs)
     if isinstance(output, Tensor):
-        return call.balancing.attach(index, output)
-    return type(output)([call.balancing.attach(index, output[0]), *output[1:]])
+        return balancing.attach(index, output)
+    return type(output)([balancing.attach(index, output[0]), *output[1:]])
 
 
 def _recomputed_in_call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -502,7 +489,7 @@ def _recomputed_in_call(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
     return recomputed(partial(_in_call, forward, _call.get()), *args, **kwargs)
 
 
-def _in_call(forward: Callable[..., Any], call: _Call | None, *args: Any, **kwargs: Any) -> Any:
+def _in_call(forward: Callable[..., Any], call: _Call, *args: Any, **kwargs: Any) -> Any:
     token = _call.set(call)
     try:
         return forward(*args, **kwargs)
@@ -526,8 +513,7 @@ def _leave(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _head_of(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Be an output matrix that is not to be used, where a loss needs no logits."""
-    call = _call.get()
-    if call is None or call.wants_logits:
+    if _call.get().wants_logits:
         return forward(x)
     raise _LeftError(x)
 
