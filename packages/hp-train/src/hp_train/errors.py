@@ -21,6 +21,16 @@ PREEMPTED = 75
 """Stopped on request, to be started again: EX_TEMPFAIL of sysexits.h."""
 
 
+def in_one_line(text: object, most: int) -> str:
+    """A text without line breaks, cut to a number of characters, for a message."""
+    return " ".join(str(text).split())[:most]
+
+
+def told(error: Exception, most: int) -> str:
+    """Kind and message of an error of others, in one line."""
+    return in_one_line(f"{type(error).__name__}: {error}", most)
+
+
 class HpError(Exception):
     """A failure with a one-line message for the person who started the run."""
 

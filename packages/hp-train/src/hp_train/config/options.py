@@ -16,6 +16,7 @@ from hp_train.base.folder import Folder, read_named, why_not
 from hp_train.config import Config, rules
 from hp_train.config.schema import (
     Field,
+    by_section,
     convert,
     did_you_mean,
     fields,
@@ -24,7 +25,7 @@ from hp_train.config.schema import (
     unknown_key,
 )
 from hp_train.config.transformers_folder import shape_of_folder
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, in_one_line
 
 CONFIG = "config.toml"
 """Name of the config in a run directory."""
@@ -154,11 +155,7 @@ def saved_values(run: Path) -> dict[str, Any]:
 
 def build(values: Mapping[str, Any]) -> Config:
     """Make a config of checked values by key, with defaults for the rest; no rule is checked."""
-    tables: dict[str, dict[str, Any]] = {section: {} for section in sections()}
-    for key, value in values.items():
-        field = fields()[key]
-        tables[field.section][field.name] = value
-    return msgspec.convert(tables, Config)
+    return msgspec.convert(by_section(values), Config)
 
 
 def for_saving(resolved: Resolved) -> Config:
@@ -281,8 +278,7 @@ def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"{path} must be TOML: {reason}") from None
+        raise ConfigError(f"{path} must be TOML: {in_one_line(error, 120)}") from None
     lines = _line_numbers(text)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

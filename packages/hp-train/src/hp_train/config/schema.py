@@ -10,7 +10,7 @@ import json
 import math
 import operator
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType
@@ -132,6 +132,15 @@ def fields() -> dict[str, Field]:
 def sections() -> dict[str, type[Struct]]:
     """The struct of each section, in the order of the schema."""
     return {info.name: info.type for info in msgspec.structs.fields(Config)}
+
+
+def by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Values of keys as tables, such as a TOML file has."""
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        tables.setdefault(section, {})[name] = value
+    return tables
 
 
 def convert(field: Field, raw: object, *, strict: bool) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from hp_train.config import Config, rules
-from hp_train.config.schema import fields
+from hp_train.config.schema import by_section, fields
 
 _SIZES = (1, 2, 3, 4, 6, 8)
 _LOOKED_AT = 40
@@ -79,10 +79,7 @@ Pair = tuple[int, object, int, object]
 
 def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
     """The same config with some keys replaced."""
-    tables: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        tables.setdefault(section, {})[name] = value
+    tables = by_section(values)
     changed = {name: replace(getattr(config, name), **table) for name, table in tables.items()}
     return replace(config, **changed)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_train.config.schema import convert, fields, shown
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, told
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
@@ -115,5 +115,6 @@ def _refused(folder: str, error: Exception, *, trust: bool) -> str:
             f"model.trust_remote_code (false) must be true with model.transformers "
             f"({shown(folder)}): its config.json names Python files of that folder"
         )
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return f"model.transformers ({shown(folder)}) must be a model of transformers: {text}"
+    return (
+        f"model.transformers ({shown(folder)}) must be a model of transformers: {told(error, 300)}"
+    )

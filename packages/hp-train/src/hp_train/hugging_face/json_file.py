@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from hp_platform.store import CheckpointError
 from hp_platform.store.safetensors import open_regular
 from hp_train.config.schema import shown
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, in_one_line
 
 
 def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
             data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_not_finite
         )
     except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:120]
+        reason = in_one_line(error, 120)
         raise ConfigError(f"{_name(path)} must be readable JSON: {reason}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{_name(path)} must be a JSON object")

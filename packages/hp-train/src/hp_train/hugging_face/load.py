@@ -177,8 +177,9 @@ def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelCo
 
 def _is_ignored(name: str, model: ModelConfig) -> bool:
     """What old files have besides weights, and the output matrix that is the embedding as well."""
-    is_tied = model.tie_embeddings and name == "lm_head.weight"
-    return is_tied or name.endswith("rotary_emb.inv_freq")
+    return name.endswith("rotary_emb.inv_freq") or (
+        model.tie_embeddings and name == "lm_head.weight"
+    )
 
 
 def first_of(names: list[str]) -> str:

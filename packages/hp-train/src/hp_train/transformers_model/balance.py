@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import outside_graph
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, told
 from hp_train.model import Microbatch
 from hp_train.transformers_model.made import choose_experts, is_balanced, on_meta
 from hp_train.transformers_model.outline import Answers
@@ -255,8 +255,8 @@ def _balance(folder: str, trust: bool) -> Balance | None:
     try:
         output = found.run(made)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise _refused(kind, f"the model does not run without memory: {text}") from error
+        why = f"the model does not run without memory: {told(error, 200)}"
+        raise _refused(kind, why) from error
     if found.arguments is None:
         if getattr(output, "aux_loss", None) is not None:
             raise _refused(kind, f"it is not made by {_FUNCTION}")

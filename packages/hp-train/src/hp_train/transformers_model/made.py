@@ -10,7 +10,7 @@ from torch import nn
 from hp_train.config import ModelConfig
 from hp_train.config.schema import shown
 from hp_train.config.transformers_folder import config_of, text_config_of
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, told
 
 _BALANCED = "output_router_logits"
 """Key of configs of transformers."""
@@ -39,10 +39,9 @@ def on_meta(
                 config, dtype=dtype, trust_remote_code=model.trust_remote_code
             )
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
             f"model.transformers ({shown(model.transformers)}) must be a causal language model "
-            f"that can be made: {text}"
+            f"that can be made: {told(error, 300)}"
         ) from error
     for part in (made.config, text_config_of(made.config)) if not balanced else ():
         if getattr(part, _BALANCED, False):

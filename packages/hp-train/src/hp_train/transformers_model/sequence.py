@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from hp_context import ContextParallel, register_attention
 from hp_context.hugging_face.mixers import current_trial
 from hp_train.config.transformers_folder import text_config_of
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, in_one_line
 
 _NAME = "hp_train"
 
@@ -54,8 +54,7 @@ def spread(model: Any, context: ContextParallel, group: ProcessGroup) -> None:
 
 def not_spread(model: Any, error: Exception) -> ConfigError:
     """Why ranks cannot share sequences of a model."""
-    text = " ".join(str(error).split())[:300]
-    return ConfigError(f"mesh.cp must be 1 for {type(model).__name__}: {text}")
+    return ConfigError(f"mesh.cp must be 1 for {type(model).__name__}: {in_one_line(error, 300)}")
 
 
 def hidden_of_trial(inputs: dict[str, Any], width: tuple[int, ...]) -> Tensor | None:
@@ -65,9 +64,7 @@ def hidden_of_trial(inputs: dict[str, Any], width: tuple[int, ...]) -> Tensor | 
         inputs: Arguments of the model.
         width: Sizes of hidden states behind those of sequences and positions.
     """
-    if current_trial() is None:
-        return None
-    return hidden_of(inputs["input_ids"], width)
+    return None if current_trial() is None else hidden_of(inputs["input_ids"], width)
 
 
 def hidden_of(tokens: Tensor, width: tuple[int, ...]) -> Tensor:
