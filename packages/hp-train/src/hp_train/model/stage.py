@@ -319,8 +319,9 @@ def factory_of(name: str) -> Callable[..., Any]:
         module = _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
         found: Callable[..., Any] = attrgetter(function)(module)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ConfigError(f'model.factory ("{name}") must be importable: {told}') from error
+        raise ConfigError(
+            f'model.factory ("{name}") must be importable: {type(error).__name__}: {error}'
+        ) from error
     return found
 
 

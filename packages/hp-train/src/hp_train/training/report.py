@@ -84,7 +84,7 @@ def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
     """
     keys = ("step", *_LOSSES, *_MFU, *_MEMORY)
     rows = [{key: row.get(key) for key in keys} for _, row in read_metrics(folder)]
-    folder.replace("loss.svg", _curves_svg("loss (nats per token)", rows, _LOSSES).encode())
+    folder.replace("loss.svg", loss_curve_svg(rows).encode())
     if any(row["mfu"] is not None for row in rows):
         svg = _curves_svg("model FLOPs utilization (%)", rows, _MFU, scale=100.0)
         folder.replace("mfu.svg", svg.encode())
@@ -94,6 +94,15 @@ def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
     if timelines:
         folder.replace("timeline.svg", timeline_svg(timelines).encode())
         folder.replace("timeline.json", json.dumps(chrome_trace(timelines)).encode())
+
+
+def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Training and held-out loss over steps as an SVG picture.
+
+    Args:
+        rows: Lines of metrics.jsonl.
+    """
+    return _curves_svg("loss (nats per token)", rows, _LOSSES)
 
 
 def _curves_svg(
