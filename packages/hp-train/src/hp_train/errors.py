@@ -21,14 +21,9 @@ PREEMPTED = 75
 """Stopped on request, to be started again: EX_TEMPFAIL of sysexits.h."""
 
 
-def in_one_line(text: object, most: int) -> str:
-    """A text without line breaks, cut to a number of characters, for a message."""
-    return " ".join(str(text).split())[:most]
-
-
 def told(error: Exception, most: int) -> str:
-    """Kind and message of an error of others, in one line."""
-    return in_one_line(f"{type(error).__name__}: {error}", most)
+    """Kind and message of somebody else's error in one line, cut to a number of characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 
 class HpError(Exception):

@@ -25,7 +25,7 @@ from hp_train.config.schema import (
     unknown_key,
 )
 from hp_train.config.transformers_folder import shape_of_folder
-from hp_train.errors import ConfigError, in_one_line
+from hp_train.errors import ConfigError
 
 CONFIG = "config.toml"
 """Name of the config in a run directory."""
@@ -278,7 +278,7 @@ def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} must be TOML: {in_one_line(error, 120)}") from None
+        raise ConfigError(f"{path} must be TOML: {why_not(error)}") from None
     lines = _line_numbers(text)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -188,6 +189,11 @@ def shown(value: object, *, limit: int = _SHOWN) -> str:
     except RecursionError:
         return "a list in a list in a list ..."
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def shown_path(path: str | Path) -> str:
+    """A path for a one-line message, which names most of them whole."""
+    return shown(str(path), limit=250)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ checkpoints consist of. Instructions that name or call something leave a note of
 """
 
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,12 @@ class Persistent:
     key: Any
 
 
-def read_pickle(data: bytes, *, allowed: Callable[[str], bool]) -> Any:
+def read_pickle(data: bytes, *, allowed: Container[str]) -> Any:
     """Interpret a pickle.
 
     Args:
         data: All of it.
-        allowed: Whether it may name this, as ``module.name``.
+        allowed: What it may name, as ``module.name``.
 
     Returns:
         Numbers, strings, tuples, lists and dicts as they are; all else as notes.
@@ -68,7 +68,7 @@ def read_pickle(data: bytes, *, allowed: Callable[[str], bool]) -> Any:
 
 @dataclass
 class _Machine:
-    allowed: Callable[[str], bool]
+    allowed: Container[str]
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
 
@@ -98,7 +98,7 @@ class _Machine:
     def named(self, arg: str | None) -> None:
         module, name = self._pop(2) if arg is None else arg.split(" ", 1)
         full = f"{module}.{name}"
-        if not self.allowed(full):
+        if full not in self.allowed:
             raise DamageError(f"names {full[:80]!r}, which no checkpoint of tensors needs")
         self.stack.append(Named(full))
 

@@ -100,9 +100,8 @@ class Balancing:
     ) -> None:
         self._balance, self._microbatch, self._weight = balance, microbatch, weight
         self._is_told = is_told
-        padding = microbatch.padding
         self._name = name
-        self._keep = None if padding is None else ~padding.flatten()
+        self._keep = None if microbatch.padding is None else ~microbatch.padding.flatten()
         self._logits: list[Tensor] = []
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.before: Tensor | None = None
@@ -358,9 +357,8 @@ class _Recorder:
         assert isinstance(top_k, int)
         balance = Balance(self._factor.coefficient, num_experts, top_k, routers)
         with torch.device("cpu"):  # models are made on others
-            is_same = self._is_same(balance)
-        if not is_same:
-            raise _refused(kind, f"its {_FUNCTION} is not that of Mixtral")
+            if not self._is_same(balance):
+                raise _refused(kind, f"its {_FUNCTION} is not that of Mixtral")
         return balance
 
     def _is_same(self, balance: Balance) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from hp_context import ContextParallel, register_attention
 from hp_context.hugging_face.mixers import current_trial
 from hp_train.config.transformers_folder import text_config_of
-from hp_train.errors import ConfigError, in_one_line
+from hp_train.errors import ConfigError
 
 _NAME = "hp_train"
 
@@ -54,7 +54,8 @@ def spread(model: Any, context: ContextParallel, group: ProcessGroup) -> None:
 
 def not_spread(model: Any, error: Exception) -> ConfigError:
     """Why ranks cannot share sequences of a model."""
-    return ConfigError(f"mesh.cp must be 1 for {type(model).__name__}: {in_one_line(error, 300)}")
+    text = " ".join(str(error).split())[:300]
+    return ConfigError(f"mesh.cp must be 1 for {type(model).__name__}: {text}")
 
 
 def hidden_of_trial(inputs: dict[str, Any], width: tuple[int, ...]) -> Tensor | None:
