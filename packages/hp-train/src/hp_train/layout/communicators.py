@@ -177,8 +177,7 @@ def _of_sequence(config: _Run, members: Sequence[int], rank: int) -> Iterator[Se
     degree, at = config.mesh.heads_degree, members.index(rank)
     inner, outer = members[at - at % degree :][:degree], members[at % degree :: degree]
     if config.mesh.cp_ring:
-        mine = at // degree
-        outer = [outer[(mine + step) % len(outer)] for step in (1, -1)]
+        outer = [outer[(at // degree + step) % len(outer)] for step in (1, -1)]
     if 1 < degree < len(members):
         yield ()  # all of them, of whom those with the same heads and the others have their own
         yield inner

@@ -109,7 +109,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    span = max(1, config.steps - config.warmup_steps)
-    share = min(1.0, (step - config.warmup_steps) / span)
+    share = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
     low = config.min_learning_rate_ratio
     return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hp_expert.hugging_face.layout import num_experts_of
 from hp_expert.hugging_face.modules import DispatchedExperts
-from hp_train.model.counted import Counted
+from hp_train.model import Counted
 
 _NAME = "hp_train_counted"
 

@@ -17,11 +17,10 @@ def require_same_in_every_layout(model: Any) -> None:
     Raises:
         hp_train.errors.ConfigError: About the first such thing.
     """
-    kind = type(model).__name__
     for path, share in _drawn(model):
         raise ConfigError(
-            f"{path} ({share:g}) of {kind} must be 0, by its config.json: what torch's generators "
-            "draw depends on the layout"
+            f"{path} ({share:g}) of {type(model).__name__} must be 0, by its config.json: what "
+            "torch's generators draw depends on the layout"
         )
 
 

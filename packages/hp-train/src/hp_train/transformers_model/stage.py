@@ -36,8 +36,7 @@ from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import text_config_of
 from hp_train.errors import ConfigError
-from hp_train.model import Microbatch, Stage
-from hp_train.model.counted import Counted
+from hp_train.model import Counted, Microbatch, Stage
 from hp_train.model.parameters import Parameter
 from hp_train.model.recompute import Recompute, recomputed
 from hp_train.transformers_model.balance import COLUMNS, Balancing, balance_of
@@ -148,8 +147,7 @@ class TransformersStage(Stage):
         self._ranks: Mapping[str, int] = {"tp": 1, "ep": 1}  # that this one stands for
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
-                is_before = index < self.own_layers[0]
-                layer.forward = self._skip if is_before else _leave
+                layer.forward = self._skip if index < self.own_layers[0] else _leave
         declare_all(self)
 
     @staticmethod
@@ -440,8 +438,7 @@ class TransformersStage(Stage):
 
     def lifted(self) -> contextlib.AbstractContextManager[Any]:
         """In float64, let whatever asks for less get float64."""
-        is_double = self.compute_dtype == torch.float64
-        return lifting() if is_double else contextlib.nullcontext()
+        return lifting() if self.compute_dtype == torch.float64 else contextlib.nullcontext()
 
     def _is_here(self, name: str) -> bool:
         return self.outline.is_on(name, self.own_layers, first=self.is_first, last=self.is_last)
