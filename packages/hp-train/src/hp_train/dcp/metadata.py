@@ -136,10 +136,8 @@ def _tensor(
     if dtype not in DTYPE_NAMES:
         raise DamageError(f"dtype ({dtype[:60]}) must be one of {', '.join(DTYPE_NAMES)}")
     shape = _sizes(entry["size"])
-    boxes = []
-    for chunk in entry["chunks"]:
-        state = _state(chunk, _HERE + "ChunkStorageMetadata")
-        boxes.append(Box(_sizes(state["offsets"]), _sizes(state["sizes"])))
+    chunks = (_state(chunk, _HERE + "ChunkStorageMetadata") for chunk in entry["chunks"])
+    boxes = [Box(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
     # torch lists a box without elements for a tensor that has none.
     boxes = [box for box in boxes if math.prod(box[1])]
     if error := coverage_error(shape, boxes):

@@ -87,6 +87,23 @@ def choose_experts(model: Any, implementation: str) -> None:
         config._experts_implementation = implementation  # noqa: SLF001 - its own setter asks for more
 
 
+def places_of(
+    part: nn.Module, *, recurse: bool = True
+) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    """Parameters of a part of a model, each with names and modules that have it.
+
+    Args:
+        part: The part.
+        recurse: Whether modules in it belong to it.
+    """
+    found: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, module in part.named_modules() if recurse else [("", part)]:
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{leaf}".lstrip(".")
+            found.setdefault(parameter, []).append((name, module))
+    return found
+
+
 def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """What may be the list of layers of a model, with their paths.
 

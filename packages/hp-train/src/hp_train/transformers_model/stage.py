@@ -44,7 +44,7 @@ from hp_train.transformers_model.counted import count_attention, count_experts
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.documents_trial import require_documents_apart
 from hp_train.transformers_model.first_weights import fill
-from hp_train.transformers_model.made import choose_experts, on_meta
+from hp_train.transformers_model.made import choose_experts, on_meta, places_of
 from hp_train.transformers_model.outline import Outline, outline_of
 from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
@@ -278,11 +278,11 @@ class TransformersStage(Stage):
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Give parameters and buffers memory, and stand-ins of those of others zeros without."""
-        shared = _places_of_parameters(self)
+        shared = places_of(self)
         super().to_empty(device=device, recurse=recurse)
-        for (first, name), *others in shared.values():
-            for module, leaf in others:  # each has got memory of its own
-                setattr(module, leaf, getattr(first, name))
+        for (first, _), *others in shared.values():
+            for name, module in others:  # each has got memory of its own
+                setattr(module, name.rpartition(".")[2], self.get_parameter(first))
         self._require_products(torch.device(device))
         self._compute_blocks()
         if self.outline.head and self.is_last:
@@ -492,15 +492,6 @@ def _in_call(forward: Callable[..., Any], call: _Call, *args: Any, **kwargs: Any
         return forward(*args, **kwargs)
     finally:
         _call.reset(token)
-
-
-def _places_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Modules and names that have each parameter."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            found.setdefault(id(parameter), []).append((module, leaf))
-    return found
 
 
 def _leave(*args: Any, **kwargs: Any) -> NoReturn:
