@@ -1,6 +1,7 @@
 """A causal language model of transformers from its folder, without memory for weights."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from hp_train.errors import ConfigError, told
 
 _BALANCED = "output_router_logits"
 """Key of configs of transformers."""
+_DRAWS = re.compile(r".*(drop(?!less)|jitter).*")
 
 
 def on_meta(
@@ -55,6 +57,31 @@ def is_balanced(model: ModelConfig) -> bool:
     """Whether the config of a folder asks for a loss that balances experts."""
     config = config_of(model.transformers, trust=model.trust_remote_code)
     return any(getattr(part, _BALANCED, False) for part in (config, text_config_of(config)))
+
+
+def require_same_in_every_layout(model: Any) -> None:
+    """Refuse a model that draws random numbers.
+
+    Raises:
+        hp_train.errors.ConfigError: About the first such thing.
+    """
+    for path, share in _drawn(model):
+        raise ConfigError(
+            f"{path} ({share:g}) of {type(model).__name__} must be 0, by its config.json: what "
+            "torch's generators draw depends on the layout"
+        )
+
+
+def _drawn(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Shares of what a model drops in training, by place."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            if module.p:
+                yield path, module.p
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and _DRAWS.fullmatch(name):
+                yield f"{path}.{name}", value
 
 
 @contextlib.contextmanager

@@ -44,9 +44,13 @@ from hp_train.transformers_model.counted import count_attention, count_experts
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.documents_trial import require_documents_apart
 from hp_train.transformers_model.first_weights import fill
-from hp_train.transformers_model.made import choose_experts, on_meta, places_of
+from hp_train.transformers_model.made import (
+    choose_experts,
+    on_meta,
+    places_of,
+    require_same_in_every_layout,
+)
 from hp_train.transformers_model.outline import Outline, outline_of
-from hp_train.transformers_model.refusals import require_same_in_every_layout
 from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
 from hp_train.transformers_model.tensor_parallel import (
