@@ -82,21 +82,16 @@ class Field:
         return typing.get_origin(self.base) is tuple
 
     @property
-    def item(self) -> Any:
-        """Type of the values of a list, without bounds."""
-        first = typing.get_args(self.base)[0]
-        return typing.get_args(first)[0] if typing.get_origin(first) is typing.Annotated else first
-
-    @property
     def kind(self) -> str:
         """What a value has to be, in words: ``"an integer"``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if not self.is_list:
             return _KINDS[self.base]
-        metas = typing.get_args(typing.get_args(self.base)[0])[1:]
+        annotated = typing.get_args(self.base)[0]
+        item, *metas = typing.get_args(annotated) or (annotated,)
         least = [f", each at least {meta.ge}" for meta in metas if meta.ge is not None]
-        return "".join([f"a list of {_LISTS[self.item]}", *least])
+        return "".join([f"a list of {_LISTS[item]}", *least])
 
     def bounds(self, value: Any = None) -> str:
         """What a value of that kind has to fulfil, in words; empty if nothing.

@@ -58,9 +58,8 @@ class TransformerStage(Stage):
         super().__init__(compute_dtype=compute_dtype)
         self.config = config
         self.is_first = first
-        has_table = first or (last and config.tie_embeddings)
         self.embedding = self.norm = self.output = None
-        if has_table:
+        if first or (last and config.tie_embeddings):
             self.embedding = Embedding(vocab_size, config.dim, published="model.embed_tokens")
         self.layers = nn.ModuleDict(
             {str(i): Block(config, i, f"layers.{i}", published=f"model.layers.{i}") for i in layers}

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from hp_context import ContextParallel
+from hp_context.hugging_face.mixers import current_trial
 from hp_expert.hugging_face import apply_to_transformers
 from hp_expert.hugging_face.layout import expert_modules
 from hp_expert.hugging_face.modules import DispatchedExperts
@@ -51,7 +52,7 @@ from hp_train.transformers_model.made import (
     require_same_in_every_layout,
 )
 from hp_train.transformers_model.outline import Outline, outline_of
-from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
+from hp_train.transformers_model.sequence import hidden_of, not_spread, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
 from hp_train.transformers_model.tensor_parallel import (
     Alone,
@@ -369,11 +370,12 @@ class TransformersStage(Stage):
 
     def _in_trial(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Be the forward of the whole model; see Note [A stage is tried as the whole is]."""
-        hidden = hidden_of_trial(kwargs, self.outline.width)
-        if hidden is None:
+        if current_trial() is None:
             return forward(*args, **kwargs)
-        mine = None if self.is_first else hidden.to(self.compute_dtype)
-        token = _call.set(_Call(mine, wants_logits=True))
+        hidden = None
+        if not self.is_first:
+            hidden = hidden_of(kwargs["input_ids"], self.outline.width).to(self.compute_dtype)
+        token = _call.set(_Call(hidden, wants_logits=True))
         try:
             return forward(*args, **kwargs)
         except _LeftError as left:
