@@ -147,9 +147,15 @@ class Layout:
     stages: tuple[StageLayout, ...] = (StageLayout(),)
 
     @classmethod
+    @lru_cache(maxsize=1024)  # schedules and batches of one mesh ask for the same
     def of(cls, config: MeshConfig) -> Layout:
         """The layout a config asks for."""
-        return _layout(config)
+        stages: list[StageLayout] = []
+        first = 0
+        for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
+            stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
+            first += stages[-1].num_ranks
+        return cls(tuple(stages))
 
     @property
     def pp(self) -> int:
@@ -203,16 +209,6 @@ class Layout:
             sizes = [self.pp] if axis == "pp" else [getattr(stage, axis) for stage in self.stages]
             if max(sizes) > 1:
                 yield f"{axis} {sizes[0] if len(set(sizes)) == 1 else sizes}"
-
-
-@lru_cache(maxsize=1024)  # schedules and batches of one mesh ask for the same
-def _layout(config: MeshConfig) -> Layout:
-    stages: list[StageLayout] = []
-    first = 0
-    for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
-        stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
-        first += stages[-1].num_ranks
-    return Layout(tuple(stages))
 
 
 @cache
