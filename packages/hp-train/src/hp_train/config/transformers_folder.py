@@ -89,7 +89,8 @@ def shape_of_folder(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]
 
 def _shape(folder: str, *, trust: bool) -> dict[str, Any]:
     config = config_of(folder, trust=trust)
-    text, found = text_config_of(config), dict(_FIXED)
+    text = text_config_of(config)
+    found = dict(_FIXED)
     for name, theirs in _NAMES.items():
         value = next((v for n in theirs if (v := _number(getattr(text, n, None))) > 0), 0)
         if name in _NEEDED and not value:

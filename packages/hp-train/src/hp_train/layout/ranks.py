@@ -104,7 +104,8 @@ class StageLayout:
 
     def index(self, rank: int, *axes: Axis) -> int:
         """Position of a rank along some axes of one grid together, the last axis fastest."""
-        place, coordinates = rank - self.first, dict[Axis, int]()
+        place = rank - self.first
+        coordinates: dict[Axis, int] = {}
         for axis in reversed(_grid_of(axes)):
             place, coordinates[axis] = divmod(place, self.size(axis))
         index = 0
