@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from train_layouts import enumerate_layouts
 
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
-from hp_train.config.space import AXES, Axis, enumerate_layouts, sample_layouts, with_keys
+from hp_train.config.space import AXES, Axis, sample_layouts, with_keys
 
 # Sizes that many meshes divide.
 KEYS = {

@@ -147,19 +147,8 @@ def _parser() -> tuple[Parser, Mapping[str, Parser]]:
     form = config.add_mutually_exclusive_group()
     form.add_argument("--origins", action="store_true", help="one line per key, no help")
     form.add_argument("--json", action="store_true", help="as JSON, with origins")
-    what = "run two layouts on the same batches and compare all they compute"
-    verify.add_arguments(_add_command(commands, "verify", what=what, more=_JOBS))
-    what = "compare layouts by memory and time, without running them"
-    plan.add_arguments(_add_command(commands, "plan", what=what))
-    what = "plan steps of documents of many lengths, and compare them with those of other rules"
-    step_plan.add_arguments(_add_command(commands, "step-plan", what=what))
-    rehearse = _add_command(
-        commands,
-        "dry-run",
-        what="run the real code of every kind of rank of a cluster, without a GPU",
-        more=" After -- a torch script and its arguments, in place of a config.",
-    )
-    dry_run.add_arguments(rehearse)
+    for name, add_arguments, what, more in _MEASURING:
+        add_arguments(_add_command(commands, name, what=what, more=more))
     doctor = commands.add_parser(
         "doctor", help="tell what this machine can run", allow_abbrev=False
     )
@@ -198,11 +187,10 @@ def _hugging_face(options: argparse.Namespace) -> int:
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     if tokenizer is not None and not tokenizer.is_file():
         raise ConfigError(f"--tokenizer ({tokenizer}) must be a file")
-    run, step = Path(options.run), options.step
     return command.export_hf(
-        run,
+        Path(options.run),
         folder,
-        step=step,
+        step=options.step,
         dtype=options.dtype,
         tokenizer=tokenizer,
         of_transformers=write_folder,
@@ -246,9 +234,7 @@ def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, st
     folder, run = Path(options.folder), Path(options.run)
     if options.command == "export-dcp":
         return command.export_dcp(run, folder, step=options.step)
-    resolved = None
-    if options.config or overrides:
-        resolved = resolve(options.config, overrides)
+    resolved = resolve(options.config, overrides) if options.config or overrides else None
     return command.import_dcp(folder, run, resolved=resolved, step=options.step)
 
 
@@ -257,12 +243,11 @@ def _add_command(
 ) -> Parser:
     """Add a command that takes a config."""
     parser = commands.add_parser(name, help=what, epilog=_OVERRIDES + more, allow_abbrev=False)
-    names = ", ".join(shipped())
     parser.add_argument(
         "config",
         metavar="CONFIG",
         nargs="?",
-        help=f"a .toml file, or one that comes along: {names} (default: quickstart; "
+        help=f"a .toml file, or one that comes along: {', '.join(shipped())} (default: quickstart; "
         "with --model.transformers none)",
     )
     parser.add_argument(
@@ -325,8 +310,7 @@ def _print_config(resolved: Resolved, options: argparse.Namespace) -> int:
 
 
 def _dry_run(resolved: Resolved) -> int:
-    config = resolved.config
-    train = config.train
+    config, train = resolved.config, resolved.config.train
     sys.stdout.write(
         f"config {resolved.name} is good: {config.world_size} processes, "
         f"{Layout.of(config.mesh)}, {train.steps} steps of "
@@ -335,5 +319,27 @@ def _dry_run(resolved: Resolved) -> int:
     return 0
 
 
+_MEASURING: tuple[tuple[str, Callable[[Parser], None], str, str], ...] = (
+    (
+        "verify",
+        verify.add_arguments,
+        "run two layouts on the same batches and compare all they compute",
+        _JOBS,
+    ),
+    ("plan", plan.add_arguments, "compare layouts by memory and time, without running them", ""),
+    (
+        "step-plan",
+        step_plan.add_arguments,
+        "plan steps of documents of many lengths, and compare them with those of other rules",
+        "",
+    ),
+    (
+        "dry-run",
+        dry_run.add_arguments,
+        "run the real code of every kind of rank of a cluster, without a GPU",
+        " After -- a torch script and its arguments, in place of a config.",
+    ),
+)
+"""Commands with flags of their own: name, flags, what they do, and more of that."""
 _COMMANDS = {"train": _train, "config": _print_config, "plan": plan.run, "step-plan": step_plan.run}
 """What takes nothing but a config and its own flags."""

@@ -21,6 +21,11 @@ PREEMPTED = 75
 """Stopped on request, to be started again: EX_TEMPFAIL of sysexits.h."""
 
 
+def told(error: Exception, most: int) -> str:
+    """Kind and message of somebody else's error in one line, cut to a number of characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+
+
 class HpError(Exception):
     """A failure with a one-line message for the person who started the run."""
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_platform import Event, store
 from hp_platform.store.collective import agree_all, silent
-from hp_train.checkpoint.directory import purge, with_exit_code
+from hp_train.checkpoint.directory import with_exit_code
 from hp_train.checkpoint.save import check_arguments, save_step
 
 _LOOK_SECONDS = 0.05
@@ -95,7 +95,16 @@ class BackgroundSaver:
                 agree_all(error, group=self._group, where="saving a checkpoint")
                 for event in copied:
                     event.synchronize()
-                self._path = self._write(step, named, text)
+                self._path = save_step(
+                    self._directory,
+                    lambda: store.sources_of(named, self._copies),
+                    step=step,
+                    extra=text,
+                    group=self._group,
+                    keep=self._keep,
+                    keep_every=self._keep_every,
+                    on_progress=self._note_progress,
+                )
             except BaseException as raised:  # noqa: BLE001 - `finish` raises it
                 self._error = raised
 
@@ -132,19 +141,6 @@ class BackgroundSaver:
             raise error
         assert self._path is not None, "a save ends with a path or an error"
         return self._path
-
-    def _write(self, step: int, tensors: Mapping[str, Tensor], extra: bytes) -> Path:
-        path = save_step(
-            self._directory,
-            lambda: store.sources_of(tensors, self._copies),
-            step=step,
-            extra=extra,
-            group=self._group,
-            on_progress=self._note_progress,
-        )
-        if self._group.rank() == 0:
-            purge(path, keep=self._keep, keep_every=self._keep_every)
-        return path
 
     def _note_progress(self, phase: str, *, waiting: bool = False) -> None:
         self._place = (phase, waiting, self._place[2] + 1)

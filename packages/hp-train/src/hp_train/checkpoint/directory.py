@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -85,11 +85,7 @@ def commit(staging: Path, step: int) -> Path:
 
     A checkpoint that has the name already is not replaced: the new one gets the next number.
     """
-
-    def free(taken: set[str]) -> str:
-        return next(name for n in count() if (name := step_name(step, n)) not in taken)
-
-    return rename(staging, free)
+    return rename(staging, _first_free(step_name(step, n) for n in count()))
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -99,16 +95,17 @@ def remove_leftovers(directory: Path) -> None:
 
 def quarantine(path: Path) -> Path:
     """Set a damaged checkpoint aside; returns its new path, the old one if it cannot be renamed."""
-
-    def free(taken: set[str]) -> str:
-        names = (f"{path.name}.bad" + (f"-{n}" if n else "") for n in count())
-        return next(name for name in names if name not in taken)
-
+    names = (f"{path.name}.bad" + (f"-{n}" if n else "") for n in count())
     try:
-        return rename(path, free)
+        return rename(path, _first_free(names))
     except OSError as error:
         _log.warning("cannot rename damaged checkpoint %s: %s", path, error.strerror)
         return path
+
+
+def _first_free(names: Iterator[str]) -> Callable[[set[str]], str]:
+    """Choose the first of some names that is not taken."""
+    return lambda taken: next(name for name in names if name not in taken)
 
 
 def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:

@@ -85,8 +85,7 @@ def load_latest(
             damage = verify_together(path, manifest, group=group, on_progress=on_progress)
             if not damage:
                 _fill(path, manifest, tensors, group, on_progress)
-                extra = store.decode_extra(manifest.extra)
-                return Loaded(manifest.step, extra, path, skipped)
+                return Loaded(manifest.step, store.decode_extra(manifest.extra), path, skipped)
         aside = on_rank_zero(lambda: str(quarantine(path)), of=str, group=group)  # noqa: B023
         skipped.append((Path(aside), damage))
     if skipped:

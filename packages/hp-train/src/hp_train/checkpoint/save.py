@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from hp_platform import store
 from hp_platform.failures.agreement import agreeing
 from hp_platform.store import save
-from hp_platform.store.collective import silent
+from hp_platform.store.collective import is_first, silent
 from hp_train.checkpoint.directory import (
     commit,
     purge,
@@ -65,17 +65,16 @@ def save_checkpoint(
     with agreeing(group=group, where="saving a checkpoint"):
         check_arguments(step=step, keep=keep, keep_every=keep_every)
         text = store.encode_extra(extra)
-    path = save_step(
+    return save_step(
         directory,
         lambda: store.sources_of(tensors),
         step=step,
         extra=text,
         group=group,
+        keep=keep,
+        keep_every=keep_every,
         on_progress=on_progress,
     )
-    if group.rank() == 0:
-        purge(path, keep=keep, keep_every=keep_every)
-    return path
 
 
 def save_step(
@@ -85,9 +84,11 @@ def save_step(
     step: int,
     extra: bytes,
     group: ProcessGroup | None,
+    keep: int,
+    keep_every: int = 0,
     on_progress: store.OnProgress = silent,
 ) -> Path:
-    """Write, read back and commit one checkpoint; see :func:`save_checkpoint`.
+    """Write, read back and commit one checkpoint, then remove older ones; see `save_checkpoint`.
 
     Args:
         directory: Directory of the run's checkpoints.
@@ -95,6 +96,8 @@ def save_step(
         step: Number of training steps done, at least 0.
         extra: JSON to save beside the tensors, as `encode_extra` returns it.
         group: CPU group; None: this rank is alone.
+        keep: See :func:`save_checkpoint`.
+        keep_every: See :func:`save_checkpoint`.
         on_progress: Told what this rank does, chunk by chunk.
 
     Returns:
@@ -104,10 +107,10 @@ def save_step(
         hp_platform.store.CheckpointError: On all ranks.
         RuntimeError: If a rank is gone.
     """
-    if group is None or group.rank() == 0:
+    if is_first(group):
         with contextlib.suppress(OSError):  # the save itself will say what is wrong
             remove_leftovers(directory)
-    return save(
+    path = save(
         directory,
         step_name(step),
         sources,
@@ -117,6 +120,9 @@ def save_step(
         extra=extra,
         on_progress=on_progress,
     )
+    if is_first(group):
+        purge(path, keep=keep, keep_every=keep_every)
+    return path
 
 
 def check_arguments(*, step: int, keep: int, keep_every: int) -> None:

@@ -16,6 +16,7 @@ from hp_train.base.folder import Folder, read_named, why_not
 from hp_train.config import Config, rules
 from hp_train.config.schema import (
     Field,
+    by_section,
     convert,
     did_you_mean,
     fields,
@@ -32,6 +33,7 @@ _SHIPPED = Path(__file__).parent.parent / "configs"
 COMMAND_LINE = "command line"
 """The origin of what was given there."""
 _MOST_BYTES = 64 << 10  # of a config file; those with every key and its meaning have a quarter
+_CODE = ("model.factory", "model.trust_remote_code")  # which is run if they are set
 _FLAG = re.compile(r"--([A-Za-z_][\w-]*\.[\w.-]*)(?:=(.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][\w-]*\.[\w-]*)=(.*)", re.DOTALL)
 _HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
@@ -119,16 +121,15 @@ def resolve(
         values, origins, name = {}, {}, Path(str(folder)).resolve().name
     if resume is None and "run.resume" in values:
         _require_name(values["run.resume"], where=f"{origins['run.resume']}: ")
-    if resume is not None and values.get("model.factory") and "model.factory" not in given:
-        raise ConfigError(
-            f"model.factory ({shown(values['model.factory'])}) must be given on the command line "
-            "too: what a run directory names is not run without being asked for"
-        )
+    for key in _CODE if resume is not None else ():
+        if values.get(key) and key not in given:
+            raise ConfigError(
+                f"{key} ({shown(values[key])}) must be given on the command line too: what a run "
+                "directory names is not run without being asked for"
+            )
     for key, raw in given.items():
         values[key] = _convert_override(fields()[key], raw)
         origins[key] = COMMAND_LINE
-    if resume is not None and values.get("model.trust_remote_code"):
-        _require_trust(given)
     for key, value, origin in shape_of_folder(values):
         values[key], origins[key] = value, origin
     world = external_world(env)
@@ -142,31 +143,19 @@ def resolve(
     return Resolved(config, {key: origins.get(key, "default") for key in fields()}, name)
 
 
-def _require_trust(given: Mapping[str, object]) -> None:
-    if "model.trust_remote_code" not in given:
-        raise ConfigError(
-            "model.trust_remote_code (true) must be given on the command line too: what a run "
-            "directory names is not run without being asked for"
-        )
-
-
 def saved_values(run: Path) -> dict[str, Any]:
     """What the config of a run directory says, by key.
 
     Raises:
         ConfigError: About the first thing that is wrong with it.
     """
-    path = run / "config.toml"
+    path = run / CONFIG
     return _from_toml(_read(path), str(path))[0]
 
 
 def build(values: Mapping[str, Any]) -> Config:
     """Make a config of checked values by key, with defaults for the rest; no rule is checked."""
-    tables: dict[str, dict[str, Any]] = {section: {} for section in sections()}
-    for key, value in values.items():
-        field = fields()[key]
-        tables[field.section][field.name] = value
-    return msgspec.convert(tables, Config)
+    return msgspec.convert(by_section(values), Config)
 
 
 def for_saving(resolved: Resolved) -> Config:
@@ -179,22 +168,33 @@ def for_saving(resolved: Resolved) -> Config:
     launch, data = config.launch, config.data
     if resolved.origins["launch.num_processes"] not in ("default", COMMAND_LINE):
         launch = replace(launch, num_processes=0)
-    tokenizer = str(Path(data.tokenizer).absolute()) if data.tokenizer else ""
-    costs = str(Path(data.plan_costs).absolute()) if data.plan_costs else ""
-    paths = tuple(str(Path(path).absolute()) for path in data.paths)
     code, colon, function = config.model.factory.rpartition(":")
-    factory = str(Path(code).absolute()) if code.endswith(".py") else code
-    folder = config.model.transformers
-    folder = str(Path(folder).absolute()) if folder else ""
-    output_dir = str(Path(config.run.output_dir).absolute())
-    init_from = str(Path(config.run.init_from).absolute()) if config.run.init_from else ""
+    factory = _absolute(code) if code.endswith(".py") else code
     return replace(
         config,
-        run=replace(config.run, output_dir=output_dir, init_from=init_from, resume=""),
+        run=replace(
+            config.run,
+            output_dir=_absolute(config.run.output_dir),
+            init_from=config.run.init_from and _absolute(config.run.init_from),
+            resume="",
+        ),
         launch=launch,
-        model=replace(config.model, factory=f"{factory}{colon}{function}", transformers=folder),
-        data=replace(data, paths=paths, tokenizer=tokenizer, plan_costs=costs),
+        model=replace(
+            config.model,
+            factory=f"{factory}{colon}{function}",
+            transformers=config.model.transformers and _absolute(config.model.transformers),
+        ),
+        data=replace(
+            data,
+            paths=tuple(map(_absolute, data.paths)),
+            tokenizer=data.tokenizer and _absolute(data.tokenizer),
+            plan_costs=data.plan_costs and _absolute(data.plan_costs),
+        ),
     )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 def shipped() -> list[str]:
@@ -234,11 +234,11 @@ def _find(source: str | None, *, resume: object) -> Path:
         rules.require_run_directory(str(resume))
         return Path(str(resume)) / CONFIG
     source = source or "quickstart"
-    if source in shipped():
+    names = shipped()
+    if source in names:
         return _SHIPPED / f"{source}.toml"
     if source.endswith(".toml") or "/" in source:
         return Path(source)
-    names = shipped()
     hint = did_you_mean(source, names) or "; hp train --help lists them"
     raise ConfigError(f"config ({shown(source)}) must be a .toml file or come along{hint}")
 
@@ -278,8 +278,7 @@ def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"{path} must be TOML: {reason}") from None
+        raise ConfigError(f"{path} must be TOML: {why_not(error)}") from None
     lines = _line_numbers(text)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

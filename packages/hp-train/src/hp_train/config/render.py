@@ -32,11 +32,10 @@ def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
 def to_lines(resolved: Resolved) -> str:
     """One line per key, ``train.steps = 150  # origin``: to be searched and compared."""
     tables = to_dict(resolved.config)
-    lines = [
-        _assignment(key, tables[field.section][field.name], resolved.origins, key)
+    return "".join(
+        _assignment(key, tables[field.section][field.name], resolved.origins, key) + "\n"
         for key, field in fields().items()
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def to_json(resolved: Resolved) -> str:

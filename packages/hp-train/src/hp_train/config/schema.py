@@ -10,9 +10,10 @@ import json
 import math
 import operator
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -81,21 +82,16 @@ class Field:
         return typing.get_origin(self.base) is tuple
 
     @property
-    def item(self) -> Any:
-        """Type of the values of a list, without bounds."""
-        first = typing.get_args(self.base)[0]
-        return typing.get_args(first)[0] if typing.get_origin(first) is typing.Annotated else first
-
-    @property
     def kind(self) -> str:
         """What a value has to be, in words: ``"an integer"``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if not self.is_list:
             return _KINDS[self.base]
-        metas = typing.get_args(typing.get_args(self.base)[0])[1:]
+        annotated = typing.get_args(self.base)[0]
+        item, *metas = typing.get_args(annotated) or (annotated,)
         least = [f", each at least {meta.ge}" for meta in metas if meta.ge is not None]
-        return "".join([f"a list of {_LISTS[self.item]}", *least])
+        return "".join([f"a list of {_LISTS[item]}", *least])
 
     def bounds(self, value: Any = None) -> str:
         """What a value of that kind has to fulfil, in words; empty if nothing.
@@ -132,6 +128,15 @@ def fields() -> dict[str, Field]:
 def sections() -> dict[str, type[Struct]]:
     """The struct of each section, in the order of the schema."""
     return {info.name: info.type for info in msgspec.structs.fields(Config)}
+
+
+def by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Values of keys as tables, such as a TOML file has."""
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        tables.setdefault(section, {})[name] = value
+    return tables
 
 
 def convert(field: Field, raw: object, *, strict: bool) -> Any:
@@ -179,6 +184,11 @@ def shown(value: object, *, limit: int = _SHOWN) -> str:
     except RecursionError:
         return "a list in a list in a list ..."
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def shown_path(path: str | Path) -> str:
+    """A path for a one-line message, which names most of them whole."""
+    return shown(str(path), limit=250)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The layouts that a config allows: enumerated, or a covering sample of them. No torch.
+"""The layouts that a config allows: meshes of them, or a covering sample. No torch.
 
 A layout is a choice for each axis of `AXES`; the rules of :mod:`hp_train.config.rules` say which
 choices go together, so that what they come to allow is found here without being told. A new axis is
@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from hp_train.config import Config, rules
-from hp_train.config.schema import fields
+from hp_train.config.schema import by_section, fields
 
 _SIZES = (1, 2, 3, 4, 6, 8)
 _LOOKED_AT = 40
@@ -79,44 +79,23 @@ Pair = tuple[int, object, int, object]
 
 def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
     """The same config with some keys replaced."""
-    tables: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        tables.setdefault(section, {})[name] = value
+    tables = by_section(values)
     changed = {name: replace(getattr(config, name), **table) for name, table in tables.items()}
     return replace(config, **changed)
 
 
-def enumerate_layouts(
-    config: Config, *, num_processes: range, axes: Sequence[Axis] = AXES
-) -> Iterator[tuple[Choice, Config]]:
-    """Yield every layout that the rules allow, in the order of the axes' values.
-
-    Args:
-        config: Everything else comes from it; allowed itself.
-        num_processes: How many there may be.
-        axes: Axes to vary, those of the mesh first.
-    """
-    for sizes, placed in enumerate_meshes(config, num_processes=num_processes, axes=axes):
-        for others, found in layouts_of_mesh(placed, axes=axes):
-            yield (*sizes, *others), found
-
-
 def layouts_of_mesh(
-    placed: Config, *, axes: Sequence[Axis], choices: Iterable[Choice] | None = None
+    placed: Config, *, axes: Sequence[Axis], choices: Iterable[Choice]
 ) -> Iterator[tuple[Choice, Config]]:
     """Yield the layouts of a mesh from `enumerate_meshes`, each with the values of other axes.
 
     Args:
         placed: Config with the mesh.
-        axes: Axes that vary.
-        choices: Values of those that are not the mesh's; None: all.
+        axes: Those other axes.
+        choices: Values of them.
     """
-    rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
-    if choices is None:
-        choices = itertools.product(*(axis.choices for axis in rest))
     for others in choices:
-        found = _chosen(placed, rest, others)
+        found = _chosen(placed, axes, others)
         if rules.allows_pipeline(found):
             yield others, found
 
@@ -126,7 +105,7 @@ def enumerate_meshes(
 ) -> list[tuple[Choice, Config]]:
     """Find the meshes that some choice of one other axis allows, each in a config.
 
-    Arguments are those of `enumerate_layouts`.
+    Arguments are those of `sample_layouts`.
     """
     mesh = [axis for axis in axes if axis.key.startswith("mesh.")]
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]

@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from hp_train.config.schema import convert, fields, shown
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, told
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
-_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings", "max_seq_len", "max_sequence_length"),
@@ -17,9 +14,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers",),
     "num_heads": ("num_attention_heads",),
     "num_kv_heads": ("num_key_value_heads", "num_attention_heads"),
-    "num_experts": _EXPERTS,
-    "top_k": _CHOSEN,
-    "expert_hidden": _EXPERT_WIDTHS,
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"),
+    "expert_hidden": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
 }
 """Our key -> what configs of transformers call it, the first that one has."""
 _NEEDED = ("vocab_size", "dim", "num_layers")
@@ -119,5 +116,6 @@ def _refused(folder: str, error: Exception, *, trust: bool) -> str:
             f"model.trust_remote_code (false) must be true with model.transformers "
             f"({shown(folder)}): its config.json names Python files of that folder"
         )
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return f"model.transformers ({shown(folder)}) must be a model of transformers: {text}"
+    return (
+        f"model.transformers ({shown(folder)}) must be a model of transformers: {told(error, 300)}"
+    )

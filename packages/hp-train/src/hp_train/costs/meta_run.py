@@ -36,11 +36,10 @@ from hp_train.costs.work import BlockWork, ModelWork, Weight, Work, alike
 from hp_train.errors import ConfigError
 from hp_train.layout.vocabulary import LogitTile
 from hp_train.model.block import Block
-from hp_train.model.counted import Counted
 from hp_train.model.declared import Declared, declared
 from hp_train.model.layers import WeightCasts, cast_linear
 from hp_train.model.loss import loss_of, tiled_cross_entropy
-from hp_train.model.stage import Exchanges, Stage
+from hp_train.model.stage import Counted, Exchanges, Stage
 from hp_train.model.transformer import build_stage
 
 _SEQUENCES = 2

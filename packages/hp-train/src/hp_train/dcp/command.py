@@ -118,6 +118,7 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
             step=extra["step"],
             extra=store.encode_extra(extra),
             group=None,
+            keep=1,
         )
     except OSError as error:
         raise failed("write", run, error) from None
@@ -150,10 +151,9 @@ def _new_moments(sources: Mapping[str, store.Source]) -> dict[str, store.Source]
     for name, source in sources.items():
         if not name.startswith("model.") or name.endswith(".correction_bias"):
             continue
-        zeros = partial(_zeros, source)
+        zeros = store.Source(source.dtype, source.shape, source.boxes, partial(_zeros, source))
         for moment in _MOMENTS:
-            key = f"optimizer.{moment}.{name.removeprefix('model.')}"
-            moments[key] = store.Source(source.dtype, source.shape, source.boxes, zeros)
+            moments[f"optimizer.{moment}.{name.removeprefix('model.')}"] = zeros
     return moments
 
 

@@ -22,29 +22,30 @@ _MAX_DIMS = 16
 _HERE = "torch.distributed.checkpoint.metadata."
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _SIZE = "torch.Size"
-_OTHERS = {
+DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
+"""``torch.float32`` -> ``F32``."""
+_ALLOWED = {
+    *DTYPE_NAMES,
+    f"{_HERE}Metadata",
+    f"{_HERE}TensorStorageMetadata",
+    f"{_HERE}BytesStorageMetadata",
+    f"{_HERE}TensorProperties",
+    f"{_HERE}ChunkStorageMetadata",
+    f"{_HERE}MetadataIndex",
+    f"{_HERE}StorageMeta",
+    f"{_HERE}_MEM_FORMAT_ENCODING",
     _INFO,
     _SIZE,
     "torch.serialization._get_layout",
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
     "collections.OrderedDict",
+    # What Megatron keeps beside it: who has written what, for its next checkpoint. It is not read.
+    "torch.distributed.checkpoint.planner.SavePlan",
+    "torch.distributed.checkpoint.planner.TensorWriteData",
+    "torch.distributed.checkpoint.planner.WriteItem",
+    "torch.distributed.checkpoint.planner.WriteItemType",
 }
-_KINDS = {
-    "Metadata",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "TensorProperties",
-    "ChunkStorageMetadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-}
-_OF_PLANNERS = "torch.distributed.checkpoint.planner."
-_PLANNED = {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}
-"""What Megatron keeps beside it: who has written what, for its next checkpoint. It is not read."""
-DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
-"""``torch.float32`` -> ``F32``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +101,13 @@ def read_metadata(folder: Path) -> Stored:
     with opened_directory(folder) as directory:
         data = read_whole(directory, METADATA, limit=MAX_METADATA_BYTES)
         try:
-            stored = _stored(read_pickle(data, allowed=_is_allowed))
+            stored = _stored(read_pickle(data, allowed=_ALLOWED))
         except DamageError as damage:
             raise DamageError(f"{METADATA}: {damage}") from None
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise DamageError(f"{METADATA} is not of a checkpoint: {error}") from None
         _check_files(directory, stored)
     return stored
-
-
-def _is_allowed(name: str) -> bool:
-    if name in _OTHERS or name in DTYPE_NAMES:
-        return True
-    if name.startswith(_OF_PLANNERS):
-        return name.removeprefix(_OF_PLANNERS) in _PLANNED
-    return name.startswith(_HERE) and name.removeprefix(_HERE) in _KINDS
 
 
 def _stored(root: Any) -> Stored:
@@ -143,10 +136,8 @@ def _tensor(
     if dtype not in DTYPE_NAMES:
         raise DamageError(f"dtype ({dtype[:60]}) must be one of {', '.join(DTYPE_NAMES)}")
     shape = _sizes(entry["size"])
-    boxes = []
-    for chunk in entry["chunks"]:
-        state = _state(chunk, _HERE + "ChunkStorageMetadata")
-        boxes.append(Box(_sizes(state["offsets"]), _sizes(state["sizes"])))
+    chunks = (_state(chunk, _HERE + "ChunkStorageMetadata") for chunk in entry["chunks"])
+    boxes = [Box(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in chunks]
     # torch lists a box without elements for a tensor that has none.
     boxes = [box for box in boxes if math.prod(box[1])]
     if error := coverage_error(shape, boxes):
@@ -175,8 +166,7 @@ def _places(data: Any) -> Iterator[tuple[tuple[str, tuple[int, ...]], Place]]:
             continue  # of what is no tensor
         if info.get("transform_descriptors"):
             raise DamageError("what was compressed or encrypted cannot be read")
-        file = info["relative_path"]
-        name = index["fqn"]
+        file, name = info["relative_path"], index["fqn"]
         if not isinstance(name, str) or not isinstance(file, str):
             raise DamageError("names of tensors and files must be strings")
         if not _FILE.match(file):

@@ -6,7 +6,7 @@ checkpoints consist of. Instructions that name or call something leave a note of
 """
 
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,12 @@ class Persistent:
     key: Any
 
 
-def read_pickle(data: bytes, *, allowed: Callable[[str], bool]) -> Any:
+def read_pickle(data: bytes, *, allowed: Container[str]) -> Any:
     """Interpret a pickle.
 
     Args:
         data: All of it.
-        allowed: Whether it may name this, as ``module.name``.
+        allowed: What it may name, as ``module.name``.
 
     Returns:
         Numbers, strings, tuples, lists and dicts as they are; all else as notes.
@@ -56,7 +56,8 @@ def read_pickle(data: bytes, *, allowed: Callable[[str], bool]) -> Any:
     try:
         for code, arg, _ in pickletools.genops(data):
             if code.name == "STOP":
-                return machine.result()
+                [value] = machine.stack
+                return value
             machine.run(code.name, arg)
     except DamageError:
         raise
@@ -67,18 +68,14 @@ def read_pickle(data: bytes, *, allowed: Callable[[str], bool]) -> Any:
 
 @dataclass
 class _Machine:
-    allowed: Callable[[str], bool]
+    allowed: Container[str]
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
-
-    def result(self) -> Any:
-        [value] = self.stack
-        return value
 
     def run(self, name: str, arg: Any) -> None:
         if name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
-        elif name in _NUMBERS or name in _STRINGS:
+        elif name in _VALUES:
             self.stack.append(arg)
         elif name in _EMPTY:
             self.stack.append(_EMPTY[name]())
@@ -101,7 +98,7 @@ class _Machine:
     def named(self, arg: str | None) -> None:
         module, name = self._pop(2) if arg is None else arg.split(" ", 1)
         full = f"{module}.{name}"
-        if not self.allowed(full):
+        if full not in self.allowed:
             raise DamageError(f"names {full[:80]!r}, which no checkpoint of tensors needs")
         self.stack.append(Named(full))
 
@@ -117,9 +114,6 @@ class _Machine:
             raise TypeError("only what was made can be given a state")
         called.state = state
         self.stack.append(called)
-
-    def persistent(self, _: Any) -> None:
-        self.stack.append(Persistent(self.stack.pop()))
 
     def collect(self) -> list[Any]:
         """Pop down to the last mark."""
@@ -161,8 +155,10 @@ def _as_key(key: Any) -> Any:
 
 
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _MARK}
-_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
-_STRINGS = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+_VALUES = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+}
 _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
 _NUM_TUPLE = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _RULES: dict[str, Callable[[_Machine, Any], None]] = {
@@ -176,7 +172,7 @@ _RULES: dict[str, Callable[[_Machine, Any], None]] = {
     "REDUCE": _Machine.call,
     "NEWOBJ": _Machine.call,
     "BUILD": _Machine.build,
-    "BINPERSID": _Machine.persistent,
+    "BINPERSID": lambda machine, _: machine.stack.append(Persistent(machine.stack.pop())),
     "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.collect())),
     "APPEND": lambda machine, _: machine.extend([machine.stack.pop()]),
     "APPENDS": lambda machine, _: machine.extend(machine.collect()),

@@ -30,6 +30,7 @@ _STORAGES = {
 }
 _UNTYPED = "torch.storage.UntypedStorage"
 _REBUILD = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"}
+_ALLOWED = {*_REBUILD, *_STORAGES, *DTYPE_NAMES, _UNTYPED, "collections.OrderedDict"}
 _MAX_PICKLE = 1 << 16
 
 
@@ -73,7 +74,7 @@ def _tensor(data: bytearray, dtype: str, sizes: tuple[int, ...]) -> Tensor:
             raise DamageError(f"its description must not exceed {_MAX_PICKLE} bytes")
         if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
             raise DamageError("byte order must be little")
-        described = read_pickle(archive.read(members["data.pkl"]), allowed=_is_allowed)
+        described = read_pickle(archive.read(members["data.pkl"]), allowed=_ALLOWED)
         key, found, offset, shape, strides = _described(described)
         if found != dtype or shape != sizes:
             raise DamageError(
@@ -106,9 +107,3 @@ def _described(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, .
     if not all(type(n) is int and 0 <= n < 1 << 53 for n in numbers):
         raise DamageError("sizes must be numbers from 0 on")
     return key, dtype, offset, tuple(shape), tuple(strides)
-
-
-def _is_allowed(name: str) -> bool:
-    if name in _REBUILD or name in _STORAGES or name in DTYPE_NAMES:
-        return True
-    return name in (_UNTYPED, "collections.OrderedDict")

@@ -24,8 +24,8 @@ def on_all_ranks(action: Callable[[], T], *, group: ProcessGroup | None, where: 
     """
     with agreeing(group=group, where=where):
         try:
-            result = action()
+            return action()
         except OSError as failure:
-            message = f"cannot {where}: {failure.filename}: {failure.strerror}"
-            raise CheckpointError(message) from None
-    return result
+            raise CheckpointError(
+                f"cannot {where}: {failure.filename}: {failure.strerror}"
+            ) from None

@@ -158,9 +158,8 @@ def _whole_config(config: Config, manifest: Manifest) -> ModelConfig:
     embedding = manifest.tensors.get(f"{_PREFIX}embedding.weight")
     if embedding is None:
         raise CheckpointError("the checkpoint must have an embedding")
-    model = config.model
     return replace(
-        model,
+        config.model,
         vocab_size=embedding.shape[0],
-        max_positions=model.max_positions or config.data.seq_len,
+        max_positions=config.model.max_positions or config.data.seq_len,
     )

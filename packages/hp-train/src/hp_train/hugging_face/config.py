@@ -130,8 +130,7 @@ def _matching(model: ModelConfig) -> Family:
             theirs = asdict(model_config({"model_type": family.model_type} | values))
         except ConfigError:  # such as no experts in a family that always has some
             continue
-        compared = ours.keys() - _unused(model)
-        wrong = sorted(key for key in compared if theirs[key] != ours[key])
+        wrong = sorted(k for k in ours.keys() - _unused(model) if theirs[k] != ours[k])
         if not wrong:
             return family
         nearest.append((len(wrong), family.model_type, wrong[0]))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hp_train.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from hp_train.config import LARGEST, MOST_EXPERTS, MOST_LAYERS, ModelConfig
 from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
 
@@ -47,8 +47,6 @@ class Family:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     defaults: Json = field(default_factory=dict)
 
-
-LARGEST = 2**31 - 1
 
 _MISSING = object()
 
@@ -198,8 +196,8 @@ def common(settings: Settings) -> dict[str, Any]:
 
 def num_experts(settings: Settings, key: str) -> int:
     """Experts of a layer, as many as can be listed for all layers."""
-    most = MOST_EXPERTS // settings.count("num_hidden_layers", most=MOST_LAYERS)
-    return settings.count(key, most=most)
+    layers = settings.count("num_hidden_layers", most=MOST_LAYERS)
+    return settings.count(key, most=MOST_EXPERTS // layers)
 
 
 def head_dim(settings: Settings) -> int:

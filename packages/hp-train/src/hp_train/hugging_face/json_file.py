@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 from hp_platform.store import CheckpointError
 from hp_platform.store.safetensors import open_regular
-from hp_train.config.schema import shown
+from hp_train.base.folder import why_not
+from hp_train.config.schema import shown, shown_path
 from hp_train.errors import ConfigError
 
 
@@ -28,16 +29,15 @@ def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     if len(data) > most_bytes:
-        raise ConfigError(f"{_name(path)} must be at most {most_bytes} bytes long")
+        raise ConfigError(f"{shown_path(path)} must be at most {most_bytes} bytes long")
     try:
         values = json.loads(
             data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_not_finite
         )
     except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"{_name(path)} must be readable JSON: {reason}") from None
+        raise ConfigError(f"{shown_path(path)} must be readable JSON: {why_not(error)}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{_name(path)} must be a JSON object")
+        raise ConfigError(f"{shown_path(path)} must be a JSON object")
     return values
 
 
@@ -52,7 +52,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _not_finite(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def _name(path: Path) -> str:
-    return shown(str(path), limit=250)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,20 +31,14 @@ from hp_train.model.declared import Declared
 from hp_train.model.shapes import model_tensors
 
 _SINGLE = "model.safetensors"
-_FLOATS = ("BF16", "F16", "F32", "F64")
+FLOATS = ("BF16", "F16", "F32", "F64")
 _SHOWN = 3
 # Ends of names that mixed-precision formats give to what they keep beside or instead of weights.
 _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "qweight", "qzeros")
 
 
-class _Read(NamedTuple):
-    """A view of a tensor of ours, and the box of a stored one in a file that goes there."""
-
-    target: Tensor
-    stored: Stored
-    part: int
-    box: Box
-    file: FileTensor
+_Read = tuple[Tensor, Stored, int, Box]
+"""A view of a tensor of ours, and of a stored one the part and the box in a file that go there."""
 
 
 def load_weights(
@@ -70,16 +63,16 @@ def load_weights(
     """
     with ExitStack() as stack:
 
-        def prepare() -> list[_Read]:
+        def prepare() -> tuple[dict[str, FileTensor], list[_Read]]:
             files = stack.enter_context(opened_files(folder))
-            return list(_reads(tensors, files, folder))
+            return files, list(_reads(tensors, files, folder))
 
         def read() -> None:
-            for target, stored, part, box, file in reads:
-                values = file.read(box)
-                target.copy_(to_ours(stored, part, values).view(target.shape))
+            for target, stored, part, box in reads:
+                values = to_ours(stored, part, files[stored.name].read(box))
+                target.copy_(values.view(target.shape))
 
-        reads = on_all_ranks(prepare, group=group, where="find the weights to load")
+        files, reads = on_all_ranks(prepare, group=group, where="find the weights to load")
         with torch.no_grad():
             on_all_ranks(read, group=group, where="load weights")
 
@@ -115,8 +108,7 @@ def opened_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
 def _file_names(folder: Path) -> list[str]:
     if not os.path.lexists(folder / INDEX):
         return [_SINGLE]
-    index = read_json(folder / INDEX, most_bytes=MAX_HEADER_BYTES)
-    listed = index.get("weight_map")
+    listed = read_json(folder / INDEX, most_bytes=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(listed, dict):
         raise ConfigError(f"{INDEX}: weight_map ({shown(listed)}) must be an object")
     for name in listed.values():
@@ -145,12 +137,10 @@ def _reads(
         offsets, sizes = here.box
         for stored, number in of_part[name]:
             if stored.expert is None:
-                box = theirs_of(stored, number, here.box)
-                yield _Read(here.local, stored, number, box, files[stored.name])
+                yield here.local, stored, number, theirs_of(stored, number, here.box)
             elif offsets[0] <= stored.expert < offsets[0] + sizes[0]:
                 row = here.local[stored.expert - offsets[0]]
-                inside = Box(offsets[1:], sizes[1:])
-                yield _Read(row, stored, number, inside, files[stored.name])
+                yield row, stored, number, Box(offsets[1:], sizes[1:])
 
 
 def _checked(
@@ -168,16 +158,16 @@ def _checked(
 def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelConfig) -> None:
     """Refuse files that lack a tensor, have one too many, or have one that cannot be read."""
     for name, entry in files.items():
-        if name.endswith(_QUANTISED) or entry.dtype not in _FLOATS:
+        if name.endswith(_QUANTISED) or entry.dtype not in FLOATS:
             raise ConfigError(
-                f"tensor {name} ({entry.dtype}) must be one of {', '.join(_FLOATS)}: quantised "
+                f"tensor {name} ({entry.dtype}) must be one of {', '.join(FLOATS)}: quantised "
                 "weights are not read"
             )
     wanted = {stored.name: stored for stored in listed}
     if missing := [s.name for s in listed if not s.is_copy and s.name not in files]:
-        raise ConfigError(f"files of the model must have {_listed(missing)}")
+        raise ConfigError(f"files of the model must have {first_of(missing)}")
     if others := [n for n in files if n not in wanted and not _is_ignored(n, model)]:
-        raise ConfigError(f"files of the model must not have {_listed(others)}")
+        raise ConfigError(f"files of the model must not have {first_of(others)}")
     for name, stored in wanted.items():
         if name in files and files[name].shape != tuple(stored.shape):
             raise ConfigError(
@@ -187,10 +177,12 @@ def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelCo
 
 def _is_ignored(name: str, model: ModelConfig) -> bool:
     """What old files have besides weights, and the output matrix that is the embedding as well."""
-    is_tied = model.tie_embeddings and name == "lm_head.weight"
-    return is_tied or name.endswith("rotary_emb.inv_freq")
+    return name.endswith("rotary_emb.inv_freq") or (
+        model.tie_embeddings and name == "lm_head.weight"
+    )
 
 
-def _listed(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
+    """Some names for a message: the first ones, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

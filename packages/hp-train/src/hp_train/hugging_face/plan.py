@@ -73,8 +73,7 @@ def stored_tensors(
         if stacking == "none":
             found += _single(path, name, tensor.shape, family)
         else:
-            is_interleaved = stacking == "interleaved"
-            found += _stacked(path, name, tensor.shape, is_interleaved=is_interleaved)
+            found += _stacked(path, name, tensor.shape, is_interleaved=stacking == "interleaved")
     return [*found, *_copies(tensors, model)]
 
 
@@ -97,8 +96,7 @@ def theirs_of(stored: Stored, part: int, box: Box) -> Box:
     if stored.arrangement == "same":
         return box
     if stored.arrangement == "concatenated":
-        half = stored.shape[1] // 2
-        return Box((offsets[0], offsets[1] + part * half, *offsets[2:]), sizes)
+        return Box((offsets[0], offsets[1] + part * (stored.shape[1] // 2), *offsets[2:]), sizes)
     (e, f, *d), (ne, nf, *nd) = offsets, sizes
     if stored.arrangement == "transposed":
         return Box((e, *d, f), (ne, *nd, nf))

@@ -29,7 +29,6 @@ _YARN = (
     ("rope_mscale_all_dim", "mscale_all_dim", 0.0),
 )
 _KEYS = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
-_NAMES = {"default": "none", "llama3": "llama3", "yarn": "yarn"}
 _KNOWN = {theirs for keys in _KEYS.values() for _, theirs, _ in keys} | {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "attention_factor", "finetuned"),
 }
@@ -59,11 +58,11 @@ def read_rope(settings: Settings, *, absent: Json | None = None) -> dict[str, An
         raise given.refusal("rope_type", kind, " or ".join(_KEYS))
     given.require("partial_rotary_factor", 1.0, 1)
     given.require("attention_factor", None)
-    found: dict[str, Any] = {
+    return {
         "rope_theta": given.positive("rope_theta"),
-        "rope_scaling": _NAMES[kind],
+        "rope_scaling": "none" if kind == "default" else kind,
+        **{ours: _value(given, theirs) for ours, theirs, _ in _KEYS[kind]},
     }
-    return found | {ours: _value(given, theirs) for ours, theirs, _ in _KEYS[kind]}
 
 
 def write_rope(model: ModelConfig, *, is_written: bool = False) -> dict[str, Any]:
@@ -73,16 +72,14 @@ def write_rope(model: ModelConfig, *, is_written: bool = False) -> dict[str, Any
         model: Ours.
         is_written: Whether no scaling has to be said, since in this family nothing means another.
     """
-    kind = next(theirs for theirs, ours in _NAMES.items() if ours == model.rope_scaling)
-    found: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": None}
-    scaling = {"rope_type": kind}
-    if kind == "default":
-        return found | {"rope_scaling": scaling} if is_written else found
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    scaling: dict[str, Any] = {"rope_type": kind}
     for ours, theirs, default in _KEYS[kind]:
         value = getattr(model, ours)
         if default != 0.0 or value:
             scaling[theirs] = value
-    return found | {"rope_scaling": scaling}
+    is_said = is_written or kind != "default"
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling if is_said else None}
 
 
 def _defaults(settings: Settings) -> Json:

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform.store import Box, Part
-from hp_platform.store.collective import gathered
+from hp_platform.store.collective import gathered, is_first
 from hp_platform.store.safetensors import FileTensor
 from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
@@ -98,25 +99,23 @@ def write_model(
         group: CPU group of the ranks that call together.
         shard_bytes: Approximate size of a file, in bytes.
     """
-    is_first = group is None or group.rank() == 0
 
-    def prepare() -> tuple[list[Stored], dict[str, Place]]:
-        family = FAMILIES[hf_config(model, dtype=_name_of(dtype))["model_type"]]
-        listed = list(stored_tensors(model_tensors(model), model, family))
+    def prepare() -> tuple[dict[str, Any], list[Stored], dict[str, Place]]:
+        config = hf_config(model, dtype=str(dtype).removeprefix("torch."))
+        listed = stored_tensors(model_tensors(model), model, FAMILIES[config["model_type"]])
         shapes = {stored.name: (_dtype_of(stored, dtype), stored.shape) for stored in listed}
         places = places_of(shapes, shard_bytes)
-        if is_first:
+        if is_first(group):
             make_files(folder, places)
-        return listed, places
+        return config, listed, places
 
     def finish() -> None:
-        if is_first:
-            config = hf_config(model, dtype=_name_of(dtype))
+        if is_first(group):
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             replace_file(folder / "config.json", text.encode())
             write_index(folder, places)
 
-    listed, places = on_all_ranks(prepare, group=group, where="create the files of a model")
+    config, listed, places = on_all_ranks(prepare, group=group, where="create the files of a model")
     everyone = gathered(dict(boxes), of=dict[str, list[Box]], group=group)
     mine = on_all_ranks(
         lambda: _mine(listed, everyone, 0 if group is None else group.rank()),
@@ -211,7 +210,3 @@ def _write_box(
             one = Box((offsets[0] + number, *offsets[1:]), (1, *sizes[1:]))
             slices = [v[number : number + 1].to(dtype) for v in values]
             target.write(theirs_of(stored, 0, one), to_theirs(stored, slices))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -154,7 +154,7 @@ def _exchanges(config: _Run, rank: int) -> Iterator[Sequence[int]]:
     index = layout.pp_index(rank)
     place = layout.stages[index]
     stages = config.stages
-    talks = {"ep", "etp"} if _has_experts(config, index, stages) else set()
+    talks = {"ep", "etp"} if _has_experts(config, index) else set()
     for name, axes in GROUPS.items():
         if place.size(*axes) > 1 and name != "cp":
             yield _group(place, rank, *axes) if name in talks else ()
@@ -177,8 +177,7 @@ def _of_sequence(config: _Run, members: Sequence[int], rank: int) -> Iterator[Se
     degree, at = config.mesh.heads_degree, members.index(rank)
     inner, outer = members[at - at % degree :][:degree], members[at % degree :: degree]
     if config.mesh.cp_ring:
-        mine = at // degree
-        outer = [outer[(mine + step) % len(outer)] for step in (1, -1)]
+        outer = [outer[(at // degree + step) % len(outer)] for step in (1, -1)]
     if 1 < degree < len(members):
         yield ()  # all of them, of whom those with the same heads and the others have their own
         yield inner
@@ -208,13 +207,11 @@ def _of_uneven_edges(config: _Run, layout: Layout, rank: int) -> Iterator[Sequen
             yield tuple(inside)
 
 
-def _has_experts(config: _Run, index: int, stages: Sequence[int]) -> bool:
+def _has_experts(config: _Run, index: int) -> bool:
     """Whether a pipeline rank has a layer of experts."""
-    model = config.model
+    stages, model = config.stages, config.model
     last = max(config.layers[stage][-1] for stage, at in enumerate(stages) if at == index)
-    if index == stages[-1]:
-        last += model.num_mtp_modules
-    return not model.is_dense(last)
+    return not model.is_dense(last + (model.num_mtp_modules if index == stages[-1] else 0))
 
 
 @lru_cache(maxsize=4096)  # pipelines and batches of one mesh ask for the same

@@ -83,8 +83,7 @@ def _uneven_edges(schedule: Schedule, mesh: Mesh, runtime: Runtime, timeout: tim
     )
 
     def transport(schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype) -> Messages:
-        positions = range(1, edges.layout.num_stages)
-        metas = {position: [TensorMeta(shape, dtype)] for position in positions}
+        metas = {p: [TensorMeta(shape, dtype)] for p in range(1, edges.layout.num_stages)}
         return StageTransport(edges, schedule, metas=metas, domain=mesh.domain)
 
     return Edges(transport, edges.close)

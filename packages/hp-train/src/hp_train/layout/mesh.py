@@ -81,8 +81,9 @@ class Mesh:
         mine = next(ranks for ranks in stage.ranks(*axes) if self.rank in ranks)
         mine.sort(key=lambda rank: [stage.index(rank, *GROUPS[name]) for name in names])
         ranks = torch.tensor(mine).view([self.size(name) for name in names]).tolist()
-        groups = {name: self.groups[name] for name in names}
-        return mesh_of(groups, ranks, device_type=self.device_type)
+        return mesh_of(
+            {name: self.groups[name] for name in names}, ranks, device_type=self.device_type
+        )
 
 
 def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
@@ -132,7 +133,10 @@ def small_group(mesh: Mesh, runtime: Runtime, *, timeout: timedelta) -> ProcessG
         runtime: The initialised world.
         timeout: Time limit of every collective on these groups.
     """
-    ranks = mesh.layout.ranks("ep")
     return new_group(
-        ranks, name="beside rows", backend=runtime.backend, timeout=timeout, high_priority=True
+        mesh.layout.ranks("ep"),
+        name="beside rows",
+        backend=runtime.backend,
+        timeout=timeout,
+        high_priority=True,
     )

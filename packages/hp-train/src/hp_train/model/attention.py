@@ -70,8 +70,7 @@ class GroupedQueryAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotation.apply(q, k)
-        y = attend(self.core, q, k, v, documents)
-        out: Tensor = self.wo(y)
+        out: Tensor = self.wo(attend(self.core, q, k, v, documents))
         return out
 
 
@@ -122,8 +121,7 @@ class LatentAttention(nn.Module):
         k_rope, q_rope = rotation.apply(k_rope.unsqueeze(2), q_rope)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
-        y = attend(self.core, q, k, v, documents)
-        out: Tensor = self.wo(y)
+        out: Tensor = self.wo(attend(self.core, q, k, v, documents))
         return out
 
 
@@ -136,8 +134,7 @@ ATTENTION: dict[str, type[GroupedQueryAttention] | type[LatentAttention]] = {
 
 def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | LatentAttention:
     """Build the attention of one layer of a model."""
-    has_window = config.has_window(layer)
-    mask = SlidingWindow(config.sliding_window - 1) if has_window else Causal()
+    mask = SlidingWindow(config.sliding_window - 1) if config.has_window(layer) else Causal()
     return ATTENTION[config.attention](config, mask)
 
 

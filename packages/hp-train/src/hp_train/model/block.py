@@ -149,8 +149,9 @@ class Block(nn.Module):
         self.moe = None if dense else make_moe(config)
         self.feed_forward = None
         if dense:
-            hidden = config.dense_hidden
-            self.feed_forward = FeedForward(config.dim, hidden, is_cut=True, published="mlp")
+            self.feed_forward = FeedForward(
+                config.dim, config.dense_hidden, is_cut=True, published="mlp"
+            )
         self.attend: Callable[[Tensor, Rotation, Limits], Tensor] = self._attend
         self.feed: Callable[[Tensor, Tensor | None], tuple[Tensor, Routing | None]] = self._feed
 
@@ -195,16 +196,12 @@ class Block(nn.Module):
         args = (x, rotation, documents)
         with doing(self.name):
             y = recomputed(self.attend, *args) if again == "attention" else self.attend(*args)
-            if self.dropout:
-                y = dropout(y, self.dropout, key, f"{self.name}.attention")
-            x = x + y
+            x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
             if again == "feed_forward":
                 y = recomputed(self._feed_forward, x, microbatch)
             else:
                 y = self._feed_forward(x, microbatch)
-            if self.dropout:
-                y = dropout(y, self.dropout, key, f"{self.name}.feed_forward")
-            return x + y
+            return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
 
     def _attend(self, x: Tensor, rotation: Rotation, documents: Limits) -> Tensor:
         y: Tensor = self.attention(self.attention_norm(x), rotation=rotation, documents=documents)
@@ -273,7 +270,5 @@ def make_moe(config: ModelConfig) -> MoE:
     shared_hidden = config.num_shared_experts * config.expert_hidden
     shared = None
     if shared_hidden:
-        path = "shared_experts"
-        shared = FeedForward(config.dim, shared_hidden, is_cut=False, published=path)
-    moe = MoE(declare(router, "gate"), declare(experts, "experts"), shared=shared)
-    return declare(moe, "mlp")
+        shared = FeedForward(config.dim, shared_hidden, is_cut=False, published="shared_experts")
+    return declare(MoE(declare(router, "gate"), declare(experts, "experts"), shared=shared), "mlp")

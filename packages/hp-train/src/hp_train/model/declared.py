@@ -86,7 +86,8 @@ def declared(model: nn.Module) -> dict[str, Declared]:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     found: dict[str, Declared] = {}
     for path, published, module in _modules(model):
-        known = _known(module) | module.__dict__.get("parameter_specs", {})
+        of_kind = next((specs for kind, specs in _KNOWN.items() if isinstance(module, kind)), {})
+        known = of_kind | module.__dict__.get("parameter_specs", {})
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for leaf, tensor in own:
             name = f"{path}.{leaf}".lstrip(".")
@@ -106,12 +107,7 @@ def _modules(
     module: nn.Module, path: str = "", published: str = ""
 ) -> Iterator[tuple[str, str, nn.Module]]:
     """All modules with their path here and in published files."""
-    own = module.__dict__.get("published_path", "")
-    published = f"{published}.{own}".strip(".")
+    published = f"{published}.{module.__dict__.get('published_path', '')}".strip(".")
     yield path, published, module
     for name, child in module.named_children():
         yield from _modules(child, f"{path}.{name}".lstrip("."), published)
-
-
-def _known(module: nn.Module) -> dict[str, ParameterSpec]:
-    return next((specs for kind, specs in _KNOWN.items() if isinstance(module, kind)), {})

@@ -143,8 +143,8 @@ class _CrossEntropy(torch.autograd.Function):
         share_Tv, targets = ctx.saved_tensors
         scale_T = grad * (targets >= 0)
         grad_Tv = share_Tv * scale_T[:, None]
-        rows = range(ctx.first, ctx.first + share_Tv.shape[1])
-        _Aims.of(targets, rows).subtract(grad_Tv, scale_T)
+        aims = _Aims.of(targets, range(ctx.first, ctx.first + share_Tv.shape[1]))
+        aims.subtract(grad_Tv, scale_T)
         return grad_Tv, None, None, None
 
 
@@ -192,14 +192,6 @@ class _Cut:
     group: ProcessGroup | None
     cast: Tensor | None
 
-    def tokens(self, x: Tensor) -> Iterator[slice]:
-        """Runs of the tokens of [T, ...]."""
-        return _runs(len(x), self.tile.tokens)
-
-    def rows(self, weight: Tensor) -> Iterator[slice]:
-        """Runs of the rows of [v, D]."""
-        return _runs(len(weight), self.tile.rows)
-
     def aims(self, targets: Tensor, rows: slice) -> _Aims:
         """Where targets [t] are in a tile."""
         return _Aims.of(targets, range(self.first + rows.start, self.first + rows.stop))
@@ -212,9 +204,9 @@ class _InTiles(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         largest_T = x.new_full((len(x),), -torch.inf, dtype=wide)
         sums = x.new_zeros((2, len(x)), dtype=wide)  # of exponentials; the logit of the target
-        for tokens in cut.tokens(x):
+        for tokens in _runs(x, cut.tile.tokens):
             largest_t, (sum_t, aim_t) = largest_T[tokens], sums[:, tokens]
-            for rows in cut.rows(used):
+            for rows in _runs(used, cut.tile.rows):
                 aims = cut.aims(targets[tokens], rows)
                 _add_tile(_logits(x[tokens], used[rows]), aims, largest_t, sum_t, aim_t)
         if cut.group is not None and cut.group.size() > 1:
@@ -243,8 +235,9 @@ class _InTiles(torch.autograd.Function):
         )
         weight_grad = None
         if needs_weight:
-            compute = partial(gradients.of_weight, ctx.weight.dtype)
-            weight_grad = submit_weight_grad(ctx.weight, compute)
+            weight_grad = submit_weight_grad(
+                ctx.weight, partial(gradients.of_weight, ctx.weight.dtype)
+            )
         return gradients.of_x(), weight_grad, None, None
 
 
@@ -297,18 +290,15 @@ class _Gradients:
         return found
 
     def _run(self, grad_weight: Tensor | None) -> None:
-        with doing(LOSS):
-            self._run_tiles(grad_weight)
-
-    def _run_tiles(self, grad_weight: Tensor | None) -> None:
-        x, used, wide = self.x, self.used, self.norm.dtype
+        x, tile, wide = self.x, self.cut.tile, self.norm.dtype
         grad_x = torch.empty_like(x) if self.needs_x else None
-        for tokens in self.cut.tokens(x):
-            sum_tD = torch.zeros_like(x[tokens], dtype=wide)
-            for rows in self.cut.rows(used):
-                self._add_tile(tokens, rows, grad_weight, None if grad_x is None else sum_tD)
-            if grad_x is not None:
-                grad_x[tokens] = sum_tD
+        with doing(LOSS):
+            for tokens in _runs(x, tile.tokens):
+                sum_tD = torch.zeros_like(x[tokens], dtype=wide)
+                for rows in _runs(self.used, tile.rows):
+                    self._add_tile(tokens, rows, grad_weight, None if grad_x is None else sum_tD)
+                if grad_x is not None:
+                    grad_x[tokens] = sum_tD
         if grad_x is not None:
             self.found, self.needs_x = grad_x, False
 
@@ -336,5 +326,6 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
     return logits if logits.dtype.itemsize >= WIDE_BYTES else logits.float()
 
 
-def _runs(whole: int, most: int) -> Iterator[slice]:
-    return (slice(start, min(start + most, whole)) for start in range(0, whole, most))
+def _runs(x: Tensor, most: int) -> Iterator[slice]:
+    """The dim 0 of a tensor in runs of so many rows; the last has fewer."""
+    return (slice(start, min(start + most, len(x))) for start in range(0, len(x), most))

@@ -173,14 +173,12 @@ def _placement(
     tensor: Tensor, spec: ParameterSpec, mesh: Mesh
 ) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
     """Over which groups a parameter is cut, and which have copies of what is left."""
-    cuts: list[Cut] = []
-    replicas: list[str] = [_copies(spec)]
-    for group, dim in spec.cuts.items():
-        if dim is None:
-            replicas.append(group)
-        else:
-            cuts.append(Cut(group, dim))
-    cuts = [cut for cut in cuts if mesh.size(cut.group) > 1]
+    replicas = [_copies(spec), *(group for group, dim in spec.cuts.items() if dim is None)]
+    cuts = [
+        Cut(group, dim)
+        for group, dim in spec.cuts.items()
+        if dim is not None and mesh.size(group) > 1
+    ]
     if isinstance(tensor, DTensor):
         placement = tensor.placements[-1]  # those before are of copies
         assert isinstance(placement, Shard)

@@ -62,8 +62,9 @@ class PredictionModule(nn.Module):
             microbatch: What travels with the call.
             documents: What limits attention.
         """
-        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        x = self.projection(both)
+        x = self.projection(
+            torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
+        )
         x = self.block(x, rotation=rotation, microbatch=microbatch, documents=documents)
         y: Tensor = self.norm(x)
         return y

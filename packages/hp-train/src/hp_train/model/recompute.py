@@ -29,14 +29,7 @@ _KEPT: Final = ("attention", "attn", "grouped_mm")
 
 def recomputed_but_products(part: Callable[..., Tensor], *args: Any) -> Tensor:
     """Call a part of the model and keep its arguments, attention and products of experts."""
-    result: Tensor = checkpoint(
-        part,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=partial(save_routing, _contexts),
-    )
-    return result
+    return recomputed(part, *args, context_fn=partial(save_routing, _contexts))
 
 
 def _contexts() -> tuple["_First", "_Again"]:
@@ -175,14 +168,26 @@ def _writes(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)  # noqa: SLF001 - torch names no other way
 
 
-def recomputed(part: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call a part of the model and keep nothing but its arguments for its backward."""
+def recomputed(
+    part: Callable[..., Tensor],
+    *args: Any,
+    context_fn: Callable[[], Any] = save_routing,
+    **kwargs: Any,
+) -> Tensor:
+    """Call a part of the model and keep nothing but its arguments for its backward.
+
+    Args:
+        part: Part of the model.
+        *args: Its arguments.
+        context_fn: As `torch.utils.checkpoint.checkpoint` takes it.
+        **kwargs: Further arguments of the part.
+    """
     result: Tensor = checkpoint(
         part,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=save_routing,
+        context_fn=context_fn,
         **kwargs,
     )
     return result

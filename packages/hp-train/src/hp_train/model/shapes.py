@@ -8,8 +8,9 @@ from hp_train.model.transformer import build_stage
 
 def whole_model(model: ModelConfig) -> Stage:
     """The whole model as one stage on the meta device."""
-    layers = range(model.num_layers)
-    return build_stage(model, model.vocab_size, layers=layers, first=True, last=True)
+    return build_stage(
+        model, model.vocab_size, layers=range(model.num_layers), first=True, last=True
+    )
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Declared]:

@@ -33,7 +33,6 @@ from hp_expert import ExpertParallel, ExpertTensorParallel, GroupedExperts
 from hp_platform import set_fsdp_gather_dtype
 from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
-from hp_train.model.counted import Counted
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
 from hp_train.model.loss import linear_cross_entropy
@@ -58,6 +57,25 @@ class Exchanges:
     gather: Callable[[Tensor], Tensor]
     scatter: Callable[[Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What takes the place of kernels and exchanges of a stage that runs once to be counted.
+
+    Shape symbols besides: N query heads, H width of a head, T tokens, K experts of a token.
+
+    Attributes:
+        attend: Of q, k and v, [B, S, N, H] each, and the positions that a query sees on average;
+            returns what attention would.
+        mix: Of rows [T, D], their experts [T, K] and weights, the elements of an expert and those
+            that its computation keeps of a row; returns what experts would.
+        exchange: Of elements that tensor-parallel ranks put together, as if backward had as many.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    mix: Callable[..., Tensor]
+    exchange: Callable[[float], None]
 
 
 class Stage(nn.Module):
@@ -185,7 +203,7 @@ class Stage(nn.Module):
 
         Args:
             sizes: Number of ranks by axis: "ep", "tp", "cp".
-            exchange: See `hp_train.model.counted.Counted`.
+            exchange: See `Counted`.
         """
 
     def be_counted(self, counted: Counted) -> None:
@@ -212,8 +230,7 @@ class Stage(nn.Module):
         for part in self.experts:
             if hidden:
                 # Ranks that share an expert's width have different positions.
-                style = ExpertTensorParallel(sliced=True)
-                style.apply(part, (groups["ep"], groups["etp"]))
+                ExpertTensorParallel(sliced=True).apply(part, (groups["ep"], groups["etp"]))
             else:
                 ExpertParallel().apply(part, groups["ep"])
 
@@ -320,8 +337,9 @@ def factory_of(name: str) -> Callable[..., Any]:
         module = _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
         found: Callable[..., Any] = attrgetter(function)(module)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ConfigError(f'model.factory ("{name}") must be importable: {told}') from error
+        raise ConfigError(
+            f'model.factory ("{name}") must be importable: {type(error).__name__}: {error}'
+        ) from error
     return found
 
 

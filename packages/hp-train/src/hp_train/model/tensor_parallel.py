@@ -41,12 +41,13 @@ def cut_tensors(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
         elif dim is not None:
             part = module.get_parameter(leaf).chunk(group.size(), dim)[group.rank()]
             setattr(module, leaf, nn.Parameter(torch.empty_like(part)))
-    exchanges = Exchanges(
-        gather=partial(gather_positions, group=group),
-        scatter=partial(sum_positions, group=group),
-        linear_cross_entropy=partial(linear_cross_entropy, first=vocabulary.start, group=group),
+    stage.place_exchanges(
+        Exchanges(
+            gather=partial(gather_positions, group=group),
+            scatter=partial(sum_positions, group=group),
+            linear_cross_entropy=partial(linear_cross_entropy, first=vocabulary.start, group=group),
+        )
     )
-    stage.place_exchanges(exchanges)
 
 
 class VocabParallelEmbedding(Embedding):
@@ -75,8 +76,7 @@ class VocabParallelEmbedding(Embedding):
 @outside_graph
 def gather_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """[B, s, D] to [B, S, D]; backward sums over ranks and keeps this rank's positions."""
-    sizes = [x.shape[1]] * group.size()
-    return all_gather_uneven(x, sizes=sizes, dim=1, group=group)
+    return all_gather_uneven(x, sizes=[x.shape[1]] * group.size(), dim=1, group=group)
 
 
 @outside_graph

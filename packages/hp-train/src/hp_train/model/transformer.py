@@ -58,9 +58,8 @@ class TransformerStage(Stage):
         super().__init__(compute_dtype=compute_dtype)
         self.config = config
         self.is_first = first
-        has_table = first or (last and config.tie_embeddings)
         self.embedding = self.norm = self.output = None
-        if has_table:
+        if first or (last and config.tie_embeddings):
             self.embedding = Embedding(vocab_size, config.dim, published="model.embed_tokens")
         self.layers = nn.ModuleDict(
             {str(i): Block(config, i, f"layers.{i}", published=f"model.layers.{i}") for i in layers}
@@ -92,8 +91,7 @@ class TransformerStage(Stage):
     @property
     def casting(self) -> Sequence[nn.Module]:
         """See `Stage.casting`; rows of the embedding are cast when they have been looked up."""
-        tables = [part for part in self.children() if isinstance(part, Embedding)]
-        return [*tables, *super().casting]
+        return [*(p for p in self.children() if isinstance(p, Embedding)), *super().casting]
 
     def recompute(self, what: Recompute) -> None:
         """See `Stage.recompute`."""
@@ -128,8 +126,7 @@ class TransformerStage(Stage):
             assert self.embedding is not None
             tokens = x if ahead is None else torch.cat((x, *ahead.tokens))
             x, *later = self.embedding(tokens).to(self.compute_dtype).split(len(x))
-            if config.dropout:
-                x = dropout(x, config.dropout, microbatch.key, "embedding")
+            x = dropout(x, config.dropout, microbatch.key, "embedding")
         elif config.num_mtp_modules:
             x, *later = x.split(config.dim, dim=-1)
             x = x.contiguous()  # strides like those that later blocks see: graphs serve all

@@ -35,8 +35,11 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     active = total - inactive * sum(n for name, n in norm.sizes.items() if name.endswith("]"))
     where = f"{runtime.info.world_size} processes on {runtime.device.type} ({runtime.backend})"
     schedule = f"{config.pipeline.schedule}, {config.pipeline.stages_per_rank} stages per rank"
-    experts = f"{model.num_experts} experts, top {model.top_k}, {model.num_shared_experts} shared"
-    experts = experts if model.num_experts else "dense"
+    experts = (
+        f"{model.num_experts} experts, top {model.top_k}, {model.num_shared_experts} shared"
+        if model.num_experts
+        else "dense"
+    )
     size = f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active per token"
     batch = f"{train.global_batch_size} sequences x {config.data.seq_len} tokens"
     lines = [

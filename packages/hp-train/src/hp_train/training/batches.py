@@ -76,7 +76,10 @@ class Batches:
         indices, *others = batch[start : start + mine], batch[:start], batch[start + mine :]
         tokens, targets, lengths, whole_padding = data.batch(indices)
         num_targets = int((targets >= 0).sum()) + sum(map(data.num_targets, others))
-        dealt = [self._dealt(each) for each in lengths] if config.mesh.cp_deal else []
+        dealt = [
+            sequence.dealt(each, windows=config.model.windows, heads=config.mesh.heads_degree)
+            for each in (lengths if config.mesh.cp_deal else ())
+        ]
         take = partial(self._mine, dealt=dealt)
         ahead = look_ahead(tokens, targets, num_ahead).map(take) if depths else None
         sequence_index = self._to_device(torch.tensor(indices))
@@ -157,12 +160,6 @@ class Batches:
             balanced=Balanced(document, self._to_device(torch.tensor(lengths)), num_tokens),
             targets=take(joined.targets),
             ahead=joined.ahead and joined.ahead.map(take),
-        )
-
-    def _dealt(self, lengths: tuple[int, ...]) -> SequenceShare:
-        """This rank's positions of a sequence of documents that are dealt out."""
-        return self._sequence.dealt(
-            lengths, windows=self._config.model.windows, heads=self._config.mesh.heads_degree
         )
 
     def _mine(self, x: Tensor, *, dealt: Sequence[SequenceShare]) -> Tensor:

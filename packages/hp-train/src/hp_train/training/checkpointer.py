@@ -65,15 +65,15 @@ class Checkpointer:
             What went wrong, in lines, with this save or with the one before it.
         """
         problems = self.wait()
-        if not self._config.async_save:
+        if self._config.async_save:
+            self._on_progress("copy")
+            self._saver.start(step=step, tensors=self._tensors(), extra=self._extra())
+            self._step_under_way = step
+        else:
             try:
                 self.save(step)
             except CheckpointError as error:
                 problems.append(self._warning(error))
-            return problems
-        self._on_progress("copy")
-        self._saver.start(step=step, tensors=self._tensors(), extra=self._extra())
-        self._step_under_way = step
         return problems
 
     def wait(self) -> list[str]:

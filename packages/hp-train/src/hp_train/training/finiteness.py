@@ -98,8 +98,7 @@ def describe_not_finite(
 
 def _nearest_to_output(names: Sequence[str]) -> str:
     def depth(name: str) -> tuple[int, list[int], str]:
-        section = name.partition(".")[0]
-        place = {"embedding": 0, "layers": 1}.get(section, 2)
+        place = {"embedding": 0, "layers": 1}.get(name.partition(".")[0], 2)
         return place, [int(number) for number in re.findall(r"\.(\d+)\.", name)], name
 
     return max(names, key=depth)

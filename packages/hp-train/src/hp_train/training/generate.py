@@ -38,9 +38,8 @@ def continue_text(
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.separator]
     start = len(ids)
     for index in range(num_tokens):
-        logits = _next_logits(pipeline, runner, ids)
         # A model may have more rows than the tokenizer has tokens.
-        known = logits[: tokenizer.vocab_size]
+        known = _next_logits(pipeline, runner, ids)[: tokenizer.vocab_size]
         ids.append(_sample(known, pipeline.config.run.seed, index, temperature))
     pipeline.forget_casts()
     return tokenizer.decode(ids[start:])

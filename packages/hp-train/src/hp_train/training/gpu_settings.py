@@ -118,8 +118,7 @@ def grows_segments(env: Mapping[str, str], config: Config | None = None) -> bool
 
 def in_force(env: Mapping[str, str]) -> list[str]:
     """What is set, whoever has set it, as `NAME=value`."""
-    names = (*_ALLOCATOR, _CONNECTIONS, _ORDER)
-    return [f"{name}={env[name]}" for name in names if name in env]
+    return [f"{k}={env[k]}" for k in (*_ALLOCATOR, _CONNECTIONS, _ORDER) if k in env]
 
 
 def _in_run(env: Mapping[str, str], config: Config | None) -> dict[str, str]:

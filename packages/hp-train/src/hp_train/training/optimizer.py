@@ -61,10 +61,7 @@ class _Lists(NamedTuple):
     @classmethod
     def of(cls, parameters: list[Tensor], state: Mapping[Tensor, Mapping[str, Tensor]]) -> "_Lists":
         of_each = [state[parameter] for parameter in parameters]
-        averages, squares, steps = (
-            [each[name] for each in of_each] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
-        return cls(parameters, averages, squares, steps)
+        return cls(parameters, *([each[name] for each in of_each] for name in (*MOMENTS, "step")))
 
 
 def _materialize(optimizer: torch.optim.AdamW) -> None:
@@ -112,7 +109,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    span = max(1, config.steps - config.warmup_steps)
-    share = min(1.0, (step - config.warmup_steps) / span)
+    share = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
     low = config.min_learning_rate_ratio
     return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))

@@ -113,9 +113,7 @@ def _curves_svg(
         key: [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
         for key in labels
     }
-    points = [point for line in series.values() for point in line]
-    if not points:
-        points = [(0, 0.0), (1, 1.0)]
+    points = [point for line in series.values() for point in line] or [(0, 0.0), (1, 1.0)]
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     x_ticks, y_ticks = ticks(x_low, x_high), ticks(y_low, y_high)

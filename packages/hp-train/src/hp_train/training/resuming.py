@@ -56,8 +56,7 @@ def require_same_run(resolved: Resolved) -> None:
     saved = saved_values(run)
     if "data.paths" in given and _holds_same_text(run, config, saved):
         given.remove("data.paths")
-    tables = to_dict(config)
-    _require_equal(tables, saved, given, f"of {run}")
+    _require_equal(to_dict(config), saved, given, f"of {run}")
 
 
 def require_same_position(extra: Mapping[str, Any], config: Config, path: Path) -> None:
@@ -80,8 +79,9 @@ def require_same_position(extra: Mapping[str, Any], config: Config, path: Path) 
     saved = {
         f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
     }
-    keys = [key for key in _kept() if key not in _FILES]
-    _require_equal(to_dict(config), saved, keys, f"of {path}")
+    _require_equal(
+        to_dict(config), saved, [key for key in _kept() if key not in _FILES], f"of {path}"
+    )
 
 
 def _kept() -> list[str]:

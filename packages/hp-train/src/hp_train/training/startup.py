@@ -131,11 +131,10 @@ def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCost
     Raises:
         ConfigError: When `data.plan_costs` is no file of costs.
     """
-    path = config.data.plan_costs
     machine = machine_of(runtime) if runtime.device.type == "cuda" else MACHINES["cpu"]
-    if not path:
-        return learned_costs(config, machine, vocab_size=vocab_size)
-    return read_costs(Path(path), windows=config.model.windows)
+    if config.data.plan_costs:
+        return read_costs(Path(config.data.plan_costs), windows=config.model.windows)
+    return learned_costs(config, machine, vocab_size=vocab_size)
 
 
 def machine_of(runtime: Runtime) -> Machine:

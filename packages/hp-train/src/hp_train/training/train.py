@@ -22,7 +22,7 @@ from torch import Tensor
 from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
 from hp_platform.host_reads import arrived
-from hp_schedule import MetaStep, MetaStepType, Timeline
+from hp_schedule import MetaStepType, Timeline
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
@@ -154,7 +154,7 @@ class Trainer:
             runtime,
             vocab_size=vocab_size,
             timeout=timeout,
-            on_step=self._on_pipeline_step,
+            on_step=lambda step: self._beat(str(step)),
             on_progress=partial(self._beat, "make weights"),
         )
         self.runner = self.ran = self.pipeline.training(loss_of)
@@ -443,9 +443,10 @@ class Trainer:
 
     def _planned_share(self, planning: StepPlanning) -> tuple[PipelineScheduleRuntime, Share]:
         """What runs the next step by its plan, and this rank's share of its batch."""
-        left = self.config.train.steps - self.step
         with doing("step plan"):
-            self.planned = planned = planning.take(self.next_sequence, steps=left)
+            self.planned = planned = planning.take(
+                self.next_sequence, steps=self.config.train.steps - self.step
+            )
         self.ran = planned.runner(self.pipeline, self.mesh)
         return self.ran, self.batches.planned(self.data, planned, step=self.step)
 
@@ -460,8 +461,9 @@ class Trainer:
 
     def _evaluate(self) -> float | None:
         size = self.config.train.global_batch_size
-        available = max(1, self.held_out.num_sequences // size)
-        num_batches = min(self.config.train.eval_batches, available)
+        num_batches = min(
+            self.config.train.eval_batches, max(1, self.held_out.num_sequences // size)
+        )
         self._beat("read data")
         loss, num_targets = 0.0, 0
         for batch in range(num_batches):
@@ -613,15 +615,15 @@ class Trainer:
         """Move the correction biases of routers by the load of the step; all ranks the same way."""
         model = self.config.model
         if model.correction_bias and model.correction_rate > 0:
-            group = self.mesh.groups["tokens"]
             for stage in self.pipeline.modules.values():
-                update_correction_biases(stage, rate=model.correction_rate, group=group)
+                update_correction_biases(
+                    stage, rate=model.correction_rate, group=self.mesh.groups["tokens"]
+                )
 
     def _open(self, split: str, *, seed: int | None) -> Dataset:
-        directory = self.worker.data_dir
         data = self.config.data
         return Dataset.open(
-            directory,
+            self.worker.data_dir,
             split,
             seq_len=data.seq_len,
             seed=seed,
@@ -632,11 +634,8 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _on_pipeline_step(self, step: MetaStep) -> None:
-        self.worker.heartbeats.beat(step=self.step, phase=str(step))
-
     def _on_checkpoint(self, phase: str, *, waiting: bool = False) -> None:
-        self.worker.heartbeats.beat(step=self.step, phase=f"checkpoint: {phase}", waiting=waiting)
+        self._beat(f"checkpoint: {phase}", waiting=waiting)
 
     def _beat(self, phase: str, *, waiting: bool = False) -> None:
         self.worker.heartbeats.beat(step=self.step, phase=phase, waiting=waiting)

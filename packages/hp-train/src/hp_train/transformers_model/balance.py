@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import outside_graph
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, told
 from hp_train.model import Microbatch
 from hp_train.transformers_model.made import choose_experts, is_balanced, on_meta
 from hp_train.transformers_model.outline import Answers
@@ -100,9 +100,8 @@ class Balancing:
     ) -> None:
         self._balance, self._microbatch, self._weight = balance, microbatch, weight
         self._is_told = is_told
-        padding = microbatch.padding
         self._name = name
-        self._keep = None if padding is None else ~padding.flatten()
+        self._keep = None if microbatch.padding is None else ~microbatch.padding.flatten()
         self._logits: list[Tensor] = []
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.before: Tensor | None = None
@@ -255,8 +254,8 @@ def _balance(folder: str, trust: bool) -> Balance | None:
     try:
         output = found.run(made)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise _refused(kind, f"the model does not run without memory: {text}") from error
+        why = f"the model does not run without memory: {told(error, 200)}"
+        raise _refused(kind, why) from error
     if found.arguments is None:
         if getattr(output, "aux_loss", None) is not None:
             raise _refused(kind, f"it is not made by {_FUNCTION}")
@@ -358,17 +357,15 @@ class _Recorder:
         assert isinstance(top_k, int)
         balance = Balance(self._factor.coefficient, num_experts, top_k, routers)
         with torch.device("cpu"):  # models are made on others
-            is_same = self._is_same(balance)
-        if not is_same:
-            raise _refused(kind, f"its {_FUNCTION} is not that of Mixtral")
+            if not self._is_same(balance):
+                raise _refused(kind, f"its {_FUNCTION} is not that of Mixtral")
         return balance
 
     def _is_same(self, balance: Balance) -> bool:
         """Whether the function computes what is computed here, of some numbers."""
         assert self._function is not None
         drawn = torch.Generator().manual_seed(0)
-        shape = (2, 13, balance.num_experts)
-        some = torch.randn(shape, generator=drawn, dtype=torch.float32)
+        some = torch.randn(2, 13, balance.num_experts, generator=drawn, dtype=torch.float32)
         theirs = self._function(tuple(some), balance.num_experts, balance.top_k)
         counts, sums = (sum(part) for part in zip(*map(balance.counted, some), strict=True))
         assert isinstance(counts, Tensor)

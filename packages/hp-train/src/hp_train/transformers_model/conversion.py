@@ -27,12 +27,6 @@ class Group:
     targets: tuple[str, ...]
     rule: "_Rule | None" = None
 
-    def convert(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the model from those of files, both whole."""
-        if self.rule is None:
-            return {self.targets[0]: values[self.sources[0]]}
-        return self.rule.apply(values)
-
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
@@ -51,6 +45,7 @@ class _Rule:
     model: Any
 
     def apply(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the model from those of files, both whole."""
         converter = deepcopy(self.converter)
         for source, pattern in self.patterns.items():
             converter.add_tensor(self.name, source, pattern, values[source])
@@ -73,17 +68,16 @@ def groups_of(model: Any, shapes: Mapping[str, Sequence[int]]) -> list[Group]:
     converters = [r for r in rules if isinstance(r, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     known, prefix = model.state_dict(), model.base_model_prefix
-    plain: list[Group] = []
+    made: list[Group] = []
     collected: dict[str, dict[str, str]] = {}
     for source in sorted(shapes, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(source, renamings, converters, prefix, known)
         if target not in known and source in known:  # it has the model's own name already
             target, pattern = loading.rename_source_key(source, [], [], prefix, known)
         if pattern is None:
-            plain.append(Group((source,), (target,)))
+            made.append(Group((source,), (target,)))
         else:
             collected.setdefault(target, {})[source] = pattern
-    made = [*plain]
     for name, patterns in collected.items():
         rule = _Rule(by_pattern[next(iter(patterns.values()))], name, patterns, model)
         empty = {s: torch.empty(tuple(shapes[s]), device="meta") for s in patterns}

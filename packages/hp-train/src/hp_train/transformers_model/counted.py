@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hp_expert.hugging_face.layout import num_experts_of
 from hp_expert.hugging_face.modules import DispatchedExperts
-from hp_train.model.counted import Counted
+from hp_train.model import Counted
 
 _NAME = "hp_train_counted"
 
@@ -78,7 +78,6 @@ def count_experts(experts: nn.Module, counted: Counted, *, num_ranks: int) -> No
         )
         # transformers keeps copies of rows in front of and behind experts, and more between.
         kept = 2 * hidden if is_spread else 4 * hidden + 2 * x_TD.shape[1]
-        y = counted.mix(x_TD, chosen_TK, elements, kept=kept, share=share)
-        return y.view(x.shape)
+        return counted.mix(x_TD, chosen_TK, elements, kept=kept, share=share).view(x.shape)
 
     experts.forward = mixed

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hp_context import Documents
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, told
 from hp_train.model import Microbatch
 from hp_train.transformers_model.made import on_meta
 from hp_train.transformers_model.outline import Answers, outline_of
@@ -108,8 +108,7 @@ def _why_not(folder: str, trust: bool) -> str:
     except _AtFirstLayerError:
         pass
     except Exception as error:  # noqa: BLE001 - whatever it is, nothing is known of its masks
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:120]
-        return f"whether its masks depend on positions cannot be found out: {text}"
+        return f"whether its masks depend on positions cannot be found out: {told(error, 120)}"
     finally:
         masking_utils.find_packed_sequence_indices = look
     return "" if found else "its masks do not depend on positions"

@@ -103,9 +103,8 @@ class _Trial(Comparison):
 
     def inputs(self) -> Tensor:
         """What the stage gets: tokens int64 [2, S], or hidden states [2, S, D] of them."""
-        rows = self._stage.config.vocab_size
         drawn = torch.Generator().manual_seed(0)
-        tokens = torch.randint(rows, (2, self._seq), generator=drawn)
+        tokens = torch.randint(self._stage.config.vocab_size, (2, self._seq), generator=drawn)
         tokens[1, self._moved] = tokens[0, self._kept]
         if self._stage.is_first:
             return tokens.to(self.device)

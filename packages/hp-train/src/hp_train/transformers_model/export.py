@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_platform.store import Box
+from hp_platform.store import Box, Part
 from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import config_of
 from hp_train.errors import CheckpointError
@@ -67,8 +67,7 @@ def write_folder(
         for part in _parts(made, outline):
             values = {n: _assembled(n, t, boxes[n], read) for n, t in part.items()}
             for name, value in reverted(made, values).items():
-                whole = Box((0,) * value.ndim, tuple(value.shape))
-                target(name).write(whole, value.contiguous())
+                target(name).write(Part.of(value).box, value.contiguous())
     # Not that of the model: it may be a part, of which `AutoModelForCausalLM` knows nothing.
     config = config_of(model.transformers, trust=model.trust_remote_code)
     config.dtype = dtype
@@ -88,12 +87,11 @@ def _parts(model: Any, outline: Outline) -> Iterator[dict[str, Tensor]]:
 
 def _assembled(name: str, like: Tensor, boxes: list[Box], read: Read) -> Tensor:
     """The whole of a tensor from its boxes, on the CPU."""
-    whole = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    whole = Part.of(torch.empty(like.shape, dtype=like.dtype, device="cpu"))
     for box in boxes:
-        offsets, sizes = box
-        place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-        whole[place] = read(name, box).view(sizes).to(whole.dtype)
-    return whole
+        values = read(name, box).view(box.sizes)
+        whole.local[box.within(whole.box)] = values.to(like.dtype)
+    return whole.local
 
 
 def _require_all(wanted: Mapping[str, Tensor], boxes: Mapping[str, list[Box]]) -> None:

@@ -25,7 +25,7 @@ from hp_train.config import ModelConfig
 from hp_train.errors import ConfigError
 from hp_train.model.parameters import Parameter
 from hp_train.transformers_model.load import has_weights, load_folder
-from hp_train.transformers_model.made import on_meta
+from hp_train.transformers_model.made import on_meta, places_of
 from hp_train.transformers_model.outline import outline_of
 
 if TYPE_CHECKING:
@@ -156,11 +156,7 @@ class _Drawing:
         self._part, self._recurse = part, recurse
         self._rules = [*_rules(part, owner, recurse=recurse)]
         self._looked_at: dict[nn.Parameter, list[_Rule]] = {}
-        self.places: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-        for path, module in part.named_modules() if recurse else [("", part)]:
-            for leaf, parameter in module.named_parameters(recurse=False):
-                found = self.places.setdefault(parameter, [])
-                found.append((f"{path}.{leaf}".lstrip("."), module))
+        self.places = places_of(part, recurse=recurse)
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers, by their names in it."""
@@ -299,6 +295,6 @@ def _rules(module: nn.Module, owner: Any, *, recurse: bool) -> Iterator[_Rule]:
     from transformers import PreTrainedModel  # noqa: PLC0415
 
     for child in module.children() if recurse else ():
-        is_model = isinstance(child, PreTrainedModel)
-        yield from _rules(child, child if is_model else owner, recurse=True)
+        its_owner = child if isinstance(child, PreTrainedModel) else owner
+        yield from _rules(child, its_owner, recurse=True)
     yield module, owner

@@ -17,12 +17,9 @@ from hp_platform.store.safetensors import FileTensor
 from hp_train.config import ModelConfig
 from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
-from hp_train.hugging_face.load import opened_files
+from hp_train.hugging_face.load import FLOATS, first_of, opened_files
 from hp_train.transformers_model.conversion import Group, groups_of, one_name, saved_tensors
 from hp_train.transformers_model.made import on_meta
-
-_FLOATS = ("BF16", "F16", "F32", "F64")
-_SHOWN = 3
 
 
 def has_weights(model: ModelConfig) -> bool:
@@ -70,11 +67,10 @@ def _read(
         (part,) = here.values()
         part.local.copy_(files[group.sources[0]].read(part.box).view(part.local.shape))
         return
-    values = group.convert({source: _whole(files[source]) for source in group.sources})
+    values = group.rule.apply({source: _whole(files[source]) for source in group.sources})
     for target, part in here.items():
-        offsets, sizes = part.box
-        box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-        part.local.copy_(values[target][box])
+        value = values[target]
+        part.local.copy_(value[part.box.within(Part.of(value).box)])
 
 
 def _whole(file: FileTensor) -> Tensor:
@@ -102,10 +98,7 @@ def _checked(
                 "tensor of the model"
             )
     if missing := [name for name in wanted if name not in found]:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise ConfigError(
-            f"files of {type(model).__name__} must have {', '.join(missing[:_SHOWN])}{more}"
-        )
+        raise ConfigError(f"files of {type(model).__name__} must have {first_of(missing)}")
     for group in kept:
         _require_readable(group, names, wanted, files)
     return kept
@@ -119,9 +112,9 @@ def _require_readable(
 ) -> None:
     for source in group.sources:
         is_float = wanted[names.get(group.targets[0], group.targets[0])].is_floating_point()
-        if is_float and files[source].dtype not in _FLOATS:
+        if is_float and files[source].dtype not in FLOATS:
             raise ConfigError(
-                f"tensor {source} ({files[source].dtype}) must be one of {', '.join(_FLOATS)}: "
+                f"tensor {source} ({files[source].dtype}) must be one of {', '.join(FLOATS)}: "
                 "quantised weights are not read"
             )
     if group.rule is None:

@@ -1,6 +1,7 @@
 """A causal language model of transformers from its folder, without memory for weights."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch import nn
 from hp_train.config import ModelConfig
 from hp_train.config.schema import shown
 from hp_train.config.transformers_folder import config_of, text_config_of
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, told
 
 _BALANCED = "output_router_logits"
 """Key of configs of transformers."""
+_DRAWS = re.compile(r".*(drop(?!less)|jitter).*")
 
 
 def on_meta(
@@ -39,10 +41,9 @@ def on_meta(
                 config, dtype=dtype, trust_remote_code=model.trust_remote_code
             )
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
             f"model.transformers ({shown(model.transformers)}) must be a causal language model "
-            f"that can be made: {text}"
+            f"that can be made: {told(error, 300)}"
         ) from error
     for part in (made.config, text_config_of(made.config)) if not balanced else ():
         if getattr(part, _BALANCED, False):
@@ -56,6 +57,31 @@ def is_balanced(model: ModelConfig) -> bool:
     """Whether the config of a folder asks for a loss that balances experts."""
     config = config_of(model.transformers, trust=model.trust_remote_code)
     return any(getattr(part, _BALANCED, False) for part in (config, text_config_of(config)))
+
+
+def require_same_in_every_layout(model: Any) -> None:
+    """Refuse a model that draws random numbers.
+
+    Raises:
+        hp_train.errors.ConfigError: About the first such thing.
+    """
+    for path, share in _drawn(model):
+        raise ConfigError(
+            f"{path} ({share:g}) of {type(model).__name__} must be 0, by its config.json: what "
+            "torch's generators draw depends on the layout"
+        )
+
+
+def _drawn(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Shares of what a model drops in training, by place."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            if module.p:
+                yield path, module.p
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and _DRAWS.fullmatch(name):
+                yield f"{path}.{name}", value
 
 
 @contextlib.contextmanager
@@ -88,6 +114,23 @@ def choose_experts(model: Any, implementation: str) -> None:
         config._experts_implementation = implementation  # noqa: SLF001 - its own setter asks for more
 
 
+def places_of(
+    part: nn.Module, *, recurse: bool = True
+) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    """Parameters of a part of a model, each with names and modules that have it.
+
+    Args:
+        part: The part.
+        recurse: Whether modules in it belong to it.
+    """
+    found: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, module in part.named_modules() if recurse else [("", part)]:
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{leaf}".lstrip(".")
+            found.setdefault(parameter, []).append((name, module))
+    return found
+
+
 def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """What may be the list of layers of a model, with their paths.
 
@@ -96,8 +139,7 @@ def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     Raises:
         hp_train.errors.ConfigError: When there is none.
     """
-    config: Any = model.config
-    count = text_config_of(config).num_hidden_layers
+    count = text_config_of(model.config).num_hidden_layers
     lists = [
         (path, part)
         for path, part in model.named_modules()

@@ -10,7 +10,7 @@ layer, or choices that a layer takes over from another one, whatever they are ca
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, told
 from hp_train.transformers_model.made import choose_experts, lists_of, on_meta
 
 BEFORE, AFTER = -1, 1 << 30
@@ -111,8 +111,8 @@ def _seen(made: Any, path: str) -> Outline:
         with Answers(), watch:
             logits = made(input_ids=tokens, use_cache=False).logits
     except Exception as error:  # noqa: BLE001 - models may do what they like
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return watch.unknown(f"it does not run without memory, which would tell what: {text}")
+        why = f"it does not run without memory, which would tell what: {told(error, 200)}"
+        return watch.unknown(why)
     return watch.outline(logits)
 
 
@@ -171,7 +171,7 @@ class _Watch(TorchDispatchMode):
         self._head = ""
         self._from_head: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            layer.forward = _Wrapped(self, index, layer.forward)
+            layer.forward = partial(self.call, index, layer.forward)
         head = model.get_output_embeddings()
         if isinstance(head, nn.Linear) and head.bias is None:
             self._head = next(path for path, part in model.named_modules() if part is head)
@@ -218,10 +218,10 @@ class _Watch(TorchDispatchMode):
             return f"{self._path}.{place}"
         return f"what is in front of {self._path}" if place < 0 else f"what is behind {self._path}"
 
-    def call(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a layer."""
         self._alive.append((args, kwargs))
-        hidden = args[0] if args else kwargs.get("hidden_states")
+        hidden: Any = args[0] if args else kwargs.get("hidden_states")
         if self._passed is not None and hidden is not self._passed:
             self._note(index - 1, "its first argument, which the layer before has not returned")
         self._sources.pop(id(hidden), None)
@@ -283,15 +283,3 @@ def _shared_by_layers(model: nn.Module, path: str) -> str:
         if owners.setdefault(id(parameter), layer) != layer:
             return f"{layer} has a parameter of {owners[id(parameter)]}: {name}"
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wrapped:
-    """The forward of a layer that is watched."""
-
-    watch: _Watch
-    index: int
-    forward: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.watch.call(self.index, self.forward, args, kwargs)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_context import ContextParallel, register_attention
-from hp_context.hugging_face.mixers import current_trial
 from hp_train.config.transformers_folder import text_config_of
 from hp_train.errors import ConfigError
 
@@ -58,20 +57,8 @@ def not_spread(model: Any, error: Exception) -> ConfigError:
     return ConfigError(f"mesh.cp must be 1 for {type(model).__name__}: {text}")
 
 
-def hidden_of_trial(inputs: dict[str, Any], width: tuple[int, ...]) -> Tensor | None:
-    """Hidden states [B, S, D] that stand for tokens of a trial; None: there is no trial now.
-
-    Args:
-        inputs: Arguments of the model.
-        width: Sizes of hidden states behind those of sequences and positions.
-    """
-    if current_trial() is None:
-        return None
-    return hidden_of(inputs["input_ids"], width)
-
-
 def hidden_of(tokens: Tensor, width: tuple[int, ...]) -> Tensor:
-    """Some vector of each token, float64 [B, S, D].
+    """Some vector of each token of a trial, float64 [B, S, D].
 
     Args:
         tokens: Token ids int64 [B, S].

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from hp_context import ContextParallel
+from hp_context.hugging_face.mixers import current_trial
 from hp_expert.hugging_face import apply_to_transformers
 from hp_expert.hugging_face.layout import expert_modules
 from hp_expert.hugging_face.modules import DispatchedExperts
@@ -36,8 +37,7 @@ from hp_train.base.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import text_config_of
 from hp_train.errors import ConfigError
-from hp_train.model import Microbatch, Stage
-from hp_train.model.counted import Counted
+from hp_train.model import Counted, Microbatch, Stage
 from hp_train.model.parameters import Parameter
 from hp_train.model.recompute import Recompute, recomputed
 from hp_train.transformers_model.balance import COLUMNS, Balancing, balance_of
@@ -45,10 +45,14 @@ from hp_train.transformers_model.counted import count_attention, count_experts
 from hp_train.transformers_model.documents import positions_of
 from hp_train.transformers_model.documents_trial import require_documents_apart
 from hp_train.transformers_model.first_weights import fill
-from hp_train.transformers_model.made import choose_experts, on_meta
+from hp_train.transformers_model.made import (
+    choose_experts,
+    on_meta,
+    places_of,
+    require_same_in_every_layout,
+)
 from hp_train.transformers_model.outline import Outline, outline_of
-from hp_train.transformers_model.refusals import require_same_in_every_layout
-from hp_train.transformers_model.sequence import hidden_of_trial, not_spread, spread
+from hp_train.transformers_model.sequence import hidden_of, not_spread, spread
 from hp_train.transformers_model.specs import declare_all, declare_experts
 from hp_train.transformers_model.tensor_parallel import (
     Alone,
@@ -63,7 +67,7 @@ class _Call(NamedTuple):
     """What modules of a stage read of the call that is running.
 
     Attributes:
-        hidden: What the stage before has sent; None: there is none.
+        hidden: What the stage before has sent; None: there is none, nor outside of calls.
         wants_logits: Whether the output matrix is to be used, and not what it would get.
         balancing: The loss that balances experts; None: there is none.
     """
@@ -73,7 +77,8 @@ class _Call(NamedTuple):
     balancing: Balancing | None = None
 
 
-_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+_NO_CALL = _Call(None, wants_logits=True)
+_call: ContextVar[_Call] = ContextVar("call", default=_NO_CALL)
 
 
 class _LeftError(Exception):
@@ -147,8 +152,7 @@ class TransformersStage(Stage):
         self._ranks: Mapping[str, int] = {"tp": 1, "ep": 1}  # that this one stands for
         for index, layer in enumerate(self._listed):
             if index not in self.own_layers:
-                is_before = index < self.own_layers[0]
-                layer.forward = self._skip if is_before else _leave
+                layer.forward = self._skip if index < self.own_layers[0] else _leave
         declare_all(self)
 
     @staticmethod
@@ -162,19 +166,13 @@ class TransformersStage(Stage):
         return {str(index): self._listed[index] for index in self.own_layers}
 
     @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """See `Stage.blocks`."""
-        return [*self.layers.values()]
-
-    @property
     def apart(self) -> Sequence[nn.Module]:
         """See `Stage.apart`; what layers share is FSDP's with all that is in no block.
 
         Raises:
             hp_train.errors.ConfigError: When layers run outside of their calls.
         """
-        code = vars(sys.modules[type(self.whole).__module__])
-        if any("Reversible" in name for name in code):
+        if any("Reversible" in name for name in vars(sys.modules[type(self.whole).__module__])):
             raise ConfigError(
                 f"mesh.dp_shard must be 1 with {type(self.whole).__name__}: its backward runs "
                 "parts of layers again by itself, outside of their calls"
@@ -285,11 +283,11 @@ class TransformersStage(Stage):
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
         """Give parameters and buffers memory, and stand-ins of those of others zeros without."""
-        shared = _places_of_parameters(self)
+        shared = places_of(self)
         super().to_empty(device=device, recurse=recurse)
-        for (first, name), *others in shared.values():
-            for module, leaf in others:  # each has got memory of its own
-                setattr(module, leaf, getattr(first, name))
+        for (first, _), *others in shared.values():
+            for name, module in others:  # each has got memory of its own
+                setattr(module, name.rpartition(".")[2], self.get_parameter(first))
         self._require_products(torch.device(device))
         self._compute_blocks()
         if self.outline.head and self.is_last:
@@ -308,9 +306,7 @@ class TransformersStage(Stage):
             microbatch: What travels with the call.
         """
         wants_logits = microbatch.targets is None or not self.outline.head
-        inputs: dict[str, Any] = {"input_ids": x}
-        if not self.is_first:
-            inputs = {"inputs_embeds": self._nothing_embedded(x)}
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": self._nothing_embedded(x)}
         inputs |= positions_of(
             self.whole, self.config, microbatch, x, is_shared=self._shares_sequence
         )
@@ -345,8 +341,7 @@ class TransformersStage(Stage):
             return None
         weight = x.shape[0] / microbatch.num_sequences
         name = f"{self.outline.layers}.{self.own_layers[0]}"
-        told = self._counts_once
-        return Balancing(self.balance, microbatch, weight, name=name, is_told=told)
+        return Balancing(self.balance, microbatch, weight, name=name, is_told=self._counts_once)
 
     def _received(self, x: Tensor, balancing: Balancing | None) -> Tensor:
         """Hidden states of what has arrived."""
@@ -359,9 +354,8 @@ class TransformersStage(Stage):
 
     def _sent(self, hidden: Tensor) -> Tensor:
         """What leaves with hidden states [B, S, D]."""
-        call = _call.get()
-        if call is not None and call.balancing is not None:
-            return call.balancing.send(hidden)
+        if (balancing := _call.get().balancing) is not None:
+            return balancing.send(hidden)
         return F.pad(hidden, (0, self.num_columns)) if self.num_columns else hidden
 
     def _run(self, inputs: Mapping[str, Any], microbatch: Microbatch) -> Tensor:
@@ -376,11 +370,12 @@ class TransformersStage(Stage):
 
     def _in_trial(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Be the forward of the whole model; see Note [A stage is tried as the whole is]."""
-        hidden = hidden_of_trial(kwargs, self.outline.width)
-        if hidden is None:
+        if current_trial() is None:
             return forward(*args, **kwargs)
-        mine = None if self.is_first else hidden.to(self.compute_dtype)
-        token = _call.set(_Call(mine, wants_logits=True))
+        hidden = None
+        if not self.is_first:
+            hidden = hidden_of(kwargs["input_ids"], self.outline.width).to(self.compute_dtype)
+        token = _call.set(_Call(hidden, wants_logits=True))
         try:
             return forward(*args, **kwargs)
         except _LeftError as left:
@@ -390,13 +385,11 @@ class TransformersStage(Stage):
 
     def _nothing_embedded(self, x: Tensor) -> Tensor:
         """What a model gets in place of embeddings of tokens where nothing is made of them."""
-        width = self.whole.get_input_embeddings().embedding_dim
-        return x.new_zeros(*x.shape[:2], width)
+        return x.new_zeros(*x.shape[:2], self.whole.get_input_embeddings().embedding_dim)
 
     def _skip(self, *_args: Any, **_kwargs: Any) -> Any:
         """Be a layer of a stage before: return what has arrived."""
-        call = _call.get()
-        hidden = None if call is None else call.hidden
+        hidden = _call.get().hidden
         if self.outline.returned is None:
             return hidden
         kind, count = self.outline.returned
@@ -451,8 +444,7 @@ class TransformersStage(Stage):
 
     def lifted(self) -> contextlib.AbstractContextManager[Any]:
         """In float64, let whatever asks for less get float64."""
-        is_double = self.compute_dtype == torch.float64
-        return lifting() if is_double else contextlib.nullcontext()
+        return lifting() if self.compute_dtype == torch.float64 else contextlib.nullcontext()
 
     def _is_here(self, name: str) -> bool:
         return self.outline.is_on(name, self.own_layers, first=self.is_first, last=self.is_last)
@@ -480,21 +472,19 @@ class TransformersStage(Stage):
 
 def _see(place: int | None, _module: nn.Module, _args: Any, output: Any) -> None:
     """Be a hook of a router."""
-    call = _call.get()
-    if call is not None and call.balancing is not None:
-        call.balancing.see(output if place is None else output[place])
+    if (balancing := _call.get().balancing) is not None:
+        balancing.see(output if place is None else output[place])
 
 
 def _balanced(forward: Callable[..., Any], index: int, *args: Any, **kwargs: Any) -> Any:
     """Call a layer, and let the loss of its router come along."""
-    call = _call.get()
-    if call is None or call.balancing is None:
+    if (balancing := _call.get().balancing) is None:
         return forward(*args, **kwargs)
-    call.balancing.begin()
+    balancing.begin()
     output = forward(*args, **kwargs)
     if isinstance(output, Tensor):
-        return call.balancing.attach(index, output)
-    return type(output)([call.balancing.attach(index, output[0]), *output[1:]])
+        return balancing.attach(index, output)
+    return type(output)([balancing.attach(index, output[0]), *output[1:]])
 
 
 def _recomputed_in_call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -502,21 +492,12 @@ def _recomputed_in_call(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
     return recomputed(partial(_in_call, forward, _call.get()), *args, **kwargs)
 
 
-def _in_call(forward: Callable[..., Any], call: _Call | None, *args: Any, **kwargs: Any) -> Any:
+def _in_call(forward: Callable[..., Any], call: _Call, *args: Any, **kwargs: Any) -> Any:
     token = _call.set(call)
     try:
         return forward(*args, **kwargs)
     finally:
         _call.reset(token)
-
-
-def _places_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Modules and names that have each parameter."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            found.setdefault(id(parameter), []).append((module, leaf))
-    return found
 
 
 def _leave(*args: Any, **kwargs: Any) -> NoReturn:
@@ -526,8 +507,7 @@ def _leave(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _head_of(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Be an output matrix that is not to be used, where a loss needs no logits."""
-    call = _call.get()
-    if call is None or call.wants_logits:
+    if _call.get().wants_logits:
         return forward(x)
     raise _LeftError(x)
 

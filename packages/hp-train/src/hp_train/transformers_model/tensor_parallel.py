@@ -14,6 +14,7 @@ Shape symbols: B sequences, S positions, D features, d of them on a rank.
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -137,11 +138,8 @@ def _planned(plan: Mapping[str, str], path: str) -> Style | None:
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that several modules have."""
-    seen: set[nn.Parameter] = set()
-    twice: set[nn.Parameter] = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        (twice if parameter in seen else seen).add(parameter)
-    return twice
+    owners = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in owners.items() if count > 1}
 
 
 def _pair(parent: nn.Module, kinds: Mapping[str, Style | None], num_ranks: int) -> dict[str, Style]:
@@ -149,14 +147,10 @@ def _pair(parent: nn.Module, kinds: Mapping[str, Style | None], num_ranks: int) 
     children = dict(parent.named_children())
     with_parameters = [n for n, child in children.items() if any(True for _ in child.parameters())]
     known = {name: kind for name in with_parameters if (kind := kinds[name]) is not None}
-    is_whole = len(known) == len(with_parameters) and not list(
-        parent.named_parameters(recurse=False)
-    )
-    if not is_whole or not {"columns", "rows"} <= {*known.values()}:
+    own = [*parent.named_parameters(recurse=False)]
+    if own or len(known) < len(with_parameters) or not {"columns", "rows"} <= {*known.values()}:
         return {}
-    if any(_is_read(parent, name) for name in known):
-        return {}
-    if type(parent).__name__ in _ACROSS:
+    if type(parent).__name__ in _ACROSS or any(_is_read(parent, name) for name in known):
         return {}
     head = getattr(parent, "head_dim", 1)
     for name, kind in known.items():
@@ -180,7 +174,7 @@ def declare_cuts(layers: nn.Module, styles: Mapping[str, Style]) -> None:
     """
     for module, leaf, dim in _cuts(layers, styles):
         spec = module.__dict__["parameter_specs"][leaf]
-        declare(module, None, **{leaf: replace(spec, tp_dim=dim)})
+        declare(module, **{leaf: replace(spec, tp_dim=dim)})
 
 
 def cut(layers: nn.Module, styles: Mapping[str, Style], group: Ranks) -> None:
@@ -281,9 +275,8 @@ def _split(x: Tensor, dim: int, group: Ranks) -> Tensor:
 
 def _sum(x: Tensor, group: Ranks) -> Tensor:
     summed = x.clone(memory_format=torch.contiguous_format)
-    if isinstance(group, Alone):
-        return summed
-    dist.all_reduce(summed, group=group)
+    if not isinstance(group, Alone):
+        dist.all_reduce(summed, group=group)
     return summed
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hp_train.config import Config
 from hp_train.config.rules.hints import near_multiples
-from hp_train.config.schema import did_you_mean, shown
+from hp_train.config.schema import did_you_mean, shown, shown_path
 from hp_train.errors import ConfigError
 
 _OTHER_WEIGHTS = (
@@ -26,29 +26,23 @@ def file_rules(config: Config) -> Iterator[str]:
     run, data = config.run, config.data
     for path in () if has_tokens(run.resume) else data.paths:
         if not _is(path, Path.exists):
-            yield f"data.paths ({_path(path)}) must exist{_neighbour(path)}"
+            yield f"data.paths ({shown_path(path)}) must exist{_neighbour(path)}"
         elif not (_is(path, Path.is_file) or _is(path, Path.is_dir)):
-            yield f"data.paths ({_path(path)}) must be a regular file or a folder"
+            yield f"data.paths ({shown_path(path)}) must be a regular file or a folder"
     yield from _model_files(config)
-    if data.tokenizer and not _is(data.tokenizer, Path.is_file):
-        yield f"data.tokenizer ({_path(data.tokenizer)}) must be a file{_neighbour(data.tokenizer)}"
-    if data.plan_costs and not _is(data.plan_costs, Path.is_file):
-        yield (
-            f"data.plan_costs ({_path(data.plan_costs)}) must be a file"
-            f"{_neighbour(data.plan_costs)}"
-        )
+    for key, file in ("data.tokenizer", data.tokenizer), ("data.plan_costs", data.plan_costs):
+        if file and not _is(file, Path.is_file):
+            yield f"{key} ({shown_path(file)}) must be a file{_neighbour(file)}"
     if run.init_from and not _is(f"{run.init_from}/config.json", Path.is_file):
         yield (
-            f"run.init_from ({_path(run.init_from)}) must be a folder with a config.json"
+            f"run.init_from ({shown_path(run.init_from)}) must be a folder with a config.json"
             f"{_neighbour(run.init_from)}"
         )
     if run.resume:
         require_run_directory(run.resume)
-    target = run.resume or run.output_dir
-    key = "run.resume" if run.resume else "run.output_dir"
-    problem = _not_writable(target)
-    if problem:
-        yield f"{key} ({_path(target)}) must be a writable folder: {problem}"
+    key, target = ("run.resume", run.resume) if run.resume else ("run.output_dir", run.output_dir)
+    if problem := _not_writable(target):
+        yield f"{key} ({shown_path(target)}) must be a writable folder: {problem}"
 
 
 def _model_files(config: Config) -> Iterator[str]:
@@ -56,21 +50,21 @@ def _model_files(config: Config) -> Iterator[str]:
     code, _, function = config.model.factory.rpartition(":")
     if config.model.factory and not (code and function):
         yield (
-            f"model.factory ({_path(config.model.factory)}) must be package.module:function or "
-            "file.py:function"
+            f"model.factory ({shown_path(config.model.factory)}) must be package.module:function "
+            "or file.py:function"
         )
     elif code.endswith(".py") and not _is(code, Path.is_file):
-        yield f"model.factory ({_path(code)}) must be a file{_neighbour(code)}"
+        yield f"model.factory ({shown_path(code)}) must be a file{_neighbour(code)}"
     folder = config.model.transformers
     if folder and not _is(f"{folder}/config.json", Path.is_file):
         yield (
-            f"model.transformers ({_path(folder)}) must be a folder with a config.json"
+            f"model.transformers ({shown_path(folder)}) must be a folder with a config.json"
             f"{_neighbour(folder)}"
         )
     elif folder and not config.run.resume and (other := _unread_weights(Path(folder))):
         yield (
-            f"model.transformers ({_path(folder)}) must have its weights in safetensors files: "
-            f"{shown(other)} would not be read, and they would be drawn"
+            f"model.transformers ({shown_path(folder)}) must have its weights in safetensors "
+            f"files: {shown(other)} would not be read, and they would be drawn"
         )
 
 
@@ -78,8 +72,7 @@ def _unread_weights(folder: Path) -> str:
     """A file of weights in a folder that has none in safetensors files; empty: there is none."""
     if any(folder.glob("*.safetensors")):
         return ""
-    found = (path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
-    return next(found, "")
+    return next((path.name for each in _OTHER_WEIGHTS for path in folder.glob(each)), "")
 
 
 def require_run_directory(path: str) -> None:
@@ -90,7 +83,7 @@ def require_run_directory(path: str) -> None:
     """
     if not _is(f"{path}/config.toml", Path.is_file):
         raise ConfigError(
-            f"run.resume ({_path(path)}) must be a run directory, with a config.toml"
+            f"run.resume ({shown_path(path)}) must be a run directory, with a config.toml"
             f"{_neighbour(path)}"
         )
 
@@ -110,10 +103,11 @@ def saving_rules(config: Config) -> Iterator[str]:
 
 def extra_rules(config: Config) -> Iterator[str]:
     """What needs an optional package must find it."""
-    needs = {"tensorboard": ("run.tensorboard", config.run.tensorboard)}
-    needs["tokenizers"] = ("data.tokenizer", bool(config.data.tokenizer))
-    needs["transformers"] = ("model.transformers", bool(config.model.transformers))
-    for extra, (key, is_wanted) in needs.items():
+    for extra, key, is_wanted in (
+        ("tensorboard", "run.tensorboard", config.run.tensorboard),
+        ("tokenizers", "data.tokenizer", config.data.tokenizer),
+        ("transformers", "model.transformers", config.model.transformers),
+    ):
         if is_wanted and importlib.util.find_spec(extra) is None:
             yield f"{key} needs the extra {extra}: pip install 'hp-train[{extra}]'"
 
@@ -129,9 +123,9 @@ def _not_writable(path: str) -> str:
     except OSError as error:
         return error.strerror or "not accessible"
     if not folder.is_dir():
-        return f"{_path(str(folder))} is a file"
+        return f"{shown_path(folder)} is a file"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{_path(str(folder))} is not writable"
+        return f"{shown_path(folder)} is not writable"
     return ""
 
 
@@ -141,10 +135,6 @@ def _is(path: str, is_so: Callable[[Path], bool]) -> bool:
         return is_so(Path(path))
     except (OSError, ValueError):
         return False
-
-
-def _path(path: str) -> str:
-    return shown(path, limit=250)
 
 
 def _neighbour(path: str) -> str:

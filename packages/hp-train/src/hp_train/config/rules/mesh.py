@@ -93,8 +93,10 @@ def _expert_ranks(config: Config) -> Iterator[str]:
         hint = near_divisors(ranks, stage.num_ranks) if mesh.etp == 1 else ""
         yield f"{experts} must divide {shown_product(mesh, *STAGE_AXES)}{hint}"
     elif replica % ranks and ranks % replica:
-        shared = shown_product(mesh, "dp_shard", "cp", "tp")
-        yield f"{experts} must divide or be a multiple of {shared}"
+        yield (
+            f"{experts} must divide or be a multiple of "
+            f"{shown_product(mesh, 'dp_shard', 'cp', 'tp')}"
+        )
     if model.num_experts % mesh.ep:
         yield (
             f"{shown_factors(mesh, 'ep')} must divide model.num_experts ({model.num_experts})"
@@ -180,8 +182,7 @@ def _deal(config: Config) -> Iterator[str]:
 def _fit(config: Config, num_processes: int) -> str:
     """Hint at a size of one axis with which the mesh fills the world."""
     for axis in (*STAGE_AXES, "pp"):
-        size = getattr(config.mesh, axis)
-        others = config.world_size // size
+        others = config.world_size // getattr(config.mesh, axis)
         if num_processes % others == 0:
             return f"; nearest: mesh.{axis} = {num_processes // others}"
     return near_divisors(config.mesh.pp, num_processes, name="mesh.pp = ")

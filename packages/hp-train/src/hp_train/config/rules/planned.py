@@ -32,10 +32,9 @@ def _order(config: Config) -> Iterator[str]:
     """Stages are one on each rank, and the plan has their order."""
     pipeline = config.pipeline
     why = 'with data.packing ("planned"): the plan has the order of microbatches'
-    kind = KINDS[pipeline.schedule]
     if pipeline.stages_per_rank != 1:
         yield f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) must be 1 {why}"
-    elif kind.returns:
+    elif KINDS[pipeline.schedule].returns:
         others = " or ".join(
             each.name for each in KINDS.values() if not each.returns and each.stages_per_rank != 2
         )
