@@ -20,6 +20,7 @@ from hp_platform.store import Box, Part
 from hp_platform.store.collective import gathered
 from hp_platform.store.safetensors import FileTensor
 from hp_train.base.atomic_write import replace_file
+from hp_train.base.dtypes import dtype_name
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError
 from hp_train.hugging_face.all_ranks import on_all_ranks
@@ -101,7 +102,7 @@ def write_model(
     is_first = group is None or group.rank() == 0
 
     def prepare() -> tuple[list[Stored], dict[str, Place]]:
-        family = FAMILIES[hf_config(model, dtype=_name_of(dtype))["model_type"]]
+        family = FAMILIES[hf_config(model, dtype=dtype_name(dtype))["model_type"]]
         listed = list(stored_tensors(model_tensors(model), model, family))
         shapes = {stored.name: (_dtype_of(stored, dtype), stored.shape) for stored in listed}
         places = places_of(shapes, shard_bytes)
@@ -111,7 +112,7 @@ def write_model(
 
     def finish() -> None:
         if is_first:
-            config = hf_config(model, dtype=_name_of(dtype))
+            config = hf_config(model, dtype=dtype_name(dtype))
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             replace_file(folder / "config.json", text.encode())
             write_index(folder, places)
@@ -211,7 +212,3 @@ def _write_box(
             one = Box((offsets[0] + number, *offsets[1:]), (1, *sizes[1:]))
             slices = [v[number : number + 1].to(dtype) for v in values]
             target.write(theirs_of(stored, 0, one), to_theirs(stored, slices))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -90,7 +90,7 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         rows = rows_in(folder)
-        names = sample_names(rows)
+        self._names = names = sample_names(rows)
         self._rows = [(int(who.split("-")[1]), row) for who, row in rows if row.phase == FORWARD]
         self._parts: dict[tuple[int, str, str], dict[str, list[Part]]] = {}
         self.inputs: list[dict[str, Any]] = []
@@ -111,7 +111,6 @@ class Kept:
                 key = who, step, entry["call"]
                 given = tuple(names.get((*key, row), row) for row in entry["rows"])
                 self.inputs.append(entry | {"rows": given, "rank": rank, "key": key})
-        self._names = names
 
     def _add(self, who: str, rank: int, kept: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         step = kept["step"]

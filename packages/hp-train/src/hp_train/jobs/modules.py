@@ -108,12 +108,13 @@ class ModuleSides:
         CannotError: When the module was not called, or could not be pickled.
 
     Attributes:
+        module: Its name.
         has_terms: Whether gradients of ranks did not add up to the reference's, as far as calls
             were put together.
     """
 
     def __init__(self, pair: Pair, module: str) -> None:
-        self._pair, self._module = pair, module
+        self._pair, self.module = pair, module
         title = module or "the model"
         self.entries = [e for e in pair.expected.inputs if e["module"] == module]
         if not self.entries:
@@ -136,24 +137,23 @@ class ModuleSides:
     def settings(self) -> dict[str, Any]:
         """Numbers and flags of the module that other ranks than the reference's have."""
         theirs = next(iter(self._pair.expected.facts.values())).get("settings", {})
+        expected = theirs.get(self.module, {}).items()
         found: dict[str, Any] = {}
         for facts in self._pair.actual.facts.values():
-            mine = facts.get("settings", {}).get(self._module, {})
-            for key, value in theirs.get(self._module, {}).items():
-                if key in mine and mine[key] != value:
-                    found[key] = mine[key]
+            mine = facts.get("settings", {}).get(self.module, {})
+            found |= {k: mine[k] for k, value in expected if k in mine and mine[k] != value}
         return found
 
     def outputs(self, call: int, times: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name of each output of a call -> Python that takes it, shape."""
-        for entry in self._pair.expected.outputs:
-            if (entry["module"], entry["call"], entry["times"]) == (self._module, call, times):
-                return dict(entry["names"])
-        return {}
+        key = self.module, call, times
+        outputs = self._pair.expected.outputs
+        given = (e["names"] for e in outputs if (e["module"], e["call"], e["times"]) == key)
+        return next(given, {})
 
     def weights(self, kept: Kept) -> dict[str, Tensor]:
         """Weights of the module in a job; those of the reference where they are not whole."""
-        prefix = f"{self._module}." if self._module else ""
+        prefix = f"{self.module}." if self.module else ""
         found = {}
         for name in self._pair.expected.names(self._pair.step, HELD):
             if name.startswith(prefix):
@@ -218,7 +218,7 @@ class ModuleSides:
         return found
 
     def _laid(self, leaf: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
-        parts = self._pair.actual.given(self._module, leaf["place"], entry["times"])
+        parts = self._pair.actual.given(self.module, leaf["place"], entry["times"])
         if not entry["rows"] or not all(row in parts for row in entry["rows"]):
             return None
         wholes = [whole_of(parts[row]) for row in entry["rows"]]
@@ -235,7 +235,7 @@ class ModuleSides:
         found = [
             (other["rows"] == entry["rows"], leaf["raw"])
             for other in self._pair.actual.inputs
-            if (other["module"], other["times"]) == (self._module, entry["times"])
+            if (other["module"], other["times"]) == (self.module, entry["times"])
             for leaf in other["leaves"]
             if leaf["place"] == wanted["place"]
             and leaf["raw"] is not None

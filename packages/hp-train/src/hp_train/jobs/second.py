@@ -17,14 +17,13 @@ from hp_train.jobs.keeping import BEFORE, HELD, module_of
 from hp_train.jobs.kept import Kept, Part
 from hp_train.jobs.modules import CannotError, Pair
 from hp_train.jobs.of_modules import parents_of
-from hp_train.jobs.of_parameters import parameter
+from hp_train.jobs.of_parameters import OF_NUMBERS, parameter
 from hp_train.jobs.reproduce import reproduce
 from hp_train.jobs.reproduction import Exact
 from hp_train.jobs.request import Focus
 from hp_train.jobs.slices import index_of
 
 _OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
-_OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 
 
 def focus_of(first: Place, expected: Recording) -> Focus:
@@ -42,7 +41,7 @@ def focus_of(first: Place, expected: Recording) -> Focus:
         inside = [parent for parent in parents_of(own) if parent in called]
         around = dict.fromkeys([*inside[:1], *inside[-1:]])  # its parent, and the model
         return Focus(step, phase, name, modules=(own, *around))
-    if phase in _OF_NUMBERS or phase == ev.INPUT:
+    if phase in OF_NUMBERS or phase == ev.INPUT:
         return Focus(step, phase, name)
     inside = [m for m in parents_of(name) if m in called] if phase == ev.GRADIENT else []
     return Focus(step, phase, name, modules=tuple(inside[:2]), parameters=(name,))
@@ -91,7 +90,7 @@ def look_again(
 def _exact(first: Place, pair: Pair, steps: tuple[Step, Step]) -> Exact | None:
     if first.phase == ev.INPUT:
         return of_batches(pair.actual.batches(first.step), pair.expected.batches(first.step))
-    if first.phase in _OF_NUMBERS:
+    if first.phase in OF_NUMBERS:
         return of_numbers(first, *steps)
     if first.phase in _OF_MODULES:
         _, expected, actual, parts = pair.samples(first.name, first.phase)
@@ -196,12 +195,8 @@ def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int
 
 def _offsets(kept: Kept, first: Place) -> dict[str, Tensor]:
     """Vectors among the weights of a module."""
-    found = {}
-    for name in kept.names(first.step, HELD):
-        whole = kept.whole(first.step, HELD, name)
-        if whole is not None and whole.values.ndim == 1:
-            found[name] = whole.values
-    return found
+    held = {name: kept.whole(first.step, HELD, name) for name in kept.names(first.step, HELD)}
+    return {name: w.values for name, w in held.items() if w is not None and w.values.ndim == 1}
 
 
 def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
