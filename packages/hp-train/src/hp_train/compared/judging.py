@@ -54,18 +54,15 @@ def judge(ours: Tensor, theirs: Tensor) -> Verdict:
     """
     if ours.dtype == theirs.dtype and _same(ours, theirs):
         return Verdict("equal", True)
+    error, where = _apart(ours, theirs)
     if ours.dtype != theirs.dtype and _same(ours.to(theirs.dtype), theirs):
-        error, _ = _apart(ours, theirs)
         return Verdict(f"equal after a cast to {dtype_name(theirs.dtype)}", True, error)
     if ours.dtype != theirs.dtype and _same(theirs.to(ours.dtype), ours):
-        error, _ = _apart(ours, theirs)
         return Verdict(f"equal before a cast to {dtype_name(ours.dtype)}", True, error)
     if ours.is_floating_point() and theirs.is_floating_point():
         for dtype in _CASTS:
             if _same(ours.to(dtype).to(theirs.dtype), theirs):
-                error, _ = _apart(ours, theirs)
                 return Verdict(f"equal after a cast to {dtype_name(dtype)} and back", True, error)
-    error, where = _apart(ours, theirs)
     return Verdict(where, False, error)
 
 

@@ -18,7 +18,7 @@ from hp_platform.store.manifest import DTYPES, MANIFEST, NAME_OF
 from hp_platform.store.safetensors import INDEX, FileTensor, opened_tensors
 from hp_train.checkpoint.directory import complete_checkpoints, newest_checkpoint, with_exit_code
 from hp_train.checkpoint.verify import open_checkpoint
-from hp_train.compared.manifest import Listed, read_listing
+from hp_train.compared.manifest import read_listing
 from hp_train.dcp.metadata import METADATA, StoredTensor, read_metadata
 from hp_train.dcp.tensors import read_box
 from hp_train.errors import CheckpointError
@@ -94,7 +94,9 @@ def _opened(path: Path, stack: ExitStack) -> Source:
 
 def _of_file(path: Path, stack: ExitStack) -> Source:
     if path.suffix == ".json":
-        return _of_listing(path, read_listing(path))
+        listing = read_listing(path)
+        tensors = {n: Entry(t.dtype, t.shape, None, t.sha256) for n, t in listing.items()}
+        return Source(path, "manifest", tensors)
     if path.suffix == ".safetensors":
         return _of_files(path, stack.enter_context(opened_tensors([path])))
     return _of_torch([path], path)
@@ -210,8 +212,3 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     for key, item in items:
         yield from _flat(f"{prefix}.{key}" if prefix else key, item)
-
-
-def _of_listing(path: Path, listing: Mapping[str, Listed]) -> Source:
-    tensors = {n: Entry(t.dtype, t.shape, None, t.sha256) for n, t in listing.items()}
-    return Source(path, "manifest", tensors)

@@ -68,9 +68,8 @@ def exact(
         _kind(mine, theirs, differs, tolerance, others, offsets)
         or _by_rank(own, theirs, tolerance)
         or _untaken(parts, theirs, tolerance)
+        or mixture(mine, terms or {}, 10 * bound)
     )
-    if not kind and terms:
-        kind = mixture(mine, terms, 10 * bound)
     count, total = int(differs.sum()), differs.numel()
     names = dims or _names_of(theirs)
     where = _where(differs, names)

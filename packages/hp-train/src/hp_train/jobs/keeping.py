@@ -70,7 +70,7 @@ class Keeper(Recorder):
         super()._enter(module, args)
         if is_unseen():
             return
-        call, name = self._call(), self._modules.get(id(module))
+        call, name = self._calls.call, self._modules.get(id(module))
         if name is None or call.root is None or not self._is_here(call.phase):
             return
         kwargs = kwargs_of_call()
@@ -93,7 +93,7 @@ class Keeper(Recorder):
     def _keep_call(
         self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        call = self._call()
+        call = self._calls.call
         times = self._met[call.index, name]
         self._met[call.index, name] += 1
         leaves = []
@@ -146,7 +146,7 @@ class Keeper(Recorder):
         super()._leave(module, args, output)
         if is_unseen():
             return
-        call, name = self._call(), self._modules.get(id(module))
+        call, name = self._calls.call, self._modules.get(id(module))
         if name not in self._modules_kept or call.root is None or not self._is_here(call.phase):
             return
         times = self._met[call.index, name] - 1

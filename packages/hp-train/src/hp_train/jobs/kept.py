@@ -92,7 +92,7 @@ class Kept:
         rows = rows_in(folder)
         self._names = names = sample_names(rows)
         self._rows = [(int(who.split("-")[1]), row) for who, row in rows if row.phase == FORWARD]
-        self._parts: dict[tuple[int, str, str], dict[str, list[Part]]] = {}
+        self._parts: dict[tuple[int, str, str], dict[str, list[Part]]] = defaultdict(dict)
         self.inputs: list[dict[str, Any]] = []
         self.outputs: list[dict[str, Any]] = []
         self.facts: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -114,12 +114,10 @@ class Kept:
 
     def _add(self, who: str, rank: int, kept: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         step = kept["step"]
-        rows = self._parts.setdefault((step, kept["phase"], kept["name"]), {})
+        rows = self._parts[step, kept["phase"], kept["name"]]
         adds, call = kept.get("adds", False), kept.get("call", 0)
-        if "laid" not in kept:
-            part = Part(rank, kept["shape"], kept["box"], kept["values"], adds, call)
-            rows.setdefault("", []).append(part)
-        for samples, box, values in kept.get("laid", ()):
+        laid = kept["laid"] if "laid" in kept else [([""], kept["box"], [kept["values"]])]
+        for samples, box, values in laid:
             for row, value in zip(samples, values, strict=True):
                 name = names.get((who, step, call, row), row)
                 rows.setdefault(name, []).append(Part(rank, kept["shape"], box, value, adds, call))

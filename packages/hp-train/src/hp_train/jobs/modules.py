@@ -154,16 +154,12 @@ class ModuleSides:
     def weights(self, kept: Kept) -> dict[str, Tensor]:
         """Weights of the module in a job; those of the reference where they are not whole."""
         prefix = f"{self.module}." if self.module else ""
-        found = {}
-        for name in self._pair.expected.names(self._pair.step, HELD):
-            if name.startswith(prefix):
-                for held in (kept, self._pair.expected):
-                    whole = held.whole(self._pair.step, HELD, name)
-                    if whole is not None and whole.is_complete:
-                        theirs = self._pair.expected.whole(self._pair.step, HELD, name)
-                        assert theirs is not None
-                        found[name.removeprefix(prefix)] = farthest(whole, theirs.values)
-                        break
+        found, step, expected = {}, self._pair.step, self._pair.expected
+        for name in [n for n in expected.names(step, HELD) if n.startswith(prefix)]:
+            mine, theirs = kept.whole(step, HELD, name), expected.whole(step, HELD, name)
+            here = mine if mine is not None and mine.is_complete else theirs
+            if here is not None and here.is_complete and theirs is not None:
+                found[name.removeprefix(prefix)] = farthest(here, theirs.values)
         return found
 
     def call(
@@ -197,13 +193,13 @@ class ModuleSides:
         for row in entry["rows"]:
             if row not in parts:
                 raise CannotError(f"the gradient of {name} is not whole")
-            if not of_job:
+            if of_job:
+                rows.append(self._pair.scaled(ev.BACKWARD, row, parts[row], name))
+                theirs = self._pair.expected.whole(self._pair.step, ev.BACKWARD, name, row)
+                if theirs is not None and whole_of(parts[row]).is_sum:
+                    self.has_terms |= distance(rows[-1], theirs.values) > self._pair.bound
+            else:
                 rows.append(_complete(parts[row], name))
-                continue
-            rows.append(self._pair.scaled(ev.BACKWARD, row, parts[row], name))
-            theirs = self._pair.expected.whole(self._pair.step, ev.BACKWARD, name, row)
-            if theirs is not None and whole_of(parts[row]).is_sum:
-                self.has_terms |= distance(rows[-1], theirs.values) > self._pair.bound
         return laid_like(torch.stack(rows), shape)
 
     def _of_job(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:

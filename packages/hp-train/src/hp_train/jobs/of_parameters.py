@@ -98,14 +98,15 @@ def _norm(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> Mad
     }
     if not parts:
         raise CannotError("gradients that the norm is of were not seen")
-    mine, theirs = (_by_rank(step, place) for step in steps)
+    mine, theirs = (by_rank(step, place) for step in steps)
     actual = {rank: values[-1] for rank, values in mine.items()}
     expected = next(iter(theirs.values()))[-1]
     record = {"expected": torch.tensor(expected), "actual": actual, "parts": parts}
     return program(title, max(pair.bound, 1e-6), programs.NORM), record
 
 
-def _by_rank(step: Step, place: Place) -> dict[int, list[float]]:
+def by_rank(step: Step, place: Place) -> dict[int, list[float]]:
+    """Rank -> its numbers at the place of a difference."""
     by_process = step.numbers.get(place.phase, {}).get(place.name, {})
     return {int(who.split("-")[1]): values for who, values in by_process.items()}
 

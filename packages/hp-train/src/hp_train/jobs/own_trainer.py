@@ -19,7 +19,6 @@ from hp_platform.testing import Part
 from hp_platform.testing.recording import parts_of
 from hp_train.base.dtypes import dtype_name
 from hp_train.jobs import events as ev
-from hp_train.jobs.events import Event, Number
 from hp_train.jobs.notes import log_of
 from hp_train.jobs.request import Request
 from hp_train.jobs.sketch import digest_of
@@ -87,7 +86,7 @@ class TrainerRecorder:
 
         def gradients(losses: Losses, norm: float) -> None:
             self._gradients(ev.GRADIENT)
-            self._add(Number(self._step, ev.NORM, "", norm))
+            self._add(ev.Number(self._step, ev.NORM, "", norm))
             if before_update is not None:
                 before_update(losses, norm)
 
@@ -124,7 +123,7 @@ class TrainerRecorder:
     def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._gradients(ev.CLIPPED)
         for index, group in enumerate(optimizer.param_groups):
-            self._add(Number(self._step, ev.RATE, f"group {index}", float(group["lr"])))
+            self._add(ev.Number(self._step, ev.RATE, f"group {index}", float(group["lr"])))
 
     def _gradients(self, phase: str) -> None:
         for parameter in self._trainer.parameters:
@@ -151,10 +150,10 @@ class TrainerRecorder:
             kind = dtype_name(dtype or part.local.dtype)
             ends = zip(part.offset, part.local.shape, strict=True)
             pieces = digest_of(part.local, tuple((o, o + n) for o, n in ends)).pieces()
-            self._add(Event(self._step, phase, name, part.shape, kind, pieces))
+            self._add(ev.Event(self._step, phase, name, part.shape, kind, pieces))
 
-    def _add(self, line: Event | Number) -> None:
+    def _add(self, line: ev.Event | ev.Number) -> None:
         last = self._request.steps
-        is_late = isinstance(line, Event) and line.phase == ev.EVALUATION
+        is_late = isinstance(line, ev.Event) and line.phase == ev.EVALUATION
         if line.step <= last + is_late:
             self._log.add(line)
