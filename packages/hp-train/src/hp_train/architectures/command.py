@@ -2,8 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +12,7 @@ from msgspec.structs import replace
 
 from hp_train.architectures.cells import EQUAL, KINDS, RED, Architecture, Cell
 from hp_train.architectures.compact import encoded, with_found
-from hp_train.architectures.kept import can_be_cut, read, told, write
+from hp_train.architectures.kept import can_be_cut, folder_of, read, told, write
 from hp_train.architectures.page import page
 from hp_train.base.atomic_write import replace_file
 from hp_train.base.command_line import Parser, require_files, require_folder, say, write_named
@@ -85,8 +84,8 @@ def run(arguments: Sequence[str]) -> int:
     require_folder("--results", options.results)
     until = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
     table = read_table()
-    with _folder(options.results) as folder:
-        found = _examine_all(options, table, folder, until)
+    with folder_of(options.results, "hp-models-") as folder:
+        found = _examine_all(options, table, Path(folder), until)
     if options.write:
         table = with_found(table, found.values())
         replace_file(TABLE, encoded(table))
@@ -236,12 +235,3 @@ def _line(one: Architecture) -> str:
 def _first(cell: Cell) -> str:
     worst = f"{told(cell.error)} {cell.worst}".strip() if cell.compared else ""
     return " ".join(filter(None, [worst, cell.reason]))
-
-
-@contextmanager
-def _folder(kept: str | None) -> Iterator[Path]:
-    if kept:
-        yield Path(kept)
-        return
-    with TemporaryDirectory(prefix="hp-models-") as folder:
-        yield Path(folder)

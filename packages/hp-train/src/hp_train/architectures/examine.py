@@ -3,7 +3,7 @@
 import importlib
 import resource
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +72,6 @@ def examine(
         world = World(
             folder,
             data,
-            keys=_keys(folder / MODEL, trusted=model.code is not None),
             trusted=model.code is not None,
             bounds={kind: bound_of(model.name, kind)[0] for kind in kinds},
             fault=fault,
@@ -97,11 +96,6 @@ def _refer(tiny: Tiny, folder: Path, data: Path) -> None:
     found.save(folder / REFERENCE)
     told = "" if found.attention == "sdpa" else f"{found.attention} attention: it has no sdpa"
     (folder / _FACTS).write_bytes(msgspec.json.encode(_Facts(found.has_experts, told)))
-
-
-def _keys(model: Path, *, trusted: bool) -> Mapping[str, object]:
-    keys: dict[str, object] = {"model.transformers": str(model)}
-    return {**keys, "model.trust_remote_code": True} if trusted else keys
 
 
 def run_cells(world: World, kinds: Iterable[str]) -> dict[str, Cell]:

@@ -1,7 +1,7 @@
 """What hp-train has recorded beside what one process has computed. Nothing is left out."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,19 +82,12 @@ def _compare(
     found.flaws += [f"{what} {name} is missing" for name in expected if name not in actual]
     found.flaws += [f"{what} {name} is one too many" for name in actual if name not in expected]
     least = _SMALL * math.sqrt(sum(float(t.square().sum()) for t in expected.values()))
-    for name, ours, theirs in _pairs(actual, expected):
+    for name in [name for name in expected if name in actual]:
+        # What transformers itself loads as float32 has no more digits.
+        ours, theirs = actual[name].double(), expected[name].to(actual[name].dtype).double()
         if ours.shape != theirs.shape:
             shapes = f"{list(ours.shape)} must be {list(theirs.shape)}"
             found.flaws.append(f"{what} {name} has another shape: {shapes}")
             continue
         scale = max(float(theirs.norm()), least) or 1.0
         found.add(f"{what} {name}".strip(), float((ours - theirs).norm()) / scale)
-
-
-def _pairs(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    for name, theirs in expected.items():
-        if name in actual:
-            # What transformers itself loads as float32 has no more digits.
-            yield name, actual[name].double(), theirs.to(actual[name].dtype).double()

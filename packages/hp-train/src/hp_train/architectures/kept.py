@@ -2,7 +2,9 @@
 
 import argparse
 import math
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -56,6 +58,11 @@ def told(error: float | None) -> str:
 def finite(error: float) -> float | None:
     """An error as a cell has it."""
     return error if math.isfinite(error) else None
+
+
+def folder_of(results: str | None, prefix: str) -> AbstractContextManager[str]:
+    """The folder of `--results`, or one of a name with this prefix that is removed at the end."""
+    return nullcontext(results) if results else TemporaryDirectory(prefix=prefix)
 
 
 def can_be_cut(parser: argparse.ArgumentParser) -> None:

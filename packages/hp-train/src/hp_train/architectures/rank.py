@@ -55,7 +55,6 @@ class World:
     Attributes:
         folder: Where they write; it has `MODEL` and `REFERENCE`.
         data: Folder of the tokens.
-        keys: What configs of all cells say of the model.
         trusted: Whether the model brings code that is run.
         bounds: Largest error that is equal, of each kind of cell.
         fault: What a test breaks, around each cell.
@@ -63,7 +62,6 @@ class World:
 
     folder: Path
     data: Path
-    keys: Mapping[str, object]
     trusted: bool
     bounds: Mapping[str, float]
     fault: Fault | None = None
@@ -78,7 +76,9 @@ class World:
         Raises:
             hp_train.errors.ConfigError: When hp-train refuses it.
         """
-        return config_of(self.data, {**self.keys, **KINDS[kind].keys})
+        trust = {"model.trust_remote_code": True} if self.trusted else {}
+        model = {"model.transformers": str(self.folder / MODEL), **trust}
+        return config_of(self.data, {**model, **KINDS[kind].keys})
 
 
 MODEL, REFERENCE, RESULT = "model", "reference.pt", "result.json"

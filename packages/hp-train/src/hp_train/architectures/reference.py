@@ -3,7 +3,7 @@
 Shape symbols: B sequences, S positions, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,9 @@ def _train(model: Any, data: Path, size: int, *, separate: bool) -> Trained:
     )
     logits: list[Tensor] = []
     losses, norms, gradients = [], [], []
-    for batch in _batches(data, separate=separate):
+    sequences = dataset(data, separate=separate)
+    for start in range(0, STEPS * BATCH, BATCH):
+        batch = sequences.batch(range(start, start + BATCH))
         logits.append(forward(model, batch))
         flat, targets = logits[-1].flatten(0, 1), batch.targets.flatten()
         loss = F.cross_entropy(flat, targets, ignore_index=-1)
@@ -193,9 +195,3 @@ def _train(model: Any, data: Path, size: int, *, separate: bool) -> Trained:
         optimizer.zero_grad()
     weights = {name: p.detach().clone() for name, p in named.items()}
     return Trained(logits[0].detach(), losses, norms, gradients, weights)
-
-
-def _batches(data: Path, *, separate: bool) -> Iterator[Batch]:
-    sequences = dataset(data, separate=separate)
-    for step in range(STEPS):
-        yield sequences.batch(range(step * BATCH, (step + 1) * BATCH))

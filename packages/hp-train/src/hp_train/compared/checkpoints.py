@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hp_platform.store.manifest import DTYPES
+from hp_train.base.dtypes import dtype_name
 from hp_train.compared.content import Rows
 from hp_train.compared.judging import Verdict, is_quantised, judge, judge_quantised, scales_of
 from hp_train.compared.made import OTHER, STATE, Made, fused, known, short
@@ -215,7 +216,7 @@ class _Comparing:
         if verdict.is_equal and any(
             self._ours.tensors[part].dtype != entry.dtype for part in found.parts
         ):
-            verdict = Verdict(f"equal after a cast to {_dtype(entry)}", True)
+            verdict = Verdict(f"equal after a cast to {dtype_name(DTYPES[entry.dtype])}", True)
         said = f"{verdict.said} ({found.how})" if not verdict.is_equal else verdict.said
         self._note(name, Verdict(said, verdict.is_equal, verdict.error))
 
@@ -272,10 +273,8 @@ def _by_digest(entry: Entry, ours: Tensor) -> Verdict:
     """Compare values with a digest of what they should have become."""
     dtype = DTYPES[entry.dtype]
     if digest(ours.to(dtype)) == entry.sha256:
-        cast = "equal" if ours.dtype == dtype else f"equal after a cast to {_dtype(entry)}"
+        cast = "equal" if ours.dtype == dtype else f"equal after a cast to {dtype_name(dtype)}"
         return Verdict(cast, True)
-    return Verdict(f"its digest is not that of the values in {_dtype(entry)}", False, float("nan"))
-
-
-def _dtype(entry: Entry) -> str:
-    return str(DTYPES[entry.dtype]).removeprefix("torch.")
+    return Verdict(
+        f"its digest is not that of the values in {dtype_name(dtype)}", False, float("nan")
+    )

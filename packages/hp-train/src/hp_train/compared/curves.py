@@ -22,6 +22,9 @@ _LINE = re.compile(rf"(?:step|iteration|iter)\W*{_NUMBER}.*?\bloss\W*{_NUMBER}",
 _OBJECTS, _ROWS = (".jsonl", ".json"), (".csv", ".tsv")
 """Ends of names of files with an object in each line, and of tables."""
 
+_Pair = tuple[int, float]
+"""A step and its loss."""
+
 
 def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
     """Read the loss after each step; of a step that was run again the last.
@@ -36,6 +39,7 @@ def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
         DataError: When it cannot be read, or has no step with a loss.
     """
     file = path / _METRICS if path.is_dir() else path
+    found: Iterator[_Pair | None]
     try:
         with os.fdopen(open_named(file), encoding="utf-8", errors="replace", newline="") as opened:
             lines = iter(partial(opened.readline, _LONGEST_LINE), "")
@@ -44,10 +48,10 @@ def read_curve(path: Path, pattern: str | None = None) -> dict[int, float]:
             elif file.suffix in _OBJECTS:
                 found = _of_objects(lines, file)
             elif file.suffix in _ROWS:
-                found = _of_rows(csv.DictReader(lines, delimiter="\t,"[file.suffix == ".csv"]))
+                found = map(_named, csv.DictReader(lines, delimiter="\t,"[file.suffix == ".csv"]))
             else:
                 found = _matched(lines, _LINE)
-            curve = dict(found)
+            curve = dict(pair for pair in found if pair is not None)
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{file} must be a curve of losses: {why_not(error)}") from None
     if not curve and pattern is not None and file.suffix in _OBJECTS + _ROWS:
@@ -67,17 +71,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return found
 
 
-def _matched(lines: Iterable[str], pattern: re.Pattern[str]) -> Iterator[tuple[int, float]]:
+def _matched(lines: Iterable[str], pattern: re.Pattern[str]) -> Iterator[_Pair | None]:
     names = pattern.groupindex
     for line in lines:
         match = pattern.search(line)
         if match is not None:
-            pair = _pair(match[names.get("step", 1)], match[names.get("loss", 2)])
-            if pair is not None:
-                yield pair
+            yield _pair(match[names.get("step", 1)], match[names.get("loss", 2)])
 
 
-def _of_objects(lines: Iterable[str], file: Path) -> Iterator[tuple[int, float]]:
+def _of_objects(lines: Iterable[str], file: Path) -> Iterator[_Pair | None]:
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n") or not line.strip():
             continue  # the writer was killed
@@ -85,23 +87,17 @@ def _of_objects(lines: Iterable[str], file: Path) -> Iterator[tuple[int, float]]
             values = json.loads(line)
         except (ValueError, RecursionError):
             raise DataError(f"{file}: line {number} must be JSON") from None
-        if isinstance(values, dict) and (pair := _named(values)) is not None:
-            yield pair
+        if isinstance(values, dict):
+            yield _named(values)
 
 
-def _of_rows(rows: Iterable[dict[str, str]]) -> Iterator[tuple[int, float]]:
-    for row in rows:
-        if (pair := _named(row)) is not None:
-            yield pair
-
-
-def _named(values: Mapping[str, object]) -> tuple[int, float] | None:
+def _named(values: Mapping[str, object]) -> _Pair | None:
     step = next((values[name] for name in _STEPS if values.get(name) is not None), None)
     loss = next((values[name] for name in _LOSSES if values.get(name) is not None), None)
     return None if step is None or loss is None else _pair(step, loss)
 
 
-def _pair(step: object, loss: object) -> tuple[int, float] | None:
+def _pair(step: object, loss: object) -> _Pair | None:
     try:
         place = float(str(step).replace(",", "").replace("_", ""))
         value = float(str(loss).replace(",", "").replace("_", ""))

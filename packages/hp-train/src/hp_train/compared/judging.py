@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_platform.store.manifest import DTYPES, NAME_OF
+from hp_platform.store.manifest import DTYPES
+from hp_train.base.dtypes import dtype_name
 
 _CASTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _EIGHTS = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3, torch.int8: 0.0}
@@ -53,19 +54,15 @@ def judge(ours: Tensor, theirs: Tensor) -> Verdict:
     """
     if ours.dtype == theirs.dtype and _same(ours, theirs):
         return Verdict("equal", True)
+    error, where = _apart(ours, theirs)
     if ours.dtype != theirs.dtype and _same(ours.to(theirs.dtype), theirs):
-        shown = _shown(theirs.dtype)
-        error, _ = _apart(ours, theirs)
-        return Verdict(f"equal after a cast to {shown}", True, error)
+        return Verdict(f"equal after a cast to {dtype_name(theirs.dtype)}", True, error)
     if ours.dtype != theirs.dtype and _same(theirs.to(ours.dtype), ours):
-        error, _ = _apart(ours, theirs)
-        return Verdict(f"equal before a cast to {_shown(ours.dtype)}", True, error)
+        return Verdict(f"equal before a cast to {dtype_name(ours.dtype)}", True, error)
     if ours.is_floating_point() and theirs.is_floating_point():
         for dtype in _CASTS:
             if _same(ours.to(dtype).to(theirs.dtype), theirs):
-                error, _ = _apart(ours, theirs)
-                return Verdict(f"equal after a cast to {_shown(dtype)} and back", True, error)
-    error, where = _apart(ours, theirs)
+                return Verdict(f"equal after a cast to {dtype_name(dtype)} and back", True, error)
     return Verdict(where, False, error)
 
 
@@ -89,9 +86,9 @@ def judge_quantised(ours: Tensor, theirs: Tensor, scales: Tensor) -> Verdict:
     error, where = _apart(ours, back)
     beyond = int(((back - values).abs() > bound).sum() + back.isnan().sum())
     if beyond:
-        shown = f"{beyond} of {values.numel()} beyond half a step of {_shown(theirs.dtype)}"
+        shown = f"{beyond} of {values.numel()} beyond half a step of {dtype_name(theirs.dtype)}"
         return Verdict(f"{shown}, {where}", False, error)
-    return Verdict(f"rounded to {_shown(theirs.dtype)} with scales", True, error)
+    return Verdict(f"rounded to {dtype_name(theirs.dtype)} with scales", True, error)
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor | None:
@@ -140,7 +137,3 @@ def _apart(ours: Tensor, theirs: Tensor) -> tuple[float, str]:
     at = f" at {place}" if place else ""
     said = f"{differing} of {a.numel()} differ, most{at}: {other:.9g} where {mine:.9g} is expected"
     return relative, said
-
-
-def _shown(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.") if dtype in NAME_OF else repr(dtype)

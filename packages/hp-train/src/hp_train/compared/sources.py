@@ -4,6 +4,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hp_platform.store.manifest import DTYPES, MANIFEST, NAME_OF
 from hp_platform.store.safetensors import INDEX, FileTensor, opened_tensors
 from hp_train.checkpoint.directory import complete_checkpoints, newest_checkpoint, with_exit_code
 from hp_train.checkpoint.verify import open_checkpoint
-from hp_train.compared.manifest import Listed, read_listing
+from hp_train.compared.manifest import read_listing
 from hp_train.dcp.metadata import METADATA, StoredTensor, read_metadata
 from hp_train.dcp.tensors import read_box
 from hp_train.errors import CheckpointError
@@ -93,7 +94,9 @@ def _opened(path: Path, stack: ExitStack) -> Source:
 
 def _of_file(path: Path, stack: ExitStack) -> Source:
     if path.suffix == ".json":
-        return _of_listing(path, read_listing(path))
+        listing = read_listing(path)
+        tensors = {n: Entry(t.dtype, t.shape, None, t.sha256) for n, t in listing.items()}
+        return Source(path, "manifest", tensors)
     if path.suffix == ".safetensors":
         return _of_files(path, stack.enter_context(opened_tensors([path])))
     return _of_torch([path], path)
@@ -116,16 +119,13 @@ def _of_folder(path: Path, stack: ExitStack) -> Source:
 def _native(path: Path) -> Source:
     checkpoint = open_checkpoint(path)
 
-    def reader(name: str, dtype: str, shape: tuple[int, ...]) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            values = torch.empty(shape, dtype=DTYPES[dtype])
-            checkpoint.fill({name: Part(values, shape, (0,) * len(shape))})
-            return values
-
-        return read
+    def read(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        values = torch.empty(shape, dtype=DTYPES[dtype])
+        checkpoint.fill({name: Part(values, shape, (0,) * len(shape))})
+        return values
 
     tensors = {
-        name: Entry(saved.dtype, saved.shape, reader(name, saved.dtype, saved.shape))
+        name: Entry(saved.dtype, saved.shape, partial(read, name, saved.dtype, saved.shape))
         for name, saved in checkpoint.manifest.tensors.items()
     }
     extra = store.decode_extra(checkpoint.manifest.extra)
@@ -133,32 +133,33 @@ def _native(path: Path) -> Source:
 
 
 def _of_files(path: Path, files: Mapping[str, FileTensor]) -> Source:
-    def reader(file: FileTensor) -> Callable[[], Tensor]:
-        return lambda: file.read(store.Box((0,) * len(file.shape), file.shape))
-
     known = {name: file for name, file in files.items() if file.dtype in DTYPES}
-    tensors = {name: Entry(f.dtype, f.shape, reader(f)) for name, f in known.items()}
+    tensors = {
+        name: Entry(f.dtype, f.shape, partial(f.read, _all_of(f.shape)))
+        for name, f in known.items()
+    }
     return Source(path, "safetensors", tensors, tuple(sorted(files.keys() - known.keys())))
 
 
 def _distributed(path: Path) -> Source:
-    def reader(stored: StoredTensor) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-            with _damage(path):
-                for box, place in stored.boxes.items():
-                    part = read_box(path, place, dtype=stored.dtype, sizes=box.sizes)
-                    values[box.within(store.Box((0,) * len(stored.shape), stored.shape))] = part
-            return values
-
-        return read
+    def read(stored: StoredTensor) -> Tensor:
+        values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        with _damage(path):
+            for box, place in stored.boxes.items():
+                part = read_box(path, place, dtype=stored.dtype, sizes=box.sizes)
+                values[box.within(_all_of(stored.shape))] = part
+        return values
 
     with _damage(path):
         found = read_metadata(path)
-    tensors = {name: Entry(t.dtype, t.shape, reader(t)) for name, t in found.tensors.items()}
+    tensors = {n: Entry(t.dtype, t.shape, partial(read, t)) for n, t in found.tensors.items()}
     others = tuple(file.name for file in path.glob("*.pt"))  # Megatron's arguments, and groups
     name = "torch.distributed.checkpoint"
     return Source(path, name, tensors, (*found.left_out, *others))
+
+
+def _all_of(shape: tuple[int, ...]) -> store.Box:
+    return store.Box((0,) * len(shape), shape)
 
 
 @contextmanager
@@ -211,8 +212,3 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     for key, item in items:
         yield from _flat(f"{prefix}.{key}" if prefix else key, item)
-
-
-def _of_listing(path: Path, listing: Mapping[str, Listed]) -> Source:
-    tensors = {n: Entry(t.dtype, t.shape, None, t.sha256) for n, t in listing.items()}
-    return Source(path, "manifest", tensors)

@@ -26,15 +26,12 @@ from hp_train.demo.cells import (
     Cell,
     Layout,
 )
+from hp_train.demo.found import SECONDS, FailedError, recorded
 from hp_train.jobs import events as ev
 from hp_train.jobs.compare import Comparison, Floor, compare, with_floor
 from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.recorder import recording
-from hp_train.jobs.request import Request
+from hp_train.jobs.joined import Recording
 
-SECONDS = 60.0
-"""Most that one run may take."""
 _KEPT = 6
 _BY_HAND = 1e-4
 """Relative error from which the program by hand, which is lifted nowhere, has seen a difference."""
@@ -63,7 +60,7 @@ def examine(name: str) -> Architecture:
         runs = _Runs(folder, name, tiny.fields)
         try:
             cells = tuple(_cell(runs, layout, plans) for layout in LAYOUTS)
-        except _FailedError as error:
+        except FailedError as error:
             return made(reason=str(error), seconds=time.monotonic() - began)
         return made(
             cells=cells,
@@ -80,10 +77,6 @@ def _make(tiny: Tiny, folder: Path) -> None:
 
 def _forked(work: Callable[[], object], folder: Path, size: int = 1) -> str:
     return run_ranks(work, size=size, folder=folder, seconds=SECONDS)
-
-
-class _FailedError(Exception):
-    """A run failed."""
 
 
 class _Runs:
@@ -116,16 +109,11 @@ class _Runs:
 
     def recorded(self, who: str, layout: Layout, disturb: int = 0) -> Recording:
         """Train under the recorder."""
-        folder = self._folder / str(layout.float64)
-        reference = "" if who == "reference" else str(folder / "reference")
-        folder /= who.replace(" ", "-")
-        request = Request(
-            str(folder), reference=reference, steps=2, float64=layout.float64, disturb=disturb
-        )
-        work = partial(_record, request, self._folder / "model", layout)
-        if reason := _forked(work, folder, 2 if layout.sizes else 1):
-            raise _FailedError(reason)
-        return join(folder)
+        float64 = layout.float64
+        folder = self._folder / str(float64) / who.replace(" ", "-")
+        train = partial(job.train, self._folder / "model", layout.sizes, float64=float64)
+        ranks = 2 if layout.sizes else 1
+        return recorded(folder, train, ranks=ranks, steps=2, float64=float64, disturb=disturb)
 
     def program(self, layout: Layout) -> str:
         """The program that compares by hand."""
@@ -138,18 +126,13 @@ class _Runs:
         text = self.program(layout)
         out = folder / "errors.json"
         if reason := _forked(partial(_by_hand, text, folder, out), folder, 2):
-            raise _FailedError(reason)
+            raise FailedError(reason)
         errors: dict[str, float] = json.loads(out.read_text())
         return dict(sorted(errors.items(), key=lambda item: -_size(item[1])))
 
 
 def _size(error: float) -> float:
     return math.inf if math.isnan(error) else error
-
-
-def _record(request: Request, model: Path, layout: Layout) -> None:
-    with recording(request):
-        job.train(model, layout.sizes, float64=layout.float64)
 
 
 def _by_hand(text: str, folder: Path, out: Path) -> None:
@@ -171,7 +154,7 @@ def _cell(runs: _Runs, layout: str, plans: Mapping[str, bool]) -> Cell:
     try:
         comparison = compare(runs.recorded(layout, asked), *expected)
         judged = partial(judged, **_told(comparison))
-    except _FailedError as error:
+    except FailedError as error:
         reason = str(error)
         if "was requested, but" in reason and "has no" in reason:
             return judged(state=REFUSED, reason=reason)
@@ -200,7 +183,7 @@ def _seen(runs: _Runs, layout: str, *, fails: bool) -> dict[str, Any] | None:
         found = {"program": runs.program(asked)}
         try:
             errors = runs.by_hand(asked)
-        except _FailedError as error:
+        except FailedError as error:
             if fails:
                 return {**found, "by_hand_failed": str(error)}
             continue

@@ -107,8 +107,6 @@ class Bred(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         is_right: Whether the bug was found and named as it must be, or a sound job equal.
         first: The first difference.
         likely: What it looks like.
-        compared: Tensors and numbers that were compared.
-        seconds: What it took.
     """
 
     layout: str
@@ -116,5 +114,3 @@ class Bred(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_right: bool
     first: str = ""
     likely: tuple[str, ...] = ()
-    compared: int = 0
-    seconds: float = 0.0

@@ -1,16 +1,14 @@
 """The command ``hp verify --demo``. Nothing here imports torch before it runs."""
 
 import argparse
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from hp_train.architectures.kept import can_be_cut, read, write
-from hp_train.base.command_line import Parser, require_files, require_folder, write_named
+from hp_train.architectures.kept import can_be_cut, folder_of, read, write
+from hp_train.base.command_line import Parser, require_files, require_folder, say, write_named
 from hp_train.demo.cells import DIFFERENT, DOUBTED, FAILED, Architecture, Bred
 from hp_train.demo.page import page
 from hp_train.demo.table import table
@@ -76,12 +74,12 @@ def run(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     until = began + 60.0 * options.minutes if options.minutes else float("inf")
     zoo = [] if options.no_zoo else list(_told(_zoo(), until))
-    found = _architectures(options, until)
+    found = list(_architectures(options, until).values())
     seconds = time.monotonic() - began
-    write_named("--output", options.output, page(zoo, list(found.values()), seconds))
+    write_named("--output", options.output, page(zoo, found, seconds))
     if options.table:
-        write_named("--table", options.table, table(list(found.values())))
-    sys.stdout.write(f"{summary(zoo, list(found.values()))}\nwritten to {options.output}\n")
+        write_named("--table", options.table, table(found))
+    say(f"{summary(zoo, found)}\nwritten to {options.output}")
     wrong = [one for one in zoo if not one.is_right]
     if wrong:
         raise DifferenceError(f"{len(wrong)} of {len(zoo)} jobs of the zoo are not told rightly")
@@ -94,11 +92,7 @@ def summary(zoo: Sequence[Bred], found: Sequence[Architecture]) -> str:
     told = f"zoo: {sum(bugs)} of {len(bugs)} bugs found and named, "
     lines = [f"{told}{sum(sound)} of {len(sound)} sound jobs equal"] if zoo else []
     for layout in dict.fromkeys(cell.layout for one in found for cell in one.cells):
-        states: dict[str, int] = {}
-        for one in found:
-            for cell in one.cells:
-                if cell.layout == layout:
-                    states[cell.state] = states.get(cell.state, 0) + 1
+        states = Counter(c.state for one in found for c in one.cells if c.layout == layout)
         lines.append(f"{layout}: " + ", ".join(f"{n} {s}" for s, n in sorted(states.items())))
     unmade = sum(not one.cells for one in found)
     if unmade:
@@ -115,10 +109,7 @@ def _zoo() -> Iterator[Bred]:
 def _told(found: Iterator[Bred], until: float) -> Iterator[Bred]:
     for one in found:
         what = f"{one.layout} {one.bug}" if one.bug else f"{one.layout}, sound"
-        sys.stdout.write(
-            f"{'ok  ' if one.is_right else 'FAIL'} zoo: {what}: {one.first or 'equal'}\n"
-        )
-        sys.stdout.flush()
+        say(f"{'ok  ' if one.is_right else 'FAIL'} zoo: {what}: {one.first or 'equal'}")
         yield one
         if time.monotonic() > until:
             return
@@ -126,7 +117,7 @@ def _told(found: Iterator[Bred], until: float) -> Iterator[Bred]:
 
 def _architectures(options: argparse.Namespace, until: float) -> dict[str, Architecture]:
     if find_spec("transformers") is None:
-        sys.stdout.write("architectures: pip install transformers compares them as well\n")
+        say("architectures: pip install transformers compares them as well")
         return {}
     from hp_train.architectures import tiny  # noqa: PLC0415 - needs transformers
     from hp_train.demo.architectures import examine  # noqa: PLC0415
@@ -139,7 +130,8 @@ def _architectures(options: argparse.Namespace, until: float) -> dict[str, Archi
         raise ConfigError(f"--architectures ({unknown[0]}) must be a causal model of transformers")
     tiny.prepare()
     versions = tiny.versions()
-    with _folder(options.results) as folder:
+    with folder_of(options.results, "hp-demo-") as kept:
+        folder = Path(kept)
         found = {
             n: one for n, one in read(folder, Architecture).items() if one.versions == versions
         }
@@ -148,18 +140,8 @@ def _architectures(options: argparse.Namespace, until: float) -> dict[str, Archi
                 continue
             found[name] = one = examine(name)
             write(folder, one)
-            sys.stdout.write(f"{name}: {_line(one)} ({one.seconds:.1f} s)\n")
-            sys.stdout.flush()
+            say(f"{name}: {_line(one)} ({one.seconds:.1f} s)")
     return dict(sorted(found.items()))
-
-
-@contextmanager
-def _folder(kept: str | None) -> Iterator[Path]:
-    if kept:
-        yield Path(kept)
-        return
-    with TemporaryDirectory(prefix="hp-demo-") as folder:
-        yield Path(folder)
 
 
 def _line(one: Architecture) -> str:

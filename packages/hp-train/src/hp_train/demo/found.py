@@ -1,11 +1,11 @@
-"""The zoo under the recorder: which of its bugs are found, and that sound jobs are equal."""
+"""Jobs under the recorder: bugs of the zoo that are found, and sound jobs that are equal."""
 
 import re
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from hp_train.architectures.forks import prepare, run_ranks
 from hp_train.demo.cells import Bred
@@ -17,7 +17,8 @@ from hp_train.jobs.joined import Recording, join
 from hp_train.jobs.recorder import recording
 from hp_train.jobs.request import Request
 
-_SECONDS = 60.0
+SECONDS = 60.0
+"""Most that one run may take."""
 
 
 def look_for(bugs: Iterable[Bug], sound: Iterable[str]) -> Iterator[Bred]:
@@ -34,15 +35,12 @@ def look_for(bugs: Iterable[Bug], sound: Iterable[str]) -> Iterator[Bred]:
     with tempfile.TemporaryDirectory(prefix="hp-zoo-") as text:
         judge = _Judge(Path(text))
         for layout in sound:
-            began = time.monotonic()
             name, _, tied = layout.partition(" ")
             comparison = judge(name, "", tied=bool(tied))
-            yield _bred(layout, "", comparison, began, is_right=comparison.first is None)
+            yield _bred(layout, "", comparison, is_right=comparison.first is None)
         for bug in bugs:
-            began = time.monotonic()
             comparison = judge(bug.layout, bug.name, tied=bug.is_tied)
-            is_right = _is_named(bug, comparison)
-            yield _bred(bug.layout, bug.name, comparison, began, is_right=is_right)
+            yield _bred(bug.layout, bug.name, comparison, is_right=_is_named(bug, comparison))
 
 
 def _is_named(bug: Bug, comparison: Comparison) -> bool:
@@ -55,15 +53,13 @@ def _is_named(bug: Bug, comparison: Comparison) -> bool:
     )
 
 
-def _bred(layout: str, bug: str, seen: Comparison, began: float, *, is_right: bool) -> Bred:
+def _bred(layout: str, bug: str, seen: Comparison, *, is_right: bool) -> Bred:
     return Bred(
         layout=layout,
         bug=bug,
         is_right=is_right,
         first=str(seen.first or ""),
         likely=tuple(explain(seen)),
-        compared=seen.num_compared,
-        seconds=round(time.monotonic() - began, 1),
     )
 
 
@@ -89,20 +85,36 @@ class _Judge:
     def _recorded(
         self, who: str, layout: str, bug: str = "", *, tied: bool, disturb: int = 0
     ) -> Recording:
-        place = self._folder / str(tied)
-        reference = "" if who == "reference" else str(place / "reference")
-        request = Request(str(place / who), reference=reference, disturb=disturb)
-        reason = run_ranks(
-            partial(_record, request, layout, bug, tied=tied),
-            size=1 if layout == "one" else 2,
-            folder=place / who,
-            seconds=_SECONDS,
-        )
-        if reason:
-            raise RuntimeError(f"{layout} {bug}: {reason}")
-        return join(place / who)
+        trains, ranks = partial(train, layout, bug, tied=tied), 1 if layout == "one" else 2
+        try:
+            return recorded(self._folder / str(tied) / who, trains, ranks=ranks, disturb=disturb)
+        except FailedError as error:
+            raise RuntimeError(f"{layout} {bug}: {error}") from None
 
 
-def _record(request: Request, layout: str, bug: str, *, tied: bool) -> None:
+class FailedError(Exception):
+    """A run failed."""
+
+
+def recorded(folder: Path, train: Callable[[], None], *, ranks: int, **asked: Any) -> Recording:
+    """Train under the recorder.
+
+    Args:
+        folder: Where the run writes; that of a reference is called so, and beside the others.
+        train: What every rank does.
+        ranks: How many there are.
+        **asked: What else is asked in the `Request`.
+
+    Raises:
+        FailedError: When a rank fails, or takes too long.
+    """
+    reference = "" if folder.name == "reference" else str(folder.with_name("reference"))
+    record = partial(_record, Request(str(folder), reference=reference, **asked), train)
+    if reason := run_ranks(record, size=ranks, folder=folder, seconds=SECONDS):
+        raise FailedError(reason)
+    return join(folder)
+
+
+def _record(request: Request, train: Callable[[], None]) -> None:
     with recording(request):
-        train(layout, bug, tied=tied)
+        train()

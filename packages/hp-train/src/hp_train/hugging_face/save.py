@@ -21,6 +21,7 @@ from hp_platform.store import Box, Part
 from hp_platform.store.collective import gathered, is_first
 from hp_platform.store.safetensors import FileTensor
 from hp_train.base.atomic_write import replace_file
+from hp_train.base.dtypes import dtype_name
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError
 from hp_train.hugging_face.all_ranks import on_all_ranks
@@ -101,7 +102,7 @@ def write_model(
     """
 
     def prepare() -> tuple[dict[str, Any], list[Stored], dict[str, Place]]:
-        config = hf_config(model, dtype=str(dtype).removeprefix("torch."))
+        config = hf_config(model, dtype=dtype_name(dtype))
         listed = stored_tensors(model_tensors(model), model, FAMILIES[config["model_type"]])
         shapes = {stored.name: (_dtype_of(stored, dtype), stored.shape) for stored in listed}
         places = places_of(shapes, shard_bytes)

@@ -1,9 +1,9 @@
 """How the recorder gets at calls that torch has no hook for."""
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -72,25 +72,16 @@ def kwargs_of_call() -> dict[str, Any]:
     torch hands them to hooks of a module only. They are read from the frame of its call, which
     calls the hook; where no frame looks like one, there are none.
     """
-    frame = sys._getframe(1)  # noqa: SLF001 - documented, CPython
-    for _ in range(_DEPTH):
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    for frame in _callers(_DEPTH):
         found = frame.f_locals.get("kwargs")
         if frame.f_code.co_name in {"inner", "_call_impl"} and isinstance(found, dict):
             return found
     return {}
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
+def apart() -> AbstractContextManager[None]:
     """Compute something of our own: what counts or changes operators of a job does not see it."""
-    if not has_modes():
-        yield
-        return
-    with without_modes():
-        yield
+    return without_modes() if has_modes() else nullcontext()
 
 
 def is_unseen() -> bool:
@@ -113,14 +104,7 @@ def is_checkpointed() -> bool:
 
     Called from a global hook of that call.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, CPython
-    for _ in range(2 * _DEPTH):
-        if frame is None:
-            break
-        if frame.f_code.co_filename == checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_filename == checkpoint.__file__ for f in _callers(2 * _DEPTH))
 
 
 def is_for_shapes() -> bool:
@@ -128,11 +112,14 @@ def is_for_shapes() -> bool:
 
     Called from a global hook of that call.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, CPython
-    for _ in range(_DEPTH):
-        if frame is None:
-            break
-        if frame.f_code.co_name in _FOR_SHAPES:
-            return True
+    return any(frame.f_code.co_name in _FOR_SHAPES for frame in _callers(_DEPTH))
+
+
+def _callers(most: int) -> list[FrameType]:
+    """Frames behind that of the hook whose function asks for them, the nearest first."""
+    frame = sys._getframe(2).f_back  # noqa: SLF001 - documented, CPython
+    found: list[FrameType] = []
+    while frame is not None and len(found) < most:
+        found.append(frame)
         frame = frame.f_back
-    return False
+    return found

@@ -2,15 +2,14 @@
 
 import argparse
 import shlex
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 
-from hp_train.base.command_line import Parser
+from hp_train.base.command_line import Parser, say
 from hp_train.base.numbers import real, whole
 from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.jobs.compare import UPDATE, Comparison, Floor, Place, compare, with_floor
@@ -19,7 +18,7 @@ from hp_train.jobs.joined import NothingRecordedError, Recording, join
 from hp_train.jobs.request import Focus, Request, environment
 from hp_train.jobs.rules import read_rules
 from hp_train.launch.session import last_lines, status_of
-from hp_train.launch.signals import name_of
+from hp_train.launch.signals import ending
 
 _STEPS = 3
 _SECONDS = 1800.0
@@ -123,8 +122,7 @@ def run(arguments: Sequence[str]) -> int:
         read_rules(Path(options.rules))  # before anything runs
     with _folder(options.keep) as folder:
         comparison = verify(job, reference, options, folder)
-        sys.stdout.write(report(comparison))
-        sys.stdout.flush()
+        say(report(comparison))
     if not comparison.num_compared:
         raise DifferenceError("nothing of the job could be laid beside its reference")
     if comparison.first is not None:
@@ -170,7 +168,7 @@ def verify(
     try:
         actual = _recorded(job, asked, "job", options.seconds)
     except JobFailedError as failed:
-        sys.stdout.write(_before_failing(failed.recording, expected, floor))
+        say(_before_failing(failed.recording, expected, floor))
         raise
     comparison = compare(actual, expected, floor)
     if options.rules:
@@ -190,7 +188,7 @@ def verify(
 
     from hp_train.jobs.second import look_again  # noqa: PLC0415 - imports torch
 
-    kept = folder if options.keep else Path(tempfile.mkdtemp(prefix="hp-verify-reproduction-"))
+    kept = folder if options.keep else Path(mkdtemp(prefix="hp-verify-reproduction-"))
     look_again(
         comparison,
         (actual, expected),
@@ -217,30 +215,25 @@ def _recorded(command: Sequence[str], request: Request, who: str, seconds: float
     # At its end, perhaps: torch with Gloo aborts there now and then.
     is_done = recording is not None and recording.is_whole(request.steps)
     if recording is None or (status != 0 and not (status and is_done)):
-        ended = f"was not done after {seconds:g} s" if status is None else _ended(status or 0)
+        ended = f"was not done after {seconds:g} s" if status is None else ending(status)
         told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
         raise JobFailedError(told, recording)
     if status:
-        sys.stdout.write(f"note: the {who} {_ended(status)}, after all {request.steps} steps\n")
+        say(f"note: the {who} {ending(status)}, after all {request.steps} steps")
     ranks = f"{recording.num_ranks} process{'es' * (recording.num_ranks != 1)}"
-    sys.stdout.write(f"{who}: {ranks}, {recording.num_steps} steps, {took:.1f} s\n")
-    sys.stdout.flush()
+    say(f"{who}: {ranks}, {recording.num_steps} steps, {took:.1f} s")
     return recording
 
 
 def _before_failing(recording: Recording | None, expected: Recording, floor: Floor) -> str:
     """How far a job that has failed had come, and whether it was right until then."""
-    done = {} if recording is None else recording.before_failing().steps
-    if recording is None or not done:
-        return "the job had made no update when it failed\n"
-    last = max(done)
+    done = None if recording is None else recording.before_failing()
+    if done is None or not done.steps:
+        return "the job had made no update when it failed"
+    last = max(done.steps)
     known = Recording({i: s for i, s in expected.steps.items() if i <= last}, expected.facts)
-    comparison = compare(recording.before_failing(), known, floor)
+    comparison = compare(done, known, floor)
     return f"what the job computed before it failed:\n{report(comparison)}"
-
-
-def _ended(status: int) -> str:
-    return f"ended with status {status}" if status > 0 else f"was killed by {name_of(-status)}"
 
 
 def report(comparison: Comparison) -> str:
@@ -270,7 +263,7 @@ def report(comparison: Comparison) -> str:
         f"{state} over {comparison.num_steps} steps, {comparison.num_compared:,} tensors and "
         f"numbers: {largest}"
     )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _exactly(comparison: Comparison) -> list[str]:
@@ -299,8 +292,5 @@ def _folder(keep: str | None) -> Iterator[Path]:
             ) from None
         yield Path(keep).resolve()
         return
-    folder = Path(tempfile.mkdtemp(prefix="hp-verify-job-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(prefix="hp-verify-job-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

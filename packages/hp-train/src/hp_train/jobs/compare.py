@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -112,36 +113,33 @@ class Floor:
 
     def __init__(self, reference: Recording, others: Sequence[Recording]) -> None:
         self._errors: dict[tuple[int, str, str], float] = {}
-        self._typical: dict[tuple[int, str], float] = {}
         for other in others:
             for index, step in reference.steps.items():
-                self._add(index, step, other.steps.get(index, Step()))
-        by_phase: dict[tuple[int, str], list[float]] = {}
-        for (step_index, phase, _), error in self._errors.items():
-            by_phase.setdefault((step_index, phase), []).append(error)
-        for key, errors in by_phase.items():
-            self._typical[key] = statistics.median(errors)
-
-    def _add(self, index: int, step: Step, other: Step) -> None:
-        for phase, names in step.tensors.items():
-            for name, tensor in names.items():
-                theirs = other.tensors.get(phase, {}).get(name)
-                if theirs is not None and not (tensor.problem or theirs.problem):
-                    error = _error(theirs, tensor, phase)
+                for phase, name, error in _errors_of(other.steps.get(index, Step()), step):
                     if math.isfinite(error):
                         key = index, phase, name
                         self._errors[key] = max(error, self._errors.get(key, 0.0))
-        for phase in (ev.LOSS, ev.NORM):
-            error = _error_of_numbers(other, step, phase, "")
-            if math.isfinite(error):
-                key = index, phase, ""
-                self._errors[key] = max(error, self._errors.get(key, 0.0))
+        by_phase: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for (index, phase, _), error in self._errors.items():
+            by_phase[index, phase].append(error)
+        self._typical = {key: statistics.median(errors) for key, errors in by_phase.items()}
 
     def bound(self, step: int, phase: str, name: str, dtype: str) -> float:
         """Largest error of a tensor that rounding explains."""
         own = self._errors.get((step, phase, name), 0.0)
         typical = self._typical.get((step, phase), 0.0)
         return max(_TIMES * max(own, typical), _LEAST.get(dtype, 1e-5))
+
+
+def _errors_of(mine: Step, theirs: Step) -> Iterator[tuple[str, str, float]]:
+    """Yield phase, name and error of what both have of a step."""
+    for phase, names in theirs.tensors.items():
+        for name, reference in names.items():
+            tensor = mine.tensors.get(phase, {}).get(name)
+            if tensor is not None and not (tensor.problem or reference.problem):
+                yield phase, name, _error(tensor, reference, phase)
+    for phase in (ev.LOSS, ev.NORM):
+        yield phase, "", _error_of_numbers(mine, theirs, phase, "")
 
 
 def with_floor(record: Callable[[str, int], Recording]) -> tuple[Recording, Floor]:
@@ -307,7 +305,7 @@ def _phase(  # noqa: PLR0917
     if phase in (ev.GRADIENT, ev.CLIPPED):  # of the end of the model first, as they are computed
         common.reverse()
     scale = max((tensor.norm for tensor in expected.values() if not tensor.problem), default=0.0)
-    losses = _scales(ours, expected, common) if phase == ev.BACKWARD else {}
+    losses = scales(mine, theirs) if phase == ev.BACKWARD else {}
     for name in common:
         tensor, reference = ours[name].scaled(losses), expected[name]
         where = f"{phase} {name}"
@@ -388,25 +386,18 @@ def _find_scaled(result: Comparison, index: int, mine: Step | None, theirs: Step
 
 
 def scales(mine: Step, theirs: Step) -> dict[str, float]:
-    """Factor of each sample's gradients that makes up for how its loss was scaled."""
-    ours, expected = mine.tensors.get(ev.BACKWARD, {}), theirs.tensors.get(ev.BACKWARD, {})
-    return _scales(ours, expected, [name for name in expected if name in ours])
-
-
-def _scales(
-    ours: Mapping[str, Digests], expected: Mapping[str, Digests], names: Sequence[str]
-) -> dict[str, float]:
     """How much larger each sample's part of the loss is there than here.
 
     A rank may take the gradient of the mean of its own samples, and ranks the mean of gradients.
     Whether that is right is seen in gradients of parameters.
     """
+    ours = mine.tensors.get(ev.BACKWARD, {})
     found: dict[str, float] = {}
-    for name in names:
-        if not _why_not(ours[name], expected[name]):
+    for name, reference in theirs.tensors.get(ev.BACKWARD, {}).items():
+        if name in ours and not _why_not(ours[name], reference):
             for row, (sums, _) in ours[name].rows.items():
-                if row not in found and row in expected[name].rows:
-                    factor = _projected(sums, expected[name].rows[row][0])
+                if row not in found and row in reference.rows:
+                    factor = _projected(sums, reference.rows[row][0])
                     found |= {row: 1.0 / factor} if factor else {}
     return found
 

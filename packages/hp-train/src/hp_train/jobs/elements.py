@@ -9,6 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from hp_train.base.dtypes import dtype_name
 from hp_train.jobs.events import Box
 from hp_train.jobs.kept import Part
 from hp_train.jobs.reproduction import Exact
@@ -67,9 +68,8 @@ def exact(
         _kind(mine, theirs, differs, tolerance, others, offsets)
         or _by_rank(own, theirs, tolerance)
         or _untaken(parts, theirs, tolerance)
+        or mixture(mine, terms or {}, 10 * bound)
     )
-    if not kind and terms:
-        kind = mixture(mine, terms, 10 * bound)
     count, total = int(differs.sum()), differs.numel()
     names = dims or _names_of(theirs)
     where = _where(differs, names)
@@ -288,7 +288,7 @@ def _rounded(a: Tensor, b: Tensor, tolerance: float) -> str:
         step = torch.finfo(dtype).eps
         is_short = bool((a.to(dtype).double() - a).abs().max() <= 0)
         if is_short and not bool(((a - b).abs() > 4 * step * b.abs().max() + tolerance).any()):
-            return f"rounded to {str(dtype).removeprefix('torch.')}"
+            return f"rounded to {dtype_name(dtype)}"
     return ""
 
 

@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -164,6 +165,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     facts: dict[str, str] | None = None
 
 
+_FIELDS = {Event: "event", Number: "number", Rows: "rows", Randomness: "random", dict: "facts"}
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Line)
 _LENGTH = struct.Struct("<Q")
 
@@ -188,17 +190,8 @@ class Log:
 
     def add(self, line: Event | Number | Rows | Randomness | dict[str, str]) -> None:
         """Note a line down; it is written with the others at `flush`."""
-        match line:
-            case Event():
-                self._lines.append(Line(event=line))
-            case Number():
-                self._lines.append(Line(number=line))
-            case Rows():
-                self._lines.append(Line(rows=line))
-            case Randomness():
-                self._lines.append(Line(random=line))
-            case _:
-                self._lines.append(Line(facts=line))
+        field: dict[str, Any] = {_FIELDS[type(line)]: line}
+        self._lines.append(Line(**field))
 
     def flush(self) -> None:
         """Write what was noted down."""

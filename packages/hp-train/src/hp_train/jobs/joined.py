@@ -129,8 +129,8 @@ class Recording:
 
     def before_failing(self) -> "Recording":
         """What a job that has failed had computed by then: its steps whose updates are whole."""
-        whole = {i: step for i, step in self.steps.items() if self.is_whole(i)}
-        done = {i: step for i, step in whole.items() if WEIGHT in step.tensors}
+        steps = self.steps.items()
+        done = {i: s for i, s in steps if self.is_whole(i) and WEIGHT in s.tensors}
         return Recording(done, self.facts)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hp_train.base.dtypes import dtype_name
 from hp_train.jobs import events as ev
 from hp_train.jobs.calls import is_unseen, kwargs_of_call
 from hp_train.jobs.dtensors import is_dtensor
@@ -69,13 +70,14 @@ class Keeper(Recorder):
         super()._enter(module, args)
         if is_unseen():
             return
-        call, name = self._call(), self._modules.get(id(module))
+        call, name = self._calls.call, self._modules.get(id(module))
         if name is None or call.root is None or not self._is_here(call.phase):
             return
         kwargs = kwargs_of_call()
         outer = {self._modules.get(id(m), "") for m in call.stack[:-1]}
         given = [t for _, t in expressions((args, kwargs), "")]
-        if any(t is w for t in given for w in self._watched) and not outer & self._using():
+        using = self._modules_kept.difference(self._focus.modules)  # given the output in focus
+        if any(t is w for t in given for w in self._watched) and not outer & using:
             self._modules_kept.add(name)
         if name in self._modules_kept:
             self._keep_call(module, name, args, kwargs)
@@ -88,14 +90,10 @@ class Keeper(Recorder):
             self._held.add(id(root))  # before FSDP2 puts gathered weights in the place of its own
             self._hold_weights(root)
 
-    def _using(self) -> set[str]:
-        """Modules that were given the output in focus."""
-        return self._modules_kept.difference(self._focus.modules)
-
     def _keep_call(
         self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        call = self._call()
+        call = self._calls.call
         times = self._met[call.index, name]
         self._met[call.index, name] += 1
         leaves = []
@@ -148,26 +146,22 @@ class Keeper(Recorder):
         super()._leave(module, args, output)
         if is_unseen():
             return
-        call, name = self._call(), self._modules.get(id(module))
+        call, name = self._calls.call, self._modules.get(id(module))
         if name not in self._modules_kept or call.root is None or not self._is_here(call.phase):
             return
-        found = [
-            (path, text, tuple(tensor.shape))
+        times = self._met[call.index, name] - 1
+        suffix = f"#{times}" if times > 0 else ""
+        found = {
+            f"{name}{':' if path else ''}{path}{suffix}": (text, tensor)
             for (path, tensor), (text, _) in zip(
                 tensors_in(output), expressions(output, "output"), strict=True
             )
             if is_compared(tensor)
-        ]
-        times = self._met[call.index, name] - 1
-        suffix = f"#{times}" if times > 0 else ""
-        names = {
-            f"{name}{':' if path else ''}{path}{suffix}": (text, shape)
-            for path, text, shape in found
         }
+        names = {own: (text, tuple(tensor.shape)) for own, (text, tensor) in found.items()}
         self._outputs.append({"module": name, "call": call.index, "times": times, "names": names})
-        if self._focus.name in names:
-            by_path = [t for _, t in tensors_in(output) if is_compared(t)]
-            self._watched.append(by_path[list(names).index(self._focus.name)])
+        if self._focus.name in found:
+            self._watched.append(found[self._focus.name][1])
 
     def _sample(
         self, phase: str, name: str, tensor: Tensor, samples: Samples | None, index: int
@@ -308,7 +302,7 @@ def _autocast() -> str:
     """Name of the dtype that this thread's operators on the host are cast to; "": they are not."""
     if not torch.is_autocast_enabled("cpu"):
         return ""
-    return str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
+    return dtype_name(torch.get_autocast_dtype("cpu"))
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

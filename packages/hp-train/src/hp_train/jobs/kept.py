@@ -90,9 +90,9 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         rows = rows_in(folder)
-        names = sample_names(rows)
+        self._names = names = sample_names(rows)
         self._rows = [(int(who.split("-")[1]), row) for who, row in rows if row.phase == FORWARD]
-        self._parts: dict[tuple[int, str, str], dict[str, list[Part]]] = {}
+        self._parts: dict[tuple[int, str, str], dict[str, list[Part]]] = defaultdict(dict)
         self.inputs: list[dict[str, Any]] = []
         self.outputs: list[dict[str, Any]] = []
         self.facts: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -111,16 +111,13 @@ class Kept:
                 key = who, step, entry["call"]
                 given = tuple(names.get((*key, row), row) for row in entry["rows"])
                 self.inputs.append(entry | {"rows": given, "rank": rank, "key": key})
-        self._names = names
 
     def _add(self, who: str, rank: int, kept: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         step = kept["step"]
-        rows = self._parts.setdefault((step, kept["phase"], kept["name"]), {})
+        rows = self._parts[step, kept["phase"], kept["name"]]
         adds, call = kept.get("adds", False), kept.get("call", 0)
-        if "laid" not in kept:
-            part = Part(rank, kept["shape"], kept["box"], kept["values"], adds, call)
-            rows.setdefault("", []).append(part)
-        for samples, box, values in kept.get("laid", ()):
+        laid = kept["laid"] if "laid" in kept else [([""], kept["box"], [kept["values"]])]
+        for samples, box, values in laid:
             for row, value in zip(samples, values, strict=True):
                 name = names.get((who, step, call, row), row)
                 rows.setdefault(name, []).append(Part(rank, kept["shape"], box, value, adds, call))

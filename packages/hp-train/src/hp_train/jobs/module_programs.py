@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from hp_train.jobs.programs import HEAD
 from hp_train.jobs.reproduction import MOST_LINES
@@ -139,15 +138,15 @@ def classes_of(source: str) -> str:
     later: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     while later:
         needed.update(later)
-        names = {inside.id for node in later for inside in ast.walk(node) if _is_name(inside)}
+        names = set[str]().union(*map(_names_in, later))
         later = [node for node in tree.body if node not in needed and names & _defined(node)]
     imports = (ast.Import, ast.ImportFrom)
     tree.body = [node for node in tree.body if node in needed or isinstance(node, imports)]
     return ast.unparse(tree) + "\n"
 
 
-def _is_name(node: ast.AST) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name)
+def _names_in(node: ast.AST) -> set[str]:
+    return {inside.id for inside in ast.walk(node) if isinstance(inside, ast.Name)}
 
 
 def _defined(node: ast.stmt) -> set[str]:
@@ -157,4 +156,4 @@ def _defined(node: ast.stmt) -> set[str]:
     if not isinstance(node, ast.Assign | ast.AnnAssign):
         return set()
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {inside.id for target in targets for inside in ast.walk(target) if _is_name(inside)}
+    return set[str]().union(*map(_names_in, targets))

@@ -108,12 +108,13 @@ class ModuleSides:
         CannotError: When the module was not called, or could not be pickled.
 
     Attributes:
+        module: Its name.
         has_terms: Whether gradients of ranks did not add up to the reference's, as far as calls
             were put together.
     """
 
     def __init__(self, pair: Pair, module: str) -> None:
-        self._pair, self._module = pair, module
+        self._pair, self.module = pair, module
         title = module or "the model"
         self.entries = [e for e in pair.expected.inputs if e["module"] == module]
         if not self.entries:
@@ -136,34 +137,29 @@ class ModuleSides:
     def settings(self) -> dict[str, Any]:
         """Numbers and flags of the module that other ranks than the reference's have."""
         theirs = next(iter(self._pair.expected.facts.values())).get("settings", {})
+        expected = theirs.get(self.module, {}).items()
         found: dict[str, Any] = {}
         for facts in self._pair.actual.facts.values():
-            mine = facts.get("settings", {}).get(self._module, {})
-            for key, value in theirs.get(self._module, {}).items():
-                if key in mine and mine[key] != value:
-                    found[key] = mine[key]
+            mine = facts.get("settings", {}).get(self.module, {})
+            found |= {k: mine[k] for k, value in expected if k in mine and mine[k] != value}
         return found
 
     def outputs(self, call: int, times: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name of each output of a call -> Python that takes it, shape."""
-        for entry in self._pair.expected.outputs:
-            if (entry["module"], entry["call"], entry["times"]) == (self._module, call, times):
-                return dict(entry["names"])
-        return {}
+        key = self.module, call, times
+        outputs = self._pair.expected.outputs
+        given = (e["names"] for e in outputs if (e["module"], e["call"], e["times"]) == key)
+        return next(given, {})
 
     def weights(self, kept: Kept) -> dict[str, Tensor]:
         """Weights of the module in a job; those of the reference where they are not whole."""
-        prefix = f"{self._module}." if self._module else ""
-        found = {}
-        for name in self._pair.expected.names(self._pair.step, HELD):
-            if name.startswith(prefix):
-                for held in (kept, self._pair.expected):
-                    whole = held.whole(self._pair.step, HELD, name)
-                    if whole is not None and whole.is_complete:
-                        theirs = self._pair.expected.whole(self._pair.step, HELD, name)
-                        assert theirs is not None
-                        found[name.removeprefix(prefix)] = farthest(whole, theirs.values)
-                        break
+        prefix = f"{self.module}." if self.module else ""
+        found, step, expected = {}, self._pair.step, self._pair.expected
+        for name in [n for n in expected.names(step, HELD) if n.startswith(prefix)]:
+            mine, theirs = kept.whole(step, HELD, name), expected.whole(step, HELD, name)
+            here = mine if mine is not None and mine.is_complete else theirs
+            if here is not None and here.is_complete and theirs is not None:
+                found[name.removeprefix(prefix)] = farthest(here, theirs.values)
         return found
 
     def call(
@@ -197,13 +193,13 @@ class ModuleSides:
         for row in entry["rows"]:
             if row not in parts:
                 raise CannotError(f"the gradient of {name} is not whole")
-            if not of_job:
+            if of_job:
+                rows.append(self._pair.scaled(ev.BACKWARD, row, parts[row], name))
+                theirs = self._pair.expected.whole(self._pair.step, ev.BACKWARD, name, row)
+                if theirs is not None and whole_of(parts[row]).is_sum:
+                    self.has_terms |= distance(rows[-1], theirs.values) > self._pair.bound
+            else:
                 rows.append(_complete(parts[row], name))
-                continue
-            rows.append(self._pair.scaled(ev.BACKWARD, row, parts[row], name))
-            theirs = self._pair.expected.whole(self._pair.step, ev.BACKWARD, name, row)
-            if theirs is not None and whole_of(parts[row]).is_sum:
-                self.has_terms |= distance(rows[-1], theirs.values) > self._pair.bound
         return laid_like(torch.stack(rows), shape)
 
     def _of_job(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -218,7 +214,7 @@ class ModuleSides:
         return found
 
     def _laid(self, leaf: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
-        parts = self._pair.actual.given(self._module, leaf["place"], entry["times"])
+        parts = self._pair.actual.given(self.module, leaf["place"], entry["times"])
         if not entry["rows"] or not all(row in parts for row in entry["rows"]):
             return None
         wholes = [whole_of(parts[row]) for row in entry["rows"]]
@@ -235,7 +231,7 @@ class ModuleSides:
         found = [
             (other["rows"] == entry["rows"], leaf["raw"])
             for other in self._pair.actual.inputs
-            if (other["module"], other["times"]) == (self._module, entry["times"])
+            if (other["module"], other["times"]) == (self.module, entry["times"])
             for leaf in other["leaves"]
             if leaf["place"] == wanted["place"]
             and leaf["raw"] is not None

@@ -4,11 +4,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from hp_train.base.dtypes import dtype_name
 from hp_train.jobs import events as ev
 from hp_train.jobs.events import Box, Event, Log, Number, Randomness, Rows
 from hp_train.jobs.ranks import rank_here, ranks_here
@@ -36,13 +37,12 @@ class Noted:
     may_add: bool = False
 
 
-@dataclass(slots=True)
-class _Own:
-    """A rank's gradient of a part of a parameter, before it is reduced: one term a backward."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    terms: list[Digest] = field(default_factory=list)
+def log_of(folder: Path, rank: int, ranks: int) -> Log:
+    """The log of this process, which begins with what the process is."""
+    log = Log(folder, f"{rank:05d}-{os.getpid()}")
+    facts = {"rank": str(rank), "ranks": str(ranks), "program": " ".join(sys.argv)}
+    log.add({**facts, "torch": str(torch.__version__)})
+    return log
 
 
 class Notes:
@@ -56,7 +56,7 @@ class Notes:
         self._folder = folder
         self._log: Log | None = None
         self._tensors: list[Noted] = []
-        self._own: dict[tuple[str, Box], _Own] = {}
+        self._own: dict[tuple[str, Box], tuple[tuple[int, ...], torch.dtype, list[Digest]]] = {}
         self._numbers: Counter[str] = Counter()
 
     def add(self, tensor: Noted) -> None:
@@ -64,18 +64,17 @@ class Notes:
         self._tensors.append(tensor)
 
     def own(self, key: tuple[str, Box], like: tuple[tuple[int, ...], torch.dtype]) -> list[Digest]:
-        """Terms of a gradient before it is reduced, to be added to.
+        """Terms of a gradient before it is reduced, one a backward, to be added to.
 
         Args:
             key: Parameter, and where the part is in it.
             like: Shape of the parameter, and dtype.
         """
-        return self._own.setdefault(key, _Own(*like)).terms
+        return self._own.setdefault(key, (*like, []))[-1]
 
     def number(self, step: int, phase: str, value: float, dtype: torch.dtype) -> None:
         """Note down one of the numbers of a phase."""
-        shown = str(dtype).removeprefix("torch.")
-        self.write(Number(step, phase, "", value, self._numbers[phase], shown))
+        self.write(Number(step, phase, "", value, self._numbers[phase], dtype_name(dtype)))
         self._numbers[phase] += 1
 
     def begin_step(self) -> None:
@@ -85,10 +84,7 @@ class Notes:
     def write(self, line: Event | Number | Rows | Randomness) -> None:
         """Write a line at the next `flush`."""
         if self._log is None:
-            rank = rank_here()
-            self._log = Log(self._folder, f"{rank:05d}-{os.getpid()}")
-            facts = {"rank": str(rank), "ranks": str(ranks_here()), "program": " ".join(sys.argv)}
-            self._log.add({**facts, "torch": str(torch.__version__)})
+            self._log = log_of(self._folder, rank_here(), ranks_here())
         self._log.add(line)
 
     def flush(self, step: int) -> None:
@@ -98,7 +94,7 @@ class Notes:
             step: The step that gradients before their reduction are of.
         """
         for noted in [*self._tensors, *self._own_tensors(step)]:
-            dtype = str(noted.dtype or "").removeprefix("torch.")
+            dtype = dtype_name(noted.dtype or "")
             pieces = tuple(piece for digest in noted.digests for piece in digest.pieces())
             self.write(
                 Event(
@@ -119,6 +115,5 @@ class Notes:
             self._log.flush()
 
     def _own_tensors(self, step: int) -> Iterator[Noted]:
-        for (name, _), own in self._own.items():
-            digest = sum_of_digests(own.terms)
-            yield Noted(step, ev.OWN, name, own.shape, own.dtype, [digest], may_add=True)
+        for (name, _), (shape, dtype, terms) in self._own.items():
+            yield Noted(step, ev.OWN, name, shape, dtype, [sum_of_digests(terms)], may_add=True)

@@ -1,7 +1,7 @@
 """Reproductions of what modules give: outputs, their gradients, gradients of their parameters."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,21 @@ Maker = Callable[[Path], Made]
 _MODULE = "module.pt"
 
 
+_Given = Mapping[int, tuple[str, Sequence[int]]]
+"""Call of a module -> Python that takes an output, and the shape of that."""
+
+
 def _call(
-    sides: ModuleSides, pair: Pair, title: str, module: str, entries: Sequence[Any]
+    sides: ModuleSides,
+    pair: Pair,
+    title: str,
+    entries: Sequence[Any],
+    folder: Path,
+    *,
+    with_grads: bool = True,
 ) -> tuple[ModuleCall, dict[str, Any]]:
-    """What all programs of a module share."""
-    settings = sides.settings()
+    """What all programs of a module share; what they unpickle is copied into their folder."""
+    settings, name = sides.settings(), sides.module or "the model"
     prepare = []
     if pair.float64:
         prepare = [
@@ -37,15 +47,19 @@ def _call(
         title,
         pair.bound,
         sides.kind,
-        module or "the model",
-        outputs=[texts[name][0] for name in grads],
+        name,
+        outputs=[texts[grad][0] for grad in grads] if with_grads else (),
         settings=bool(settings),
         is_main=sides.is_main,
         prepare=prepare,
     )
+    if with_grads and not grads:
+        raise CannotError(f"no gradient of what {name} gives was seen")
+    _save(sides, pair, entries, folder)
+    parted = ((key.rpartition("."), value) for key, value in settings.items())
     record: dict[str, Any] = {
         "path": pair.expected.path,
-        "settings": [(*_last(name), value) for name, value in settings.items()],
+        "settings": [(path, key, value) for (path, _, key), value in parted],
     }
     return call, record
 
@@ -65,11 +79,6 @@ def _sides(
     }
 
 
-def _last(name: str) -> tuple[str, str]:
-    path, _, key = name.rpartition(".")
-    return path, key
-
-
 def _save(sides: ModuleSides, pair: Pair, entries: Sequence[Any], folder: Path) -> None:
     """Copy what a program unpickles: this process does not."""
     for index, entry in enumerate(entries):
@@ -81,7 +90,7 @@ def _save(sides: ModuleSides, pair: Pair, entries: Sequence[Any], folder: Path) 
 
 
 def _worst(
-    place: Place, pair: Pair, entries: Sequence[Any], shape_of: Callable[[Any], Sequence[int]]
+    place: Place, pair: Pair, entries: Sequence[Any], given: _Given
 ) -> tuple[Any, Tensor, Tensor]:
     """The call with the largest error, and both values of the output there, as it lays them."""
     rows, expected, actual, _ = pair.samples(place.name, place.phase)
@@ -94,22 +103,18 @@ def _worst(
         theirs, mine = expected[index], actual[index]
         error = float((mine - theirs).double().norm().nan_to_num(torch.inf))
         if best is None or error > best[0]:
-            shape = shape_of(entry)
+            _, shape = given[entry["call"]]
             best = error, entry, laid_like(theirs, shape), laid_like(mine, shape)
     if best is None:
         raise CannotError(f"samples of no call of the reference's {place.name} are in the job")
     return best[1:]
 
 
-def _with(call: ModuleCall, **changes: Any) -> ModuleCall:
-    return dataclasses.replace(call, **changes)
-
-
 def forwards(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
     """Programs of the module that gave an output, and of modules that it is in."""
-    for module in (module_of(place.name), *parents_of(module_of(place.name))):
-        if any(entry["module"] == module for entry in pair.expected.inputs):
-            yield lambda folder, m=module: _forward(place, pair, title, m, folder)  # type: ignore[misc]
+    own = module_of(place.name)
+    for module in _called(pair, [own, *parents_of(own)]):
+        yield lambda folder, m=module: _forward(place, pair, title, m, folder)  # type: ignore[misc]
 
 
 def _forward(place: Place, pair: Pair, title: str, module: str, folder: Path) -> Made:
@@ -117,61 +122,58 @@ def _forward(place: Place, pair: Pair, title: str, module: str, folder: Path) ->
     own, times = module_of(place.name), times_of(place.name)
     sides = ModuleSides(pair, module)
     entries = [e for e in sides.entries if e["times"] == (times if module == own else 0)]
-    picks = {e["call"]: e["names"][place.name] for e in _giving(pair, place.name)}
-    entries = [entry for entry in entries if entry["call"] in picks]
-    entry, expected, actual = _worst(place, pair, entries, lambda e: picks[e["call"]][1])
-    call, record = _call(sides, pair, title, module, [entry])
-    text = picks[entry["call"]][0]
+    given = _giving(pair, place.name)
+    entries = [entry for entry in entries if entry["call"] in given]
+    entry, expected, actual = _worst(place, pair, entries, given)
+    call, record = _call(sides, pair, title, [entry], folder, with_grads=False)
+    text, _ = given[entry["call"]]
     if module == own:
-        changes: dict[str, Any] = {"result": text}
+        call = replace(call, result=text)
     else:
-        inner = own.removeprefix(f"{module}.") if module else own
-        changes = {"result": f"seen[{times}]", "hook": (inner, text)}
-    _save(sides, pair, [entry], folder)
+        call = replace(call, result=f"seen[{times}]", hook=(_inside(own, module), text))
     record |= values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=False)
-    return module_program(_with(call, outputs=(), **changes)), record
+    return module_program(call), record
 
 
-def _giving(pair: Pair, name: str) -> list[dict[str, Any]]:
+def _giving(pair: Pair, name: str) -> _Given:
     """Calls of the reference that gave an output."""
-    return [entry for entry in pair.expected.outputs if name in entry["names"]]
+    outputs = pair.expected.outputs
+    return {entry["call"]: entry["names"][name] for entry in outputs if name in entry["names"]}
+
+
+def _called(pair: Pair, modules: Sequence[str]) -> list[str]:
+    """Those modules that the reference has called."""
+    seen = {entry["module"] for entry in pair.expected.inputs}
+    return [module for module in modules if module in seen]
+
+
+def _inside(name: str, module: str) -> str:
+    """Name of a module or parameter in another one that it is in."""
+    return name.removeprefix(f"{module}.") if module else name
 
 
 def backwards(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
     """Programs of modules that may have made the gradient of an output, the smallest first."""
     own, times = module_of(place.name), times_of(place.name)
-    shapes = {e["call"]: e["names"][place.name] for e in _giving(pair, place.name)}
-    if not shapes:
+    given = _giving(pair, place.name)
+    if not given:
         return
-
-    def shape_of(entry: Any) -> Sequence[int]:
-        shape: Sequence[int] = shapes[entry["call"]][1]
-        return shape
-
     users = {
         (entry["module"], leaf["place"])
         for entry in pair.expected.inputs
         for leaf in entry["leaves"]
         if leaf["watched"] and entry["module"] != own
     }
-    pick = next(iter(shapes.values()))[0]
-    for module, given in sorted(users):
-        yield lambda folder, m=module, g=given: _backward(  # type: ignore[misc]
-            place, pair, title, m, shape_of, folder, result=f"{g}.grad"
+    pick, _ = next(iter(given.values()))
+    for module, argument in sorted(users):
+        yield lambda folder, m=module, a=argument: _backward(  # type: ignore[misc]
+            place, pair, title, m, given, folder, result=f"{a}.grad"
         )
-    for module in parents_of(own):
-        if any(entry["module"] == module for entry in pair.expected.inputs):
-            inner = own.removeprefix(f"{module}.") if module else own
-            yield lambda folder, m=module, i=inner: _backward(  # type: ignore[misc]
-                place,
-                pair,
-                title,
-                m,
-                shape_of,
-                folder,
-                hook=(i, pick),
-                result=f"seen[{times}].grad",
-            )
+    for module in _called(pair, parents_of(own)):
+        hook = _inside(own, module), pick
+        yield lambda folder, m=module, h=hook: _backward(  # type: ignore[misc]
+            place, pair, title, m, given, folder, hook=h, result=f"seen[{times}].grad"
+        )
 
 
 def parents_of(name: str) -> list[str]:
@@ -188,36 +190,28 @@ def _backward(  # noqa: PLR0917
     pair: Pair,
     title: str,
     module: str,
-    shape_of: Callable[[Any], Sequence[int]],
+    given: _Given,
     folder: Path,
     **changes: Any,
 ) -> Made:
     sides = ModuleSides(pair, module)
     entries = [e for e in sides.entries if e["times"] == 0]
-    entry, expected, actual = _worst(place, pair, entries, shape_of)
-    call, record = _call(sides, pair, title, module, [entry])
-    if not call.outputs:
-        raise CannotError(f"no gradient of what {module or 'the model'} gives was seen")
-    _save(sides, pair, [entry], folder)
+    entry, expected, actual = _worst(place, pair, entries, given)
+    call, record = _call(sides, pair, title, [entry], folder)
     record |= values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=True)
-    return module_program(_with(call, terms=sides.has_terms, **changes)), record
+    return module_program(replace(call, terms=sides.has_terms, **changes)), record
 
 
 def gradients(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
     """Programs of modules that may have made a parameter's gradient, the smallest first."""
-    for module in parents_of(place.name):
-        if any(entry["module"] == module for entry in pair.expected.inputs):
-            yield lambda folder, m=module: _parameter(place, pair, title, m, folder)  # type: ignore[misc]
+    for module in _called(pair, parents_of(place.name)):
+        yield lambda folder, m=module: _parameter(place, pair, title, m, folder)  # type: ignore[misc]
 
 
 def _parameter(place: Place, pair: Pair, title: str, module: str, folder: Path) -> Made:
     sides = ModuleSides(pair, module)
-    call, record = _call(sides, pair, title, module, sides.entries)
-    if not call.outputs:
-        raise CannotError(f"no gradient of what {module or 'the model'} gives was seen")
-    _save(sides, pair, sides.entries, folder)
+    call, record = _call(sides, pair, title, sides.entries, folder)
     expected, actual, _ = parameter(pair, place.phase, place.name)
     record |= values_of(expected, actual) | _sides(sides, pair, sides.entries, with_grads=True)
-    inner = place.name.removeprefix(f"{module}.") if module else place.name
-    result = f"module.get_parameter({inner!r}).grad"
-    return module_program(_with(call, result=result)), record
+    result = f"module.get_parameter({_inside(place.name, module)!r}).grad"
+    return module_program(replace(call, result=result)), record

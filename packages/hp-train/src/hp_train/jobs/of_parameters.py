@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from hp_train.jobs.joined import Step
 from hp_train.jobs.keeping import BEFORE
 from hp_train.jobs.kept import Kept, Part
 from hp_train.jobs.modules import CannotError, Pair, distance, farthest, index_of_largest
+from hp_train.jobs.programs import program
 from hp_train.jobs.slices import index_of
 
-_OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
+OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 Made = tuple[str, dict[str, Any]]
 """A program, and what it reads."""
 
@@ -34,18 +35,10 @@ def of_phase(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> 
     Raises:
         CannotError: When what it takes was not seen.
     """
-    phase = place.phase
-    if phase == ev.GRADIENT:
-        return _reduction(place, pair, title)
-    if phase == ev.NORM:
-        return _norm(place, pair, steps, title)
-    if phase == ev.CLIPPED:
-        return _clipping(place, pair, steps, title)
-    if phase == ev.WEIGHT or phase.startswith(ev.MOMENT):
-        return _update(place, pair, title)
-    if phase in (ev.LOSS, ev.RATE):
-        return _numbers(place, steps, title)
-    raise CannotError("batches are not computed" if phase == ev.INPUT else "no module gives it")
+    phase = ev.MOMENT if place.phase.startswith(ev.MOMENT) else place.phase
+    if phase not in _MAKERS:
+        raise CannotError("batches are not computed" if phase == ev.INPUT else "no module gives it")
+    return _MAKERS[phase](place, pair, steps, title)
 
 
 def values_of(expected: Tensor, actual: Tensor) -> dict[str, Any]:
@@ -68,11 +61,15 @@ def parameter(pair: Pair, phase: str, name: str) -> tuple[Tensor, Tensor, list[P
     return theirs.values, farthest(mine, theirs.values), mine.parts
 
 
-def _reduction(place: Place, pair: Pair, title: str) -> Made:
+def _reduction(place: Place, pair: Pair, _steps: tuple[Step, Step], title: str) -> Made:
     """Own gradients of ranks in the box of the worst error, and what became of them."""
     expected, actual, parts = parameter(pair, place.phase, place.name)
     at = index_of_largest(expected, actual)
-    holders = [part for part in parts if _has(part, at)]
+    holders = [
+        part
+        for part in parts
+        if all(begin <= i < end for i, (begin, end) in zip(at, part.box, strict=True))
+    ]
     box = holders[0].box
     index = index_of(box)
     after = {part.rank: part.values for part in holders if part.box == box}
@@ -84,11 +81,7 @@ def _reduction(place: Place, pair: Pair, title: str) -> Made:
     if not own:
         raise CannotError(f"gradients of {place.name} before the reduction were not seen")
     record = values_of(expected[index], actual[index]) | {"own": own, "after": after}
-    return programs.reduction_program(f"{title}, {list(box)} of it", pair.bound), record
-
-
-def _has(part: Part, at: Sequence[int]) -> bool:
-    return all(begin <= i < end for i, (begin, end) in zip(at, part.box, strict=True))
+    return program(f"{title}, {list(box)} of it", pair.bound, programs.REDUCTION), record
 
 
 def _inside(index: Sequence[slice], part: Part) -> tuple[slice, ...]:
@@ -105,14 +98,15 @@ def _norm(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> Mad
     }
     if not parts:
         raise CannotError("gradients that the norm is of were not seen")
-    mine, theirs = (_by_rank(step, place) for step in steps)
+    mine, theirs = (by_rank(step, place) for step in steps)
     actual = {rank: values[-1] for rank, values in mine.items()}
     expected = next(iter(theirs.values()))[-1]
     record = {"expected": torch.tensor(expected), "actual": actual, "parts": parts}
-    return programs.norm_program(title, max(pair.bound, 1e-6)), record
+    return program(title, max(pair.bound, 1e-6), programs.NORM), record
 
 
-def _by_rank(step: Step, place: Place) -> dict[int, list[float]]:
+def by_rank(step: Step, place: Place) -> dict[int, list[float]]:
+    """Rank -> its numbers at the place of a difference."""
     by_process = step.numbers.get(place.phase, {}).get(place.name, {})
     return {int(who.split("-")[1]): values for who, values in by_process.items()}
 
@@ -130,15 +124,14 @@ def _clipping(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) ->
         if gradient is None or most is None or not norms:
             raise CannotError("the gradient before clipping, its norm or the limit was not seen")
         record[side] = {"gradient": gradient.values, "norm": norms[0][-1], "most": most}
-    return programs.clipping_program(title, pair.bound), record
+    return program(title, pair.bound, programs.CLIPPING), record
 
 
-def _update(place: Place, pair: Pair, title: str) -> Made:
+def _update(place: Place, pair: Pair, _steps: tuple[Step, Step], title: str) -> Made:
     expected, actual, _ = parameter(pair, place.phase, place.name)
     record: dict[str, Any] = values_of(expected, actual)
-    sides = {"job": pair.actual, "reference": pair.expected}
     kinds = {}
-    for side, kept in sides.items():
+    for side, kept in (("job", pair.actual), ("reference", pair.expected)):
         update = _options(kept, place.name)
         kinds[side] = update["class"]
         options = {k: v for k, v in update["options"].items() if k in _accepted(update["class"])}
@@ -164,7 +157,7 @@ def _update(place: Place, pair: Pair, title: str) -> Made:
     record["others"] = _other(record["job"], record["reference"], pair.bound)
     key = place.phase.removeprefix(f"{ev.MOMENT} ")
     result = "p" if place.phase == ev.WEIGHT else f"optimizer.state[p][{key!r}]"
-    return programs.update_program(title, pair.bound, kinds["job"], result), record
+    return program(title, pair.bound, programs.of_update(kinds["job"], result)), record
 
 
 def _other(mine: dict[str, Any], theirs: dict[str, Any], bound: float) -> dict[str, Any]:
@@ -200,24 +193,36 @@ def _accepted(kind: tuple[str, str]) -> set[str]:
     return set(inspect.signature(getattr(sys.modules[module], name)).parameters)
 
 
-def _numbers(place: Place, steps: tuple[Step, Step], title: str) -> Made:
+def _numbers(place: Place, _pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
     said = "the jobs are at other places of their schedules, or have other options"
     if place.phase == ev.LOSS:
         said = "outputs of the model are equal: it is how losses are made of them"
     mine, theirs = (step.numbers.get(place.phase, {}).get(place.name, {}) for step in steps)
     expected = next(iter(theirs.values()))
     record = {"expected": expected, "actual": {w.rpartition("-")[0]: v for w, v in mine.items()}}
-    return programs.numbers_program(title, place.bound, said), record
+    return program(title, place.bound, f"{programs.NUMBERS}print({said!r})\n"), record
+
+
+_MAKERS: dict[str, Callable[[Place, Pair, tuple[Step, Step], str], Made]] = {
+    ev.GRADIENT: _reduction,
+    ev.NORM: _norm,
+    ev.CLIPPED: _clipping,
+    ev.WEIGHT: _update,
+    ev.MOMENT: _update,
+    ev.LOSS: _numbers,
+    ev.RATE: _numbers,
+}
 
 
 def values(place: Place, pair: Pair, title: str) -> Made:
     """Show both values, where nothing can be computed again."""
     name = place.name
-    if place.phase in (*_OF_NUMBERS, ev.INPUT):
+    if place.phase in (*OF_NUMBERS, ev.INPUT):
         raise CannotError("it is no tensor")
     if place.phase in (ev.FORWARD, ev.EVALUATION, ev.BACKWARD):
         _, expected, actual, _ = pair.samples(name, place.phase)
     else:
         expected, actual, _ = parameter(pair, place.phase, name)
     said = "nothing is computed again here: these are the values of both jobs"
-    return programs.values_program(title, pair.bound, said), values_of(expected, actual)
+    made = program(title, pair.bound, f"\n{programs.VALUES}print({said!r})\n")
+    return made, values_of(expected, actual)

@@ -6,8 +6,6 @@ schedule. `hp verify CONFIG` compares more of it, among that what is saved and l
 
 import functools
 import math
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +17,15 @@ from torch.optim import Optimizer
 
 from hp_platform.testing import Part
 from hp_platform.testing.recording import parts_of
+from hp_train.base.dtypes import dtype_name
 from hp_train.jobs import events as ev
-from hp_train.jobs.events import Event, Log, Number
+from hp_train.jobs.notes import log_of
 from hp_train.jobs.request import Request
 from hp_train.jobs.sketch import digest_of
 from hp_train.training.batches import Share
-from hp_train.training.planned import PlannedStep
 from hp_train.training.state import checkpoint_buffers
 from hp_train.training.train import Losses, Trainer
-from hp_train.verify.watched import part_of, parts_of_share
+from hp_train.verify.watched import MOMENTS, WatchedBatches, part_of, parts_of_share
 
 _LOSSES = {"tokens": "loss", "balance": "balance loss", "prediction": "prediction loss"}
 
@@ -63,28 +61,11 @@ class TrainerRecorder:
 
     def __init__(self, trainer: Trainer, request: Request) -> None:
         self._trainer, self._request = trainer, request
-        rank = trainer.mesh.rank
-        self._log = Log(Path(request.folder), f"{rank:05d}-{os.getpid()}")
-        facts = {"rank": str(rank), "ranks": str(trainer.runtime.info.world_size)}
-        self._log.add({**facts, "program": " ".join(sys.argv), "torch": str(torch.__version__)})
+        ranks = trainer.runtime.info.world_size
+        self._log = log_of(Path(request.folder), trainer.mesh.rank, ranks)
         self._step = trainer.step + 1
         trainer.optimizer.register_step_pre_hook(self._before_update)
-        cut = trainer.batches.cut
-
-        def recorded_cut(data: Any, first: int, *, step: int | None = None) -> Share:
-            share = cut(data, first, step=step)
-            self._batch(share, "" if step is not None else f" {first}")
-            return share
-
-        trainer.batches.cut = recorded_cut  # type: ignore[method-assign]
-        plan = trainer.batches.planned
-
-        def recorded_plan(data: Any, planned: PlannedStep, *, step: int) -> Share:
-            share = plan(data, planned, step=step)
-            self._batch(share, "")
-            return share
-
-        trainer.batches.planned = recorded_plan  # type: ignore[method-assign]
+        trainer.batches = WatchedBatches(trainer, self._batch)
         if trainer.step == 0:
             self._weights(ev.START)
         self._log.flush()
@@ -105,7 +86,7 @@ class TrainerRecorder:
 
         def gradients(losses: Losses, norm: float) -> None:
             self._gradients(ev.GRADIENT)
-            self._add(Number(self._step, ev.NORM, "", norm))
+            self._add(ev.Number(self._step, ev.NORM, "", norm))
             if before_update is not None:
                 before_update(losses, norm)
 
@@ -115,7 +96,7 @@ class TrainerRecorder:
             self._scalar(ev.FORWARD, name, loss)
         self._scalar(ev.FORWARD, "skipped", float(metrics.skipped is not None))
         self._weights(ev.WEIGHT)
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in MOMENTS.values():
             for parameter in trainer.parameters:
                 moment = trainer.optimizer.state[parameter.local][key]
                 self._tensor(f"{ev.MOMENT} {key}", parameter.name, part_of(parameter, moment))
@@ -133,16 +114,16 @@ class TrainerRecorder:
         self._log.flush()
         return loss
 
-    def _batch(self, share: Share, which: str) -> None:
+    def _batch(self, share: Share, first: int, kind: str) -> None:
         """Note down the tokens and targets that this rank has of a global batch."""
-        phase = ev.EVALUATION if which else ev.INPUT
+        phase, which = (ev.EVALUATION, f" {first}") if kind else (ev.INPUT, "")
         for name, part in parts_of_share(self._trainer, share):
             self._tensor(phase, f"{name}{which}", replace(part, local=part.local.double()))
 
     def _before_update(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._gradients(ev.CLIPPED)
         for index, group in enumerate(optimizer.param_groups):
-            self._add(Number(self._step, ev.RATE, f"group {index}", float(group["lr"])))
+            self._add(ev.Number(self._step, ev.RATE, f"group {index}", float(group["lr"])))
 
     def _gradients(self, phase: str) -> None:
         for parameter in self._trainer.parameters:
@@ -166,13 +147,13 @@ class TrainerRecorder:
     def _tensor(self, phase: str, name: str, part: Part, dtype: torch.dtype | None = None) -> None:
         """Note down what is here of a tensor; `dtype`: what its values were computed in."""
         if part.local.numel():
-            kind = str(dtype or part.local.dtype).removeprefix("torch.")
+            kind = dtype_name(dtype or part.local.dtype)
             ends = zip(part.offset, part.local.shape, strict=True)
             pieces = digest_of(part.local, tuple((o, o + n) for o, n in ends)).pieces()
-            self._add(Event(self._step, phase, name, part.shape, kind, pieces))
+            self._add(ev.Event(self._step, phase, name, part.shape, kind, pieces))
 
-    def _add(self, line: Event | Number) -> None:
+    def _add(self, line: ev.Event | ev.Number) -> None:
         last = self._request.steps
-        is_late = isinstance(line, Event) and line.phase == ev.EVALUATION
+        is_late = isinstance(line, ev.Event) and line.phase == ev.EVALUATION
         if line.step <= last + is_late:
             self._log.add(line)

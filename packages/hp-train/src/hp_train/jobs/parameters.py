@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from hp_platform import outside_graph
 from hp_train.errors import HpError
 from hp_train.jobs import events as ev
 from hp_train.jobs import strays
-from hp_train.jobs.adapters import adapters
+from hp_train.jobs.adapters import Listener, adapters
 from hp_train.jobs.calls import apart
 from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.launches import Launches
@@ -41,7 +40,7 @@ from hp_train.jobs.weights import keep_weights, read_weights, take_weights
 _BARE = "parameter "
 
 
-class ParameterRecorder(ABC):
+class ParameterRecorder(Listener):
     """Learns what parameters are of the reference, and notes down what they have.
 
     Args:
@@ -220,14 +219,6 @@ class ParameterRecorder(ABC):
     def hold(self, tensor: Tensor, runs: list[Run]) -> None:
         """A flat tensor, and what its values are."""
         self._all_owners().hold(tensor, runs)
-
-    @abstractmethod
-    def before_clipping(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Parameters or flat tensors with their gradients, which are to be clipped."""
-
-    @abstractmethod
-    def clipped(self, norm: Tensor | float) -> None:
-        """The norm by which gradients were clipped."""
 
     def name_of(self, parameter: Tensor) -> str | None:
         """What the model calls a parameter; None: it is of no model that was called."""

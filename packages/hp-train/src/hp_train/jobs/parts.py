@@ -6,7 +6,6 @@ has put it. So shards, fused and reordered matrices, experts stacked or apart, a
 no declaration, as long as both jobs start from the same weights.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.events import Box
 from hp_train.jobs.names import Renaming
 from hp_train.jobs.runs import Runs
+from hp_train.jobs.sketch import digests_of_rows
 from hp_train.jobs.slices import Flat, Slice, index_of, placed
 
 
@@ -61,14 +61,9 @@ class Reference:
             are called there. Where neither values nor names tell, shapes do, in the order in which
             the models list their parameters.
         """
-        found: dict[str, list[Slice]] = dict(declared or {})
-        later: dict[str, Tensor | Flat] = {}
-        for name, parameter in parameters.items():
-            slices = self._by_content(name, parameter)
-            if slices:
-                found[name] = slices
-            else:
-                later[name] = parameter
+        here = {name: self._by_content(name, p) for name, p in parameters.items()}
+        found = {**(declared or {}), **{name: slices for name, slices in here.items() if slices}}
+        later = {name: p for name, p in parameters.items() if not here[name]}
         renaming = Renaming((name, slices[0].name) for name, slices in found.items())
         for name, parameter in later.items():
             if slices := self._by_name(name, renaming, parameter, found):
@@ -104,7 +99,7 @@ class Reference:
     def _by_content(self, name: str, parameter: Tensor | Flat) -> list[Slice]:
         """Find a parameter whose values are like no other's."""
         local, parts, shape = placed(parameter)
-        if local.numel() == 0 or _is_constant(local):
+        if local.numel() == 0 or bool((local == local.reshape(-1)[0]).all()):
             return []
         if name in self.weights and self._is_there(name, local, parts, shape):
             return [replace(part, name=name) for part in parts]
@@ -141,7 +136,7 @@ class Reference:
         theirs = self.weights[name]
         if tuple(theirs.shape) != shape:
             return False
-        return all(torch.equal(p.of(local), _cut(theirs, p.box).to(local)) for p in parts)
+        return all(torch.equal(p.of(local), theirs[index_of(p.box)].to(local)) for p in parts)
 
     def _by_rows(self, local: Tensor) -> list[Slice]:
         if local.ndim < 2:
@@ -258,14 +253,4 @@ def _runs(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, int, tuple[s
 
 def _row_names(values: Tensor) -> list[bytes]:
     """A name for each row that is the same where all bits are."""
-    rows = values.detach().reshape(-1, values.shape[-1]).contiguous().cpu()
-    raw = rows.view(torch.uint8).numpy()
-    return [hashlib.blake2b(row, digest_size=16).digest() for row in raw]
-
-
-def _cut(values: Tensor, box: Box) -> Tensor:
-    return values[index_of(box)]
-
-
-def _is_constant(values: Tensor) -> bool:
-    return bool((values == values.reshape(-1)[0]).all())
+    return digests_of_rows(values.reshape(-1, values.shape[-1]), num_bytes=16)

@@ -19,17 +19,11 @@ def error(value, other):
 
 '''
 
-_VALUES = """print(f"at {at}: the reference has {expected[at]:.8g}, the job {actual[at]:.8g}; "
+VALUES = """print(f"at {at}: the reference has {expected[at]:.8g}, the job {actual[at]:.8g}; "
       f"error of all {error(actual, expected):.1e}")
 """
 
-
-def reduction_program(title: str, bound: float) -> str:
-    """A program that lays ranks' own gradients beside what became of them."""
-    head = HEAD.format(title=title, bound=bound)
-    return (
-        head
-        + """
+REDUCTION = """
 own, after = record["own"], record["after"]  # rank -> gradient before and after it is reduced
 print(f"the reference has {expected[at]:.8g} at {at}")
 for rank, value in own.items():
@@ -54,15 +48,9 @@ def nearest(value):
 print("of these the reference has", nearest(expected) + "; the job",
       ", ".join(f"{nearest(value)} on rank {rank}" for rank, value in after.items()))
 """
-    )
+"""Lays ranks' own gradients beside what became of them."""
 
-
-def norm_program(title: str, bound: float) -> str:
-    """A program that takes a norm of gradients from those of parts."""
-    head = HEAD.format(title=title, bound=bound)
-    return (
-        head
-        + """
+NORM = """
 def norm(values):
     return sum(value * value for value in values) ** 0.5
 
@@ -79,16 +67,11 @@ for rank, value in actual.items():
     near = [name for name, way in ways.items() if abs(way - value) <= BOUND * value]
     print(f"rank {rank} has {value:.8g}: {near[0] if near else 'none of these'}")
 """
-    )
+"""Takes a norm of gradients from those of parts."""
 
-
-def clipping_program(title: str, bound: float) -> str:
-    """A program that clips gradients again."""
-    head = HEAD.format(title=title, bound=bound)
-    return (
-        head
-        + _VALUES
-        + """
+CLIPPING = (
+    VALUES
+    + """
 
 def clipped(side):
     gradient, norm, most = (record[side][key] for key in ("gradient", "norm", "most"))
@@ -104,13 +87,33 @@ right = error(clipped("job"), actual) <= BOUND
 print("the job clips as it should, with another gradient, norm or limit" if right else
       "the job's gradient is not what clipping makes of it")
 """
-    )
+)
+"""Clips gradients again."""
+
+NUMBERS = """
+print(f"the reference has {expected}, {sum(expected):.8g} together")
+for who, values in actual.items():
+    print(f"{who} has {values}, {sum(values):.8g} together")
+total = sum(map(sum, actual.values()))
+print(f"all together {total:.8g}, {total / sum(expected):.6g} times the reference's")
+"""
+"""Shows numbers of both jobs, such as losses."""
 
 
-def update_program(title: str, bound: float, kind: tuple[str, str], result: str) -> str:
-    """A program that makes a parameter's update again."""
-    head = HEAD.format(title=title, bound=bound)
-    body = f"""
+def program(title: str, bound: float, body: str) -> str:
+    """A program.
+
+    Args:
+        title: What differs.
+        bound: What rounding explains.
+        body: What follows its head.
+    """
+    return HEAD.format(title=title, bound=bound) + body
+
+
+def of_update(kind: tuple[str, str], result: str) -> str:
+    """What makes a parameter's update again, of an optimizer's module and class."""
+    return f"""{VALUES}
 from {kind[0]} import {kind[1]} as Optimizer
 
 
@@ -129,33 +132,3 @@ is_right = error(updated("job"), actual) <= BOUND
 print("the job's update is right for what was other before" if is_right else
       "the job's update is not what its gradient, state and options give")
 """
-    return head + _VALUES + body
-
-
-def values_program(title: str, bound: float, said: str) -> str:
-    """A program that shows both values, where there is nothing to compute again.
-
-    Args:
-        title: What differs.
-        bound: What rounding explains.
-        said: Its last words.
-    """
-    return HEAD.format(title=title, bound=bound) + "\n" + _VALUES + f"print({said!r})\n"
-
-
-def numbers_program(title: str, bound: float, said: str) -> str:
-    """A program that shows numbers of both jobs, such as losses.
-
-    Args:
-        title: What differs.
-        bound: What rounding explains.
-        said: Its last words.
-    """
-    body = """
-print(f"the reference has {expected}, {sum(expected):.8g} together")
-for who, values in actual.items():
-    print(f"{who} has {values}, {sum(values):.8g} together")
-total = sum(map(sum, actual.values()))
-print(f"all together {total:.8g}, {total / sum(expected):.6g} times the reference's")
-"""
-    return HEAD.format(title=title, bound=bound) + body + f"print({said!r})\n"

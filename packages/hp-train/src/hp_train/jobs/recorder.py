@@ -43,7 +43,6 @@ from hp_train.jobs.calls import (
 )
 from hp_train.jobs.disturbing import disturb
 from hp_train.jobs.dtensors import is_dtensor
-from hp_train.jobs.events import Number, Randomness
 from hp_train.jobs.notes import Noted, Notes
 from hp_train.jobs.parameters import ParameterRecorder, why
 from hp_train.jobs.ranks import is_in_group
@@ -100,6 +99,13 @@ class Call:
     states: dict[str, str] = field(default_factory=dict)
 
 
+class _Calls(threading.local):
+    """The call that is under way, of each thread its own."""
+
+    def __init__(self) -> None:
+        self.call = Call()
+
+
 class Recorder(ParameterRecorder):
     """What one process of a job computes.
 
@@ -110,7 +116,7 @@ class Recorder(ParameterRecorder):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self._is_clipped = False
-        self._calls = threading.local()
+        self._calls = _Calls()
         self._known = ev.batches(Path(request.reference)) if request.reference else None
         self._times: Counter[tuple[str, str]] = Counter()
         self._root_calls = 0
@@ -158,16 +164,10 @@ class Recorder(ParameterRecorder):
 
     # Modules.
 
-    def _call(self) -> Call:
-        if not hasattr(self._calls, "call"):
-            self._calls.call = Call()
-        call: Call = self._calls.call
-        return call
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if is_unseen():
             return
-        call = self._call()
+        call = self._calls.call
         call.stack.append(module)
         if len(call.stack) == 1:
             is_root = next(module.parameters(), None) is not None and not is_for_shapes()
@@ -233,7 +233,7 @@ class Recorder(ParameterRecorder):
     def _leave(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         if is_unseen():
             return
-        call = self._call()
+        call = self._calls.call
         while call.stack and call.stack.pop() is not module:
             pass
         if call.root is None or not self._is_wanted(call.phase):
@@ -396,7 +396,7 @@ class Recorder(ParameterRecorder):
         number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
         of = f"optimizer {number} " if number else ""
         for index, group in enumerate(optimizer.param_groups):
-            rate = Number(self._step, ev.RATE, f"{of}group {index}", float(group["lr"]))
+            rate = ev.Number(self._step, ev.RATE, f"{of}group {index}", float(group["lr"]))
             self._notes.write(rate)
 
     def _after_update(
@@ -457,7 +457,7 @@ class Recorder(ParameterRecorder):
         with self._lock:
             if self._root_calls and self._step <= self._request.steps:
                 drawn = tuple(sorted(self._drawn))
-                self._notes.write(Randomness(self._step, self._random, drawn))
+                self._notes.write(ev.Randomness(self._step, self._random, drawn))
             self._notes.flush(self._step)
             self._drawn.clear()
 

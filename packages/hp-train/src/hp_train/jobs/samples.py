@@ -1,6 +1,5 @@
 """Which samples of a batch a rank has, and how a module's tensor is made of them."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hp_train.jobs.dtensors import is_dtensor
 from hp_train.jobs.events import Box, Rows
-from hp_train.jobs.sketch import Digest, digest_rows
+from hp_train.jobs.sketch import Digest, digest_rows, digests_of_rows
 from hp_train.jobs.slices import placed, whole
 from hp_train.jobs.trees import tensors_in
 
@@ -33,9 +32,8 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 def hashes(values: Tensor) -> tuple[str, ...]:
     """A name for each sample, `[N, ...]`, that is the same where all bits are."""
-    rows = values.detach().reshape(values.shape[0], -1).contiguous().cpu()
-    raw = rows.view(torch.uint8).numpy()
-    return tuple(hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in raw)
+    rows = values.reshape(values.shape[0], -1)
+    return tuple(digest.hex() for digest in digests_of_rows(rows, num_bytes=8))
 
 
 class Made:

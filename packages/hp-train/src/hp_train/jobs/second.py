@@ -17,14 +17,13 @@ from hp_train.jobs.keeping import BEFORE, HELD, module_of
 from hp_train.jobs.kept import Kept, Part
 from hp_train.jobs.modules import CannotError, Pair
 from hp_train.jobs.of_modules import parents_of
-from hp_train.jobs.of_parameters import parameter
+from hp_train.jobs.of_parameters import OF_NUMBERS, by_rank, parameter
 from hp_train.jobs.reproduce import reproduce
 from hp_train.jobs.reproduction import Exact
 from hp_train.jobs.request import Focus
 from hp_train.jobs.slices import index_of
 
 _OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
-_OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 
 
 def focus_of(first: Place, expected: Recording) -> Focus:
@@ -42,7 +41,7 @@ def focus_of(first: Place, expected: Recording) -> Focus:
         inside = [parent for parent in parents_of(own) if parent in called]
         around = dict.fromkeys([*inside[:1], *inside[-1:]])  # its parent, and the model
         return Focus(step, phase, name, modules=(own, *around))
-    if phase in _OF_NUMBERS or phase == ev.INPUT:
+    if phase in OF_NUMBERS or phase == ev.INPUT:
         return Focus(step, phase, name)
     inside = [m for m in parents_of(name) if m in called] if phase == ev.GRADIENT else []
     return Focus(step, phase, name, modules=tuple(inside[:2]), parameters=(name,))
@@ -91,7 +90,7 @@ def look_again(
 def _exact(first: Place, pair: Pair, steps: tuple[Step, Step]) -> Exact | None:
     if first.phase == ev.INPUT:
         return of_batches(pair.actual.batches(first.step), pair.expected.batches(first.step))
-    if first.phase in _OF_NUMBERS:
+    if first.phase in OF_NUMBERS:
         return of_numbers(first, *steps)
     if first.phase in _OF_MODULES:
         _, expected, actual, parts = pair.samples(first.name, first.phase)
@@ -158,29 +157,28 @@ def of_numbers(first: Place, mine: Step, theirs: Step) -> Exact:
         mine: The job's step.
         theirs: The reference's.
     """
-    ours, others = (s.numbers.get(first.phase, {}).get(first.name, {}) for s in (mine, theirs))
-    by_rank = {int(who.split("-")[1]): values for who, values in ours.items()}
-    expected = next(iter(others.values()))
+    ours = by_rank(mine, first)
+    expected = next(iter(theirs.numbers.get(first.phase, {}).get(first.name, {}).values()))
     if first.phase == ev.LOSS:
-        sums = [math.fsum(values) for values in by_rank.values()]
+        sums = [math.fsum(values) for values in ours.values()]
         is_copy = max(sums) - min(sums) <= first.bound * abs(sums[0])  # or ranks have terms
         values = {-1: sums[0] if is_copy else math.fsum(sums)}
-        wanted, wrong = math.fsum(expected), tuple(sorted(by_rank))
+        wanted, wrong = math.fsum(expected), tuple(sorted(ours))
         said = f"the losses of {ranks_in_words(wrong)} add up to {values[-1]:.8g}"
         said += " on each" * (is_copy and len(sums) > 1)
         alright = ""
     else:
-        at = _worst_of(list(by_rank.values()), expected)
-        values = {rank: numbers[at] for rank, numbers in by_rank.items()}
+        at = _worst_of(list(ours.values()), expected)
+        values = {rank: numbers[at] for rank, numbers in ours.items()}
         wanted = expected[at]
         apart = {r: abs(v - wanted) / (abs(wanted) or 1.0) for r, v in values.items()}
         wrong = tuple(sorted(r for r, far in apart.items() if not far <= first.bound))
-        right = [rank for rank in by_rank if rank not in wrong]
+        right = [rank for rank in ours if rank not in wrong]
         said = ", ".join(f"rank {rank} has {values[rank]:.8g}" for rank in wrong)
         alright = f" ({ranks_in_words(right)}: right)" if right else ""
     worst = max(values.values(), key=lambda v: abs(v - wanted))
     sentence = f"{said} in place of {wanted:.8g}{alright}"
-    return Exact(sentence, (), wanted, worst, wrong, len(wrong), len(by_rank))
+    return Exact(sentence, (), wanted, worst, wrong, len(wrong), len(ours))
 
 
 def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int:
@@ -196,12 +194,8 @@ def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int
 
 def _offsets(kept: Kept, first: Place) -> dict[str, Tensor]:
     """Vectors among the weights of a module."""
-    found = {}
-    for name in kept.names(first.step, HELD):
-        whole = kept.whole(first.step, HELD, name)
-        if whole is not None and whole.values.ndim == 1:
-            found[name] = whole.values
-    return found
+    held = {name: kept.whole(first.step, HELD, name) for name in kept.names(first.step, HELD)}
+    return {name: w.values for name, w in held.items() if w is not None and w.values.ndim == 1}
 
 
 def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Digests of tensors that add up over the parts of ranks, see Note [Digests]."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -107,6 +108,12 @@ def sum_of_digests(terms: Sequence[Digest]) -> Digest:
         return terms[0]
     sums = torch.stack([term.sums for term in terms]).sum(0)
     return Digest(terms[0].box, terms[0].rows, sums, sums.square().mean(-1).sqrt())
+
+
+def digests_of_rows(rows: Tensor, *, num_bytes: int) -> list[bytes]:
+    """Hashes of the bits of each row, `[N, ...]`, of so many bytes."""
+    raw = rows.detach().contiguous().cpu().view(torch.uint8).numpy()
+    return [hashlib.blake2b(row.data, digest_size=num_bytes).digest() for row in raw]
 
 
 def _signs(dim: int, span: tuple[int, int], like: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 def optimizers_here() -> list[Optimizer]:
     """All optimizers of this process, in the order in which they were made."""
-    found: list[Optimizer] = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-    return found
+    return [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
 
 
 def models_of(parameters: Collection[Tensor]) -> list[nn.Module]:

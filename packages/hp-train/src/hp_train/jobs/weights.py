@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from hp_train.base.dtypes import dtype_name
 from hp_train.jobs.events import Box
 from hp_train.jobs.slices import Flat, Slice, index_of, placed, sizes_of, whole
 
@@ -56,7 +57,7 @@ def keep_weights(folder: Path, rank: int, root: int, weights: Mapping[str, Tenso
             for part in parts:
                 values = part.of(local).contiguous().reshape(-1)
                 file.write(bytes(-file.tell() % _ALIGNED))
-                dtype = str(values.dtype).removeprefix("torch.")
+                dtype = dtype_name(values.dtype)
                 kept.append(_Kept(name, dtype, shape, part.box, file.tell()))
                 file.write(values.cpu().view(torch.uint8).numpy().data)
     path.with_suffix(".json").write_bytes(msgspec.json.encode(kept))

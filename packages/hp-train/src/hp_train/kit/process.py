@@ -12,7 +12,7 @@ import msgspec
 from hp_train.errors import HpError
 from hp_train.kit.outcome import Found, read
 from hp_train.launch.session import last_lines, status_of
-from hp_train.launch.signals import name_of
+from hp_train.launch.signals import ending
 
 FOUND = "found.json"
 LOG = "log.txt"
@@ -56,9 +56,9 @@ def run(
     if left is not None and not (is_late and left.status == "error"):  # by being ended
         return left
     if status is None:
-        late = f"not done after {time.monotonic() - began:.0f} s"
-        return Found(status="timed out", summary=late)
-    return Found(status="error", summary=_end_of(status))
+        spent = time.monotonic() - began
+        return Found(status="timed out", summary=f"not done after {spent:.0f} s")
+    return Found(status="error", summary=f"its process {ending(status)}")
 
 
 def look(
@@ -84,12 +84,6 @@ def look(
     if "place" not in found.figures:
         raise HpError(f"{who} cannot be looked at: {found.summary}\n{last_lines(folder / LOG)}")
     return found.figures
-
-
-def _end_of(status: int) -> str:
-    if status >= 0:
-        return f"its process ended with status {status}"
-    return f"its process was killed by {name_of(-status)}"
 
 
 def nccl_warnings(folder: Path) -> int:

@@ -214,11 +214,6 @@ def plan(case: Case, place: Place, work: Path) -> Found:
 
 def dry_run(case: Case, place: Place, work: Path) -> Found:
     """`hp dry-run` of a model that was trained."""
-    known = subprocess.run(
-        [sys.executable, "-m", "hp_train", "dry-run", "--help"], capture_output=True, check=False
-    )
-    if known.returncode:
-        return Found(status="left out", summary="this version has no hp dry-run")
     folder = _folder(work, case.keys["of"])
     measured = json.loads((folder / "figures.json").read_text())
     on_gpus = ("launch.device=auto", "launch.backend=auto")

@@ -27,6 +27,11 @@ def name_of(number: int) -> str:
         return f"signal {number}"
 
 
+def ending(status: int) -> str:
+    """How a program ended, by its exit status; a negative one: minus the signal that killed it."""
+    return f"ended with status {status}" if status >= 0 else f"was killed by {name_of(-status)}"
+
+
 class StopFlag:
     """Whether this process, or the whole run, was asked to stop.
 

@@ -101,7 +101,7 @@ class TrainerJob(Job):
         self.trainer.close()
 
     def _watch(self, trainer: "_Trainer") -> "_Trainer":
-        trainer.batches = _Batches(trainer, self._add_batch)
+        trainer.batches = WatchedBatches(trainer, self._add_batch)
         # In fp64 a tie within rounding does not come up.
         if self.config.train.dtype != "float64":
             listen_to_choices(trainer, lambda: self._record)
@@ -163,8 +163,13 @@ class _Trainer(Trainer):
         return result
 
 
-class _Batches(Batches):
-    """Tells what every cut of a global batch gives."""
+class WatchedBatches(Batches):
+    """Tells what every cut of a global batch gives.
+
+    Args:
+        trainer: Trainer whose batches they are.
+        on_cut: Told the share, the first sequence of the batch, and what it is for.
+    """
 
     def __init__(self, trainer: Trainer, on_cut: Callable[[Share, int, Kind], None]) -> None:
         super().__init__(

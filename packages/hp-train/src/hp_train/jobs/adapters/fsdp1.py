@@ -20,14 +20,13 @@ def held(root: nn.Module, named: Mapping[str, Tensor]) -> Iterator[Held]:
         if not isinstance(module, FullyShardedDataParallel) or handle is None:
             continue
         flat = handle.flat_param
-        runs, offset = list(_runs(place, flat)), 0
+        runs = list(_runs(place, flat))
         if flat._params is None:  # noqa: SLF001
             yield flat, [run for run in runs if run.size]
             continue
         for parameter, run in zip(flat._params, runs, strict=True):  # noqa: SLF001
-            offset = run.at
             if run.size:
-                yield parameter, [Run(run.name, run.shape, run.first, run.size, run.at - offset)]
+                yield parameter, [Run(run.name, run.shape, run.first, run.size, 0)]
 
 
 def _runs(place: str, flat: Any) -> Iterator[Run]:
