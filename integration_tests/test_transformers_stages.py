@@ -329,7 +329,7 @@ def test_keys_follow_from_the_folder_or_are_refused(tmp_path: Path) -> None:
         ({"mesh.etp": 2}, "mesh.etp .2. must be 1 with model.transformers"),
         (
             {"pipeline.overlap": True, "train.recompute": "full"},
-            "pipeline.overlap .true. must be false with model.transformers .*recompute .full",
+            "pipeline.overlap .true. must be false with model.transformers .*recompute ..full",
         ),
         ({"run.init_from": str(folder)}, "run.init_from .* must be empty with model.transformers"),
         ({"train.recompute": "attention"}, "train.recompute .* must be none or full with"),
