@@ -155,12 +155,14 @@ def run_script(
     if not Path(script[0]).is_file():
         raise ConfigError(f"-- {script[0]} must be a Python script")
     _require_places(options)
-    num_ranks = options.gpus or 1
     from hp_train.dry_run.outcome import show  # noqa: PLC0415
     from hp_train.dry_run.script import rehearse_script  # noqa: PLC0415 - imports torch
 
     found = rehearse_script(
-        script, num_ranks=num_ranks, ranks=options.rank, gpus_per_node=options.gpus_per_node
+        script,
+        num_ranks=options.gpus or 1,
+        ranks=options.rank,
+        gpus_per_node=options.gpus_per_node,
     )
     return show(*found, options)
 
@@ -233,11 +235,10 @@ def require_possible(config: Config, ranks: Sequence[int]) -> None:
             f"launch.device ({config.launch.device}) and launch.backend ({config.launch.backend}) "
             "must be auto, cuda or nccl: hp dry-run is of GPUs"
         )
-    for rank in ranks:
-        if rank >= config.world_size:
-            raise ConfigError(
-                f"--rank ({rank}) must be below the number of ranks ({config.world_size})"
-            )
+    if wrong := [rank for rank in ranks if rank >= config.world_size]:
+        raise ConfigError(
+            f"--rank ({wrong[0]}) must be below the number of ranks ({config.world_size})"
+        )
 
 
 def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:

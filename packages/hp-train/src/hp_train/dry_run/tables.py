@@ -105,7 +105,7 @@ def paces(summary: Summary) -> Table:
     if machine is not None:
         for each in summary.ranks:
             host, device = pace = each.work.pace(machine)
-            share = f"{host / device:.0%}" if device else ""
+            share = part(host, device)
             who = "host" if pace.host_binds else "device"
             if host:
                 rows.append((str(each.rank), f"{host:.3f} s", f"{device:.3f} s", share, who))
@@ -334,7 +334,7 @@ def reserved(rank: RankSummary) -> str:
     return "not known" if found is None else size(found)
 
 
-def part(number: int, whole: int) -> str:
+def part(number: float, whole: float) -> str:
     """A share of a whole."""
     return f"{number / whole:.0%}" if whole else ""
 

@@ -51,8 +51,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
             sizes_of[axis] = tuple(n for n in sizes_of[axis] if _can_be_cut(config, axis, n))
         sizes_of["etp"] = (1,)
     mesh = tuple(Axis(f"mesh.{axis}", sizes) for axis, sizes in sizes_of.items())
-    batch = config.train.global_batch_size
-    sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
+    sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= config.train.global_batch_size)
     return (
         *mesh,
         Axis("pipeline.schedule"),
@@ -200,10 +199,9 @@ def _in_words(config: Config) -> tuple[object, ...]:
 
     Of gathers by stage and by block the faster one is the layout's, as `mesh.gather = "auto"` is.
     """
-    pipeline = config.pipeline if config.mesh.pp > 1 else None
     return (
         replace(config.mesh, gather="auto"),
-        pipeline,
+        config.pipeline if config.mesh.pp > 1 else None,
         config.train.microbatch_size,
         config.train.recompute,
     )

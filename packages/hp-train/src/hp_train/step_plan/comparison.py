@@ -75,9 +75,10 @@ def compare(lengths: Sequence[int], planner: Planner, *, pack: int, degree: int)
     """
     costs, pipeline = planner.costs, planner.pipeline
     rivals = Rivals(costs, pipeline, pack=pack, degree=degree)
+    searched = rivals.searched(lengths, effort=_EFFORT)
     others = [
         rivals.static(lengths),
-        rivals.searched(lengths, effort=_EFFORT),
+        searched,
         rivals.megatron(lengths),
         rivals.greedy(lengths),
     ]
@@ -87,18 +88,17 @@ def compare(lengths: Sequence[int], planner: Planner, *, pack: int, degree: int)
     plan = planner.plan(lengths)
     cpu_seconds = time.thread_time() - began
     found = price(plan, lengths, costs, pipeline)
-    runs = simulated(plan, lengths, costs)
     rows = [_row(each, found.pure) for each in others if each is not None]
-    planned = Row(PLANNED, found.seconds, found.factor, found.tokens, found.fetched)
+    rows.append(Row(PLANNED, found.seconds, found.factor, found.tokens, found.fetched))
     return Comparison(
-        rows=(*rows, planned),
+        rows=tuple(rows),
         pure=found.pure,
         bound=found.bound,
-        searched_bound=others[1].bound if others[1] is not None else 0.0,
+        searched_bound=searched.bound,
         imbalance=found.imbalance,
         cpu_seconds=cpu_seconds,
         problems=prove(plan, lengths, costs, pipeline),
-        timeline=max(runs, key=lambda run: run.makespan).timeline,
+        timeline=max(simulated(plan, lengths, costs), key=lambda run: run.makespan).timeline,
     )
 
 

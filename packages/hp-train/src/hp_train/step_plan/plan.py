@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import chain
 
 from hp_context import Deal
 from hp_schedule import Schedule, from_csv, to_csv
@@ -198,5 +197,4 @@ def _run(text: str) -> range:
 
 def documents_of(plan: StepPlan) -> list[int]:
     """All documents, microbatch by microbatch."""
-    every = chain.from_iterable(team.microbatches for team in plan.teams)
-    return list(chain.from_iterable(each.documents for each in every))
+    return [x for team in plan.teams for each in team.microbatches for x in each.documents]

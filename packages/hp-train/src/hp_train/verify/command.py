@@ -116,7 +116,10 @@ def run(
     others = [] if options.generate else _others(config, options, given)
     for other in others:
         require_comparable(config, other)
-    config, *others = map(program.applied_to, _small([config, *others], options))
+    configs = [config, *others]
+    if options.shrink:
+        configs = shrink(configs)
+    config, *others = map(program.applied_to, configs)
     if options.generate:
         others = _generated(config, options)
     num_runs = 1 + len(others)
@@ -127,9 +130,9 @@ def run(
     from hp_train.verify.runs import Runs  # noqa: PLC0415
 
     sys.path.insert(0, str(Path.cwd()))  # a job may be next to the config
-    with _scratch(options.keep) as scratch:
+    with scratch("hp-verify-", options.keep) as folder:
         runs = Runs(
-            scratch,
+            folder,
             base=config,
             program=program,
             every_tensor=options.generate is None,
@@ -152,10 +155,6 @@ def _refuse_combinations(options: argparse.Namespace) -> None:
         raise ConfigError("--generate compares with one process: no --against, no --bound")
     if options.against == ORACLE and options.job is not None:
         raise ConfigError(f"--against oracle knows the models of hp-train, not --job {options.job}")
-
-
-def _small(configs: Sequence[Config], options: argparse.Namespace) -> list[Config]:
-    return shrink(configs) if options.shrink else list(configs)
 
 
 def _unknown_to_oracle(config: Config) -> str:
@@ -243,9 +242,12 @@ def _two_numbers(text: str, between: str) -> tuple[int, int]:
 
 
 @contextmanager
-def _scratch(keep: str | None) -> Iterator[Path]:
-    """A folder for recordings. After a failure it stays: the launcher has told of files in it."""
-    folder = Path(tempfile.mkdtemp(prefix="hp-verify-")) if keep is None else _new_folder(keep)
+def scratch(prefix: str, keep: str | None = None) -> Iterator[Path]:
+    """A folder for runs, a new one or one to keep.
+
+    After a failure it stays: the launcher has told of files in it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix)) if keep is None else _new_folder(keep)
     ended = False
     try:
         yield folder
@@ -302,7 +304,6 @@ def _verify_all(runs: "Runs", layouts: Sequence[Config], *, has_oracle: bool) ->
 
 def summary(verdicts: Sequence["Verdict"]) -> str:
     """What many comparisons showed, in lines."""
-    by_oracle = [verdict for verdict in verdicts if verdict.against == ORACLE]
     others = [verdict for verdict in verdicts if verdict.against != ORACLE]
     compared = [verdict.comparison for verdict in others if verdict.comparison is not None]
     bounded = [comparison for comparison in compared if comparison.bound > 0]
@@ -316,7 +317,8 @@ def summary(verdicts: Sequence["Verdict"]) -> str:
         [
             *(
                 f"one process {'equals' if verdict.ok else 'DOES NOT EQUAL'} the oracle"
-                for verdict in by_oracle
+                for verdict in verdicts
+                if verdict.against == ORACLE
             ),
             (
                 f"{sum(c.ok for c in bounded)} of {len(bounded)} layouts equal one process, "

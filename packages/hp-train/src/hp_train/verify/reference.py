@@ -89,8 +89,7 @@ def _train(
     record.add(CHOICES, outcome.choices)
     record.add(SCORES, outcome.scores)
     if index in program.evaluated:
-        names = step.tensors["eval tokens"]
-        batches = {name: _rows(step, "eval ", name) for name in names}
+        batches = {name: _rows(step, "eval ", name) for name in step.tensors["eval tokens"]}
         _add_rows(record, "eval ", batches, oracle)
         record.add_scalar("eval loss", oracle.evaluate(torch.cat(list(batches.values()))))
     if index == program.reload_after:
@@ -119,8 +118,7 @@ def _state(oracle: Oracle, step: RecordedStep, quantity: str) -> Mapping[str, Te
 
 
 def _biases(oracle: Oracle) -> Mapping[str, Tensor]:
-    others = oracle.weights.keys() - set(oracle.names)
-    return {f"{_MODEL}{name}": t for name, t in oracle.weights.items() if name in others}
+    return {f"{_MODEL}{name}": t for name, t in oracle.weights.items() if name not in oracle.names}
 
 
 def _as(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Mapping[str, Tensor]:
