@@ -16,6 +16,7 @@ from hp_train.config.space import with_keys
 from hp_train.costs.machine import machine_found
 from hp_train.costs.routing import parse_skew
 from hp_train.errors import ConfigError
+from hp_train.plan.command import known_vocab_size
 from hp_train.price.gather import decided
 
 _MOST_DEVICES = 2**20
@@ -252,7 +253,6 @@ def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
         gpus_per_node: Devices of a machine.
     """
     from hp_platform.dry import Gpu  # noqa: PLC0415 - imports torch
-    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
 
     launch = replace(
         config.launch,
@@ -266,8 +266,7 @@ def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
     config = replace(config, launch=launch, run=replace(config.run, resume="", init_from=""))
     gpu, local = Gpu(), min(gpus_per_node, config.world_size)
     machine = machine_found(gpu.name, memory=gpu.memory_bytes, node_size=local)
-    vocab_size = config.model.vocab_size or load_tokenizer(config.data.tokenizer).vocab_size
-    return decided(config, machine, vocab_size=vocab_size)
+    return decided(config, machine, vocab_size=known_vocab_size(config))
 
 
 def write_data(

@@ -8,7 +8,7 @@ from hp_schedule import Timeline
 from hp_train.step_plan.planner import Planner
 from hp_train.step_plan.price import price, simulated
 from hp_train.step_plan.proof import prove
-from hp_train.step_plan.rivals import RivalPrice, Rivals
+from hp_train.step_plan.rivals import Rivals
 
 PLANNED = "planned"
 _EFFORT = 4
@@ -88,7 +88,11 @@ def compare(lengths: Sequence[int], planner: Planner, *, pack: int, degree: int)
     plan = planner.plan(lengths)
     cpu_seconds = time.thread_time() - began
     found = price(plan, lengths, costs, pipeline)
-    rows = [_row(each, found.pure) for each in others if each is not None]
+    rows = [
+        Row(each.name, each.seconds, each.seconds / found.pure, each.tokens, each.fetched)
+        for each in others
+        if each is not None
+    ]
     rows.append(Row(PLANNED, found.seconds, found.factor, found.tokens, found.fetched))
     return Comparison(
         rows=tuple(rows),
@@ -100,7 +104,3 @@ def compare(lengths: Sequence[int], planner: Planner, *, pack: int, degree: int)
         problems=prove(plan, lengths, costs, pipeline),
         timeline=max(simulated(plan, lengths, costs), key=lambda run: run.makespan).timeline,
     )
-
-
-def _row(found: RivalPrice, pure: float) -> Row:
-    return Row(found.name, found.seconds, found.seconds / pure, found.tokens, found.fetched)

@@ -163,17 +163,8 @@ def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | 
 
 def _fitted(kind: Kind, template: Template) -> Template:
     """Take the best shares for the schedule, and the schedule for these, as long as that helps."""
-    rates = _rates(kind, len(template.shares))
-    while (shares := best_shares(template.schedule, rates)) is not None:
-        found = shorten(template.schedule, _costs(kind, shares), memory_limit=kind.memory)
-        if found is None or found[1].makespan > template.seconds * (1 - _LESS):
-            break
-        template = Template(found[1].makespan, shares, found[0])
-    return template
-
-
-def _rates(kind: Kind, count: int) -> Rates:
-    return Rates(
+    count = len(template.shares)
+    rates = Rates(
         work=[[seconds] * count for seconds in kind.stages],
         each=kind.each,
         least=kind.least,
@@ -181,6 +172,12 @@ def _rates(kind: Kind, count: int) -> Rates:
         message=[kind.message] * count,
         memory=kind.memory,
     )
+    while (shares := best_shares(template.schedule, rates)) is not None:
+        found = shorten(template.schedule, _costs(kind, shares), memory_limit=kind.memory)
+        if found is None or found[1].makespan > template.seconds * (1 - _LESS):
+            break
+        template = Template(found[1].makespan, shares, found[0])
+    return template
 
 
 def changed_shares(

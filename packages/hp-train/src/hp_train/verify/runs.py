@@ -182,10 +182,9 @@ class Runs:
         began = time.monotonic()
         comparison, problem = None, ""
         try:
-            if other is None:
-                comparison = self.compare_with_oracle(config)
-            else:
-                comparison = self.compare(config, other)
+            comparison = (
+                self.compare_with_oracle(config) if other is None else self.compare(config, other)
+            )
         except RunFailedError as error:
             if error.exit_code > 128:  # somebody wants all of this to end
                 raise
