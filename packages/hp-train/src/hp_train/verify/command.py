@@ -199,8 +199,14 @@ def _given(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> 
 
 
 def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
-    low, high = _processes(options.processes)
-    part, num_parts = _part(options.part)
+    low, high = _two_numbers(options.processes, ":")
+    if not 1 <= low <= high <= _MOST_RANKS:
+        raise ConfigError(
+            f"--processes ({options.processes}) must be like 2:8, at most {_MOST_RANKS}"
+        )
+    part, num_parts = _two_numbers(options.part, "/")
+    if not 1 <= part <= num_parts:
+        raise ConfigError(f"--part ({options.part}) must be like 1/3")
     sample = sample_layouts(
         config, options.generate, seed=options.seed, num_processes=range(low, high + 1)
     )
@@ -217,22 +223,6 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
     if num_parts > 1:
         say(f"part {part} of {num_parts}: {len(layouts)} of them")
     return layouts
-
-
-def _processes(text: str) -> tuple[int, int]:
-    """Fewest and most."""
-    low, high = _two_numbers(text, ":")
-    if not 1 <= low <= high <= _MOST_RANKS:
-        raise ConfigError(f"--processes ({text}) must be like 2:8, at most {_MOST_RANKS}")
-    return low, high
-
-
-def _part(text: str) -> tuple[int, int]:
-    """Which part, counted from 1, and of how many."""
-    part, num_parts = _two_numbers(text, "/")
-    if not 1 <= part <= num_parts:
-        raise ConfigError(f"--part ({text}) must be like 1/3")
-    return part, num_parts
 
 
 def _two_numbers(text: str, between: str) -> tuple[int, int]:
