@@ -116,6 +116,11 @@ class Plan:
         self._prices = prices or Prices(machine, vocab_size, spread or Spread())
         self.prices = self._prices.stages(config, self.stages, self.places)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch that attention sees on a rank."""
+        return self.config.train.microbatch_size * self.config.data.seq_len // self.config.mesh.cp
+
     def schedule(self) -> Schedule:
         """Compute steps, and those of sharded parameters; messages are priced by their edges."""
         is_sharded = self.config.mesh.gather == "stage" and any(
