@@ -196,8 +196,11 @@ def learn(
     found = {}
     for name, ways in fewer.items():
         module = modules[name.rpartition(".")[0]] if name.endswith(_PARTS) else None
-        is_expert = name.endswith(".feed") and module is not None
-        is_expert = is_expert and (not isinstance(module, Block) or bool(_dense_parts(module)))
+        is_expert = (
+            name.endswith(".feed")
+            and module is not None
+            and (not isinstance(module, Block) or bool(_dense_parts(module)))
+        )
         # See Note [Costs of a stage that cuts itself]; rows of experts are dealt out.
         ranks = 1 if is_expert else sizes["tp"]
         read = partial(
@@ -208,8 +211,7 @@ def learn(
             tokens=fewest * seq_len,
             ranks=ranks,
         )
-        forward, backward = map(read, ways, more[name])
-        found[name] = Kernels(forward, backward, Counter())
+        found[name] = Kernels(*map(read, ways, more[name]), again=Counter())
     return found
 
 

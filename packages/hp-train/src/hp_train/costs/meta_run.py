@@ -109,10 +109,9 @@ def run(
     }
     loss, tiled = work(LOSS), work(TILED)
     layers = {f"layers.{index}": works[f"layers.{of}"] for index, of in same.items()}
-    behind = {name: found for name, found in works.items() if name not in layers}
     return ModelWork(
         before=before + Work(summed=float(summed)),
-        blocks=layers | behind,
+        blocks=layers | {name: each for name, each in works.items() if name not in layers},
         after=after,
         loss=loss,
         tiled_loss=replace(tiled, again=Work(flops=tiled.flops)) if tiled.flops else loss,

@@ -180,13 +180,12 @@ class Plan:
         return costs_of(self.config, self.machine, self.prices, edges=schedule.edges)
 
     def _transfers(self, schedule: Schedule) -> tuple[Transfer, ...]:
-        found: dict[str, Transfer] = {}
+        found: defaultdict[str, list[Transfer]] = defaultdict(list)
         for rank in range(self.layout.pp):
             for transfer in self._transfers_of(schedule, rank):
-                known = found.get(transfer.purpose)
-                if known is None or transfer.bytes > known.bytes:
-                    found[transfer.purpose] = transfer
-        return tuple(transfer for transfer in found.values() if transfer.bytes)
+                found[transfer.purpose].append(transfer)
+        most = (max(each, key=lambda transfer: transfer.bytes) for each in found.values())
+        return tuple(transfer for transfer in most if transfer.bytes)
 
     def _transfers_of(self, schedule: Schedule, rank: int) -> list[Transfer]:
         config, place, machine = self.config, self.ranks[rank], self.machine

@@ -1,6 +1,6 @@
 """What documents cost the stages of a pipeline: linear and quadratic terms, experts, exchanges."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -180,6 +180,11 @@ class StepCosts:
             longest += stage.microbatch[kind] + (shared if times else 0.0)
             found.append(max(longest, stage.least[kind]))
         return Seconds(*found)
+
+
+def slowest(stages: Iterable[Seconds]) -> float:
+    """Seconds in the stage that takes longest."""
+    return max(each.total for each in stages)
 
 
 class _Parts(NamedTuple):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from hp_context import deal_documents
 from hp_schedule import Costs, Schedule, search, shorten
 from hp_train.errors import ConfigError
-from hp_train.step_plan.costs import Seconds, StepCosts
+from hp_train.step_plan.costs import Seconds, StepCosts, slowest
 from hp_train.step_plan.kind import Kind
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team
@@ -408,7 +408,7 @@ class Planner:
             waits += seconds.total - stage.alone(tokens, of_rank).total
             sharing += self.costs.sharing(stage, tokens, heads=node)
         if waits > sharing:
-            return min(best, self._dealt_by(part, heads=node), key=_longest)
+            return min(best, self._dealt_by(part, heads=node), key=lambda dealt: slowest(dealt[1]))
         return best
 
     def _dealt_by(self, part: _Work, *, node: int | None = None, heads: int = 1) -> _Dealt:
@@ -452,11 +452,6 @@ class Planner:
         if best is None or found.makespan < best[0]:
             best = found.makespan, found.schedule, found.origin
         return best
-
-
-def _longest(dealt: _Dealt) -> float:
-    """Seconds of a microbatch in the stage that takes longest."""
-    return max(each.total for each in dealt[1])
 
 
 def _shares(count: int) -> Iterator[tuple[float, ...]]:

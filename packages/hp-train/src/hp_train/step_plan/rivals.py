@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hp_context import DealCost
 from hp_context.batch.deal_cost import Piece, Work
 from hp_schedule import one_f_one_b, search, simulate
-from hp_train.step_plan.costs import Seconds, StepCosts
+from hp_train.step_plan.costs import Seconds, StepCosts, slowest
 from hp_train.step_plan.generators import stream
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.price import stage_costs
@@ -146,7 +146,7 @@ class Rivals:
         stages = self._pipeline.num_stages
         busy = [group for group in groups if group]  # there may be fewer packs than groups
         # The slowest first.
-        for group in sorted(busy, key=lambda g: -sum(_total(each) for each in g)):
+        for group in sorted(busy, key=lambda g: -sum(slowest(each.seconds) for each in g)):
             costs = stage_costs(
                 [each.seconds for each in group],
                 [each.tokens for each in group],
@@ -171,11 +171,6 @@ class Rivals:
             tokens = max(tokens, *run.peak_activations)
         fetched = sum(each.fetched for group in groups for each in group)
         return RivalPrice(name, seconds, bound, tokens, fetched)
-
-
-def _total(microbatch: _Microbatch) -> float:
-    """Seconds in the stage that takes longest."""
-    return max(each.total for each in microbatch.seconds)
 
 
 def _filled(
