@@ -211,7 +211,8 @@ def learn(
             tokens=fewest * seq_len,
             ranks=ranks,
         )
-        found[name] = Kernels(*map(read, ways, more[name]), again=Counter())
+        forward, backward = map(read, ways, more[name])
+        found[name] = Kernels(forward, backward, Counter())
     return found
 
 
