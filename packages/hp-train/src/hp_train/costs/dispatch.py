@@ -57,14 +57,13 @@ def _learned(num_experts: int, top_k: int, row_bytes: int, weight_bytes: int) ->
     )
 
     found = {}
-    for ep in range(1, num_experts + 1):
-        if num_experts % ep == 0:
-            shape, sizes = (num_experts, top_k, ep), (row_bytes, weight_bytes)
-            cost = dispatch_bytes(*shape, row_bytes=sizes[0], weight_bytes=sizes[1])
-            found[ep] = RowCost(
-                expected_rows_per_token(*shape),
-                cost.plain,
-                cost.deduplicated,
-                deduplication_pays(*shape, row_bytes=sizes[0], weight_bytes=sizes[1]),
-            )
+    for ep in (n for n in range(1, num_experts + 1) if num_experts % n == 0):
+        shape = num_experts, top_k, ep
+        cost = dispatch_bytes(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes)
+        found[ep] = RowCost(
+            expected_rows_per_token(*shape),
+            cost.plain,
+            cost.deduplicated,
+            deduplication_pays(*shape, row_bytes=row_bytes, weight_bytes=weight_bytes),
+        )
     return RowCosts(found)

@@ -60,8 +60,7 @@ def _read(name: str, kind: type[T]) -> T | None:
     with opened_own(user_cache(FOLDER)) as folder:
         if folder is not None:
             with suppress(OSError, DamageError, msgspec.DecodeError, RecursionError):
-                found = read_whole(folder, name, limit=_MOST_BYTES)
-                return msgspec.json.decode(found, type=kind)
+                return msgspec.json.decode(read_whole(folder, name, limit=_MOST_BYTES), type=kind)
     return None
 
 

@@ -176,18 +176,15 @@ def learn(
         lose, stage.linear_cross_entropy = stage.linear_cross_entropy, _no_loss
         run(3)
         parts = _Parts(device.trace)
-        names = {id(module): name for name, module in stage.named_modules()}
-        names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
-        modules = {names[id(block)]: block for block in stage.blocks}
-        for block in stage.blocks:
-            name = names[id(block)]
+        modules = named_blocks(stage)
+        for name, block in modules.items():
             if isinstance(block, Block):
                 block.attend = parts.cut(f"{name}.attend", block.attend)
                 block.feed = parts.cut(f"{name}.feed", block.feed)
                 for part in _dense_parts(block):
                     part.forward = parts.cut(f"{name}.dense", part.forward)
-            for part in [part for part in stage.experts if not isinstance(block, Block)]:
-                if any(part is inside for inside in block.modules()):
+            else:
+                for part in {*stage.experts} & {*block.modules()}:
                     part.forward = parts.cut(f"{name}.feed", part.forward)
             block.forward = parts.cut(name, block.forward)
         stage.linear_cross_entropy = parts.cut(LOSS, lose)
@@ -199,8 +196,11 @@ def learn(
     found = {}
     for name, ways in fewer.items():
         module = modules[name.rpartition(".")[0]] if name.endswith(_PARTS) else None
-        is_expert = name.endswith(".feed") and module is not None
-        is_expert = is_expert and (not isinstance(module, Block) or bool(_dense_parts(module)))
+        is_expert = (
+            name.endswith(".feed")
+            and module is not None
+            and (not isinstance(module, Block) or bool(_dense_parts(module)))
+        )
         # See Note [Costs of a stage that cuts itself]; rows of experts are dealt out.
         ranks = 1 if is_expert else sizes["tp"]
         read = partial(
@@ -216,11 +216,17 @@ def learn(
     return found
 
 
+def named_blocks(stage: Stage) -> dict[str, nn.Module]:
+    """The blocks of a stage by their global names."""
+    names = {id(module): name for name, module in stage.named_modules()}
+    names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
+    return {names[id(block)]: block for block in stage.blocks}
+
+
 def _dense_parts(block: nn.Module) -> list[nn.Module]:
     """What layers of experts have that every rank has: routers, and experts of all tokens."""
     layers = [part for part in block.modules() if isinstance(part, MoE)]
-    parts = [part for layer in layers for part in (layer.router, layer.shared)]
-    return [part for part in parts if part is not None]
+    return [part for moe in layers for part in (moe.router, moe.shared) if part is not None]
 
 
 def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int) -> Tensor:
@@ -290,10 +296,9 @@ def _kernels(
 
 def seen_positions(attention: Attention, seq_len: int) -> float:
     """Positions that a query sees on average: its window, or half of them."""
-    seen = seq_len / 2 if attention.mask.causal else float(seq_len)
     if isinstance(attention.mask, SlidingWindow):
         return float(min(attention.mask.left + 1 + attention.mask.right, seq_len))
-    return seen
+    return seq_len / 2 if attention.mask.causal else float(seq_len)
 
 
 def _kind(launch: Launch) -> KernelKind:
@@ -307,17 +312,15 @@ def _kind(launch: Launch) -> KernelKind:
 
 def _by_name(launches: list[Launch]) -> list[Launch]:
     """All of an operator as one launch."""
-    found: dict[str, Launch] = {}
+    found: defaultdict[str, list[Launch]] = defaultdict(list)
     for each in launches:
-        before = found.get(each.what)
-        found[each.what] = (
-            each
-            if before is None
-            else replace(
-                each,
-                num_kernels=each.num_kernels + before.num_kernels,
-                num_bytes=each.num_bytes + before.num_bytes,
-                flops=each.flops + before.flops,
-            )
+        found[each.what].append(each)
+    return [
+        replace(
+            found[what][-1],
+            num_kernels=sum(each.num_kernels for each in found[what]),
+            num_bytes=sum(each.num_bytes for each in found[what]),
+            flops=sum(each.flops for each in found[what]),
         )
-    return [found[what] for what in sorted(found)]
+        for what in sorted(found)
+    ]

@@ -88,23 +88,6 @@ class Memory:
         )
 
 
-def rank_memory(
-    config: Config, stages: Sequence[Work], place: StageLayout, machine: Machine, activations: float
-) -> Memory:
-    """What the first rank of some stages needs on a machine.
-
-    Args:
-        config: Configuration of the run.
-        stages: Stages of the rank.
-        place: Its place.
-        machine: Its device.
-        activations: Bytes of them at their peak.
-    """
-    tensors = tensor_memory(config, stages, place)
-    tensors = tensors.with_activations(activations, in_turn(config, stages, place))
-    return tensors.with_margin(config, place.first, machine)
-
-
 def tensor_memory(config: Config, stages: Sequence[Work], place: StageLayout) -> Memory:
     """What the tensors of a rank take while no microbatch is under way.
 
@@ -292,7 +275,6 @@ def buffer_bytes(
             gathered += sum(largest[:active_stages])
         if shards == 1 and copies > 1:
             flat = max(flat, sum(size.reduced for size in sizes))
-    flat = min(flat, SIDE_BY_SIDE)
     messages = 4 * message_bytes(config, layout) if config.mesh.pp > 1 else 0
     size, shared = BYTES[config.train.dtype], layout.ep * layout.etp
     kept = [_unsharded(stage, layout) for stage in stages]
@@ -302,7 +284,7 @@ def buffer_bytes(
     if not by_block and layout.is_sharded:
         casts = casts[:active_stages]  # held while parameters are gathered
     again = max(_recomputed(config, layout), _losing(config, stages, layout))
-    return gathered + flat + round(sum(casts)) + messages + again
+    return gathered + min(flat, SIDE_BY_SIDE) + round(sum(casts)) + messages + again
 
 
 def _gathered_by_block(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
@@ -376,8 +358,8 @@ def _kinds_of_units(stage: Work, *, has_ends: bool) -> tuple[tuple[str, Kinds], 
 @lru_cache(maxsize=4096)
 def num_units(stage: Work, *, is_expert: bool) -> int:
     """How many collectives gather those parameters of a stage that are experts, or the others."""
-    names = (weight.name for weight in stage.weights if weight.spec.is_expert is is_expert)
-    matches = (_BLOCK.match(name) for name in names)
+    weights = (weight for weight in stage.weights if weight.spec.is_expert is is_expert)
+    matches = (_BLOCK.match(weight.name) for weight in weights)
     return len({match and match[0] for match in matches})
 
 
@@ -417,8 +399,7 @@ def _recomputed(config: Config, layout: StageLayout) -> int:
     if config.train.recompute == "none":
         return 0
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
-    padded = padding(config, layout)
-    return round(kept_once(config, tp=layout.tp, padded=padded) * tokens)
+    return round(kept_once(config, tp=layout.tp, padded=padding(config, layout)) * tokens)
 
 
 def padding(config: Config, layout: StageLayout) -> float:

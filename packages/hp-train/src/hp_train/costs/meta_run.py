@@ -31,7 +31,7 @@ from hp_context import Attention
 from hp_expert import MoE
 from hp_train.base._internals import FakeTensorMode
 from hp_train.config import ModelConfig
-from hp_train.costs.kernels import forward, seen_positions
+from hp_train.costs.kernels import forward, named_blocks, seen_positions
 from hp_train.costs.work import BlockWork, ModelWork, Weight, Work, alike
 from hp_train.errors import ConfigError
 from hp_train.layout.vocabulary import LogitTile
@@ -74,9 +74,7 @@ def run(
     stage = build(layers=sorted({*same.values()}), first=True, last=True)
     stage.expect_no_values()
     stage.expect_ranks(sizes)
-    names = {id(block): name for name, block in stage.named_modules()}
-    names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
-    blocks = {names[id(block)]: block for block in stage.blocks}
+    blocks = named_blocks(stage)
     weights = {
         name: _weights(_parameters(block), _names_of_cast(block, stage.casting))
         for name, block in blocks.items()
@@ -111,10 +109,9 @@ def run(
     }
     loss, tiled = work(LOSS), work(TILED)
     layers = {f"layers.{index}": works[f"layers.{of}"] for index, of in same.items()}
-    behind = {name: found for name, found in works.items() if name not in layers}
     return ModelWork(
         before=before + Work(summed=float(summed)),
-        blocks=layers | behind,
+        blocks=layers | {name: each for name, each in works.items() if name not in layers},
         after=after,
         loss=loss,
         tiled_loss=replace(tiled, again=Work(flops=tiled.flops)) if tiled.flops else loss,

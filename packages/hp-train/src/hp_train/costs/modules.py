@@ -31,8 +31,7 @@ def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: 
 
 def whole_model(config: Config, vocab_size: int) -> Work:
     """All of it in one stage."""
-    layers = range(config.model.num_layers)
-    return stage(config, vocab_size, layers=layers, first=True, last=True)
+    return stage(config, vocab_size, layers=range(config.model.num_layers), first=True, last=True)
 
 
 def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, ...]:
@@ -47,9 +46,8 @@ def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, .
 
 def kernels(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Kernels, ...]:
     """What the stages of a pipeline have a GPU launch; see `hp_train.costs.kernels`."""
-    key = _key(config, vocab_size)
-    layers = tuple(layers_of_stages(config, num_stages))
-    return _stage_kernels(key, config.train.recompute, layers)
+    cut = tuple(layers_of_stages(config, num_stages))
+    return _stage_kernels(_key(config, vocab_size), config.train.recompute, cut)
 
 
 def require_stages(config: Config) -> None:
@@ -130,8 +128,7 @@ def _block(key: Key, recompute: str, name: str) -> Work:
     if recompute == "selective":
         whole = _repeated(together((attend, feed, rest)), model.dim, size, but_last_sum=False)
         scores, rows = (elements * size for elements in _products(model, name))
-        kept = whole.kept + scores + rows
-        return replace(whole, kept=kept, routed=rows).under(f"{name}.")
+        return replace(whole, kept=whole.kept + scores + rows, routed=rows).under(f"{name}.")
     if recompute == "attention":
         attend = _repeated(attend, model.dim, size, but_last_sum=True)
     elif recompute == "feed_forward":

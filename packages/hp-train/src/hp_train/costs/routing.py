@@ -58,10 +58,9 @@ class Skew:
             num_experts: E, experts of the layer.
             num_ranks: W, expert-parallel ranks.
         """
-        total, period = num_tokens * top_k, num_experts
+        total = num_tokens * top_k
         if self.gini is None:
-            even = (1.0,) * num_experts
-            shares = self.shares.get(layer, self.shares.get(ALL_LAYERS, even))
+            shares = self.shares.get(layer, self.shares.get(ALL_LAYERS, (1.0,) * num_experts))
             return rounded(shares, total, most=num_tokens)
         period = num_experts // num_ranks * math.gcd(num_ranks, _MOST_LOADS)
         if total * period % num_experts:

@@ -3,19 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
-from typing import NamedTuple
 
 from msgspec import Struct
 
 from hp_train.costs.work import BlockWork, Kernel, Kernels, ModelWork, Weight, Work
-
-
-class _Block(NamedTuple):
-    """Places of the parts of a block among all works."""
-
-    attend: int
-    feed: int
-    rest: int
 
 
 class StoredModel(Struct, frozen=True):
@@ -23,7 +14,7 @@ class StoredModel(Struct, frozen=True):
 
     Attributes:
         works: All of them, each once.
-        blocks: Parts of the blocks.
+        blocks: Places of the three parts of each block.
         before: Place of that of `ModelWork`, as the three that follow.
         after: See there.
         loss: See there.
@@ -32,7 +23,7 @@ class StoredModel(Struct, frozen=True):
     """
 
     works: tuple[Work, ...]
-    blocks: dict[str, _Block]
+    blocks: dict[str, tuple[int, int, int]]
     before: int
     after: int
     loss: int
@@ -54,7 +45,7 @@ class StoredModel(Struct, frozen=True):
             return places.setdefault(work, len(places))
 
         blocks = {
-            name: _Block(place(block.attend), place(block.feed), place(block.rest))
+            name: (place(block.attend), place(block.feed), place(block.rest))
             for name, block in model.blocks.items()
         }
         before, after, loss, tiled_loss = (

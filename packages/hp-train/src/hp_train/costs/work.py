@@ -169,8 +169,8 @@ class Work:
 
     def under(self, prefix: str) -> "Work":
         """The same with a prefix before the names."""
-        named = tuple(replace(w, name=prefix + w.name) for w in self.weights)
-        return replace(self, weights=named)
+        weights = tuple(replace(w, name=prefix + w.name) for w in self.weights)
+        return replace(self, weights=weights)
 
 
 @lru_cache(maxsize=4096)

@@ -40,6 +40,5 @@ class Answers:
 
 def _layer() -> str:
     """Name of the layer that this thread computes."""
-    words = current_place().split(", ")
-    names = (word for word in reversed(words) if word.startswith(("layers.", "mtp.")))
-    return next(names, ALL_LAYERS)
+    words = reversed(current_place().split(", "))
+    return next((word for word in words if word.startswith(("layers.", "mtp."))), ALL_LAYERS)

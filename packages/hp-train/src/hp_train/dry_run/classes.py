@@ -13,7 +13,7 @@ from hp_train.costs.routing import Skew, rows_per_rank
 from hp_train.costs.work import Weight
 from hp_train.layout.parameter import local_shape
 from hp_train.layout.ranks import Axis, Layout, StageLayout
-from hp_train.layout.schedules import KINDS, count_stages, layers_of_stages, placement
+from hp_train.layout.schedules import KINDS, layers_of_stages, placement
 
 _COPIED: tuple[Axis, ...] = ("dp_replicate", "tp", "expert_replicate", "etp")
 """Axes along which ranks have copies of some parameter: the first of them speaks for it."""
@@ -57,21 +57,19 @@ def classes_of(
 
 def _weights(config: Config, pp_index: int, vocab_size: int) -> list[Weight]:
     """The different parameters of a pipeline rank."""
-    num_stages = count_stages(config)
     layers = layers_of_stages(config)
-    places = placement(config.pipeline, num_ranks=config.mesh.pp)
-    weights: dict[Hashable, Weight] = {}
-    for index in (index for index, place in enumerate(places) if place == pp_index):
-        work = stage(
+    works = (
+        stage(
             config,
             vocab_size,
             layers=layers[index],
             first=index == 0,
-            last=index == num_stages - 1,
+            last=index == len(layers) - 1,
         )
-        for weight in work.weights:
-            weights[weight.shape, weight.spec] = weight
-    return list(weights.values())
+        for index, place in enumerate(placement(config.pipeline, num_ranks=config.mesh.pp))
+        if place == pp_index
+    )
+    return list({(w.shape, w.spec): w for work in works for w in work.weights}.values())
 
 
 def _position(config: Config, layout: Layout, place: StageLayout, rank: int) -> tuple[int, ...]:

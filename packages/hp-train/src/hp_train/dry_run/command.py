@@ -16,6 +16,7 @@ from hp_train.config.space import with_keys
 from hp_train.costs.machine import machine_found
 from hp_train.costs.routing import parse_skew
 from hp_train.errors import ConfigError
+from hp_train.plan.command import known_vocab_size
 from hp_train.price.gather import decided
 
 _MOST_DEVICES = 2**20
@@ -155,12 +156,14 @@ def run_script(
     if not Path(script[0]).is_file():
         raise ConfigError(f"-- {script[0]} must be a Python script")
     _require_places(options)
-    num_ranks = options.gpus or 1
     from hp_train.dry_run.outcome import show  # noqa: PLC0415
     from hp_train.dry_run.script import rehearse_script  # noqa: PLC0415 - imports torch
 
     found = rehearse_script(
-        script, num_ranks=num_ranks, ranks=options.rank, gpus_per_node=options.gpus_per_node
+        script,
+        num_ranks=options.gpus or 1,
+        ranks=options.rank,
+        gpus_per_node=options.gpus_per_node,
     )
     return show(*found, options)
 
@@ -233,11 +236,10 @@ def require_possible(config: Config, ranks: Sequence[int]) -> None:
             f"launch.device ({config.launch.device}) and launch.backend ({config.launch.backend}) "
             "must be auto, cuda or nccl: hp dry-run is of GPUs"
         )
-    for rank in ranks:
-        if rank >= config.world_size:
-            raise ConfigError(
-                f"--rank ({rank}) must be below the number of ranks ({config.world_size})"
-            )
+    if wrong := [rank for rank in ranks if rank >= config.world_size]:
+        raise ConfigError(
+            f"--rank ({wrong[0]}) must be below the number of ranks ({config.world_size})"
+        )
 
 
 def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
@@ -251,7 +253,6 @@ def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
         gpus_per_node: Devices of a machine.
     """
     from hp_platform.dry import Gpu  # noqa: PLC0415 - imports torch
-    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
 
     launch = replace(
         config.launch,
@@ -265,8 +266,7 @@ def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
     config = replace(config, launch=launch, run=replace(config.run, resume="", init_from=""))
     gpu, local = Gpu(), min(gpus_per_node, config.world_size)
     machine = machine_found(gpu.name, memory=gpu.memory_bytes, node_size=local)
-    vocab_size = config.model.vocab_size or load_tokenizer(config.data.tokenizer).vocab_size
-    return decided(config, machine, vocab_size=vocab_size)
+    return decided(config, machine, vocab_size=known_vocab_size(config))
 
 
 def write_data(

@@ -74,7 +74,6 @@ def curve_svg(memory: Memory, *, title: str, gpu_bytes: int) -> str:
     Returns:
         SVG; everything it needs is in it.
     """
-    drawing = _Drawing(memory, gpu_bytes)
     what = f"{title}: memory over the run, {size(memory.peak_live)} live at the peak"
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     return "\n".join(
@@ -84,7 +83,7 @@ def curve_svg(memory: Memory, *, title: str, gpu_bytes: int) -> str:
             f"<style>{_STYLE}{colours()}</style>",
             f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}"/>',
             f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
-            *drawing.parts(),
+            *_Drawing(memory, gpu_bytes).parts(),
             "</svg>\n",
         )
     )
@@ -178,8 +177,7 @@ class _Drawing:
         return "L".join(f"{x:g} {y:g}" for x, y in corners)
 
     def _lines(self) -> list[str]:
-        parts = []
-        right = _WIDTH - _RIGHT
+        parts, right = [], _WIDTH - _RIGHT
         if self._memory.peak_reserved is not None:
             line = self._steps([point.reserved for point in self._points])
             parts.append(f'<path class="reserved" d="M{line}"><title>reserved</title></path>')
@@ -194,23 +192,19 @@ class _Drawing:
         if peak is None:
             return []
         x, y = self._x(peak.launches), self._y(memory.peak_live)
-        left = x > _WIDTH / 2
         where = peak.schedule_step or (f"step {peak.step}" if peak.step >= 0 else "")
         label = f"peak {size(memory.peak_live)}" + (f" in {where}" if where else "")
-        above = self._y(memory.highest) - 9
-        side = (x - 9, "end") if left else (x + 9, "start")
+        side, anchor = (x - 9, "end") if x > _WIDTH / 2 else (x + 9, "start")
         return [
             f'<path class="at" d="M{x:g} {y:g}V{_HEIGHT - _BOTTOM}"/>',
             f'<circle class="peak" cx="{x:g}" cy="{y:g}" r="4"/>',
-            text(side[0], above, label, side[1], "font-weight:600"),
+            text(side, self._y(memory.highest) - 9, label, anchor, "font-weight:600"),
         ]
 
     def _legend(self) -> list[str]:
         parts = []
         x, y = float(_LEFT), 38
-        for kind in _COLOURS:
-            if kind not in self._memory.peak_by_kind:
-                continue
+        for kind in [each for each in _COLOURS if each in self._memory.peak_by_kind]:
             swatch = f'class="kind{KINDS.index(kind)}" x="{x:g}" y="{y}" width="12" height="12"'
             parts += [f"<rect {swatch}/>", text(x + 17, y + 10, kind)]
             x += 17 + _LETTER * len(kind) + 14

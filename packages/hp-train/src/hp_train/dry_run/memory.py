@@ -151,7 +151,6 @@ def memory_of(trace: Trace, usage: Usage | None = None, *, least: int | None = N
     highest = max(changes, key=lambda change: change.total, default=None)
     alive = [] if highest is None else _alive(trace, highest.event)
     largest = sorted(alive, key=lambda each: -each.num_bytes)[:_NUM_LARGEST]
-    most = (max((change.live[k] for change in changes), default=0) for k in range(len(KINDS)))
     return Memory(
         peak_live=highest.total if highest else 0,
         peak_reserved=None if usage is None else usage.peak_reserved,
@@ -161,7 +160,7 @@ def memory_of(trace: Trace, usage: Usage | None = None, *, least: int | None = N
         out_of_memory=str(replayed.out_of_memory or ""),
         peak=None if highest is None else _moment(trace, highest),
         at_peak=_by_kind(highest.live if highest else ()),
-        peak_by_kind=_by_kind(most),
+        peak_by_kind=_by_kind(map(max, zip(*(change.live for change in changes), strict=True))),
         largest=tuple(_block(each, kinds) for each in largest),
         at_end=changes[-1].total if changes else 0,
         curve=tuple(_curve(changes, replayed)),
@@ -206,12 +205,11 @@ def _changes(trace: Trace, kinds: Mapping[int, str]) -> Iterator[_Change]:
 
 def _curve(changes: Sequence[_Change], usage: Usage) -> Iterator[Point]:
     """Points of the curve, with what is reserved then."""
-    indices, reserved = usage.indices, usage.reserved
-    kept = _kept(changes, list(zip(indices, reserved, strict=True)))
+    kept = _kept(changes, list(zip(usage.indices, usage.reserved, strict=True)))
     for change in changes:
         if change.event in kept:
-            before = bisect_right(indices, change.event)
-            yield Point(change.launches, change.live, reserved[before - 1] if before else 0)
+            before = bisect_right(usage.indices, change.event)
+            yield Point(change.launches, change.live, usage.reserved[before - 1] if before else 0)
 
 
 def _kept(changes: Sequence[_Change], reserved: Sequence[tuple[int, int]]) -> set[int]:
@@ -224,12 +222,9 @@ def _kept(changes: Sequence[_Change], reserved: Sequence[tuple[int, int]]) -> se
         part = changes[begin : begin + size]
         kept.add(max(part, key=lambda change: change.total).event)
         kept.add(min(part, key=lambda change: change.total).event)
-    held = {change.event for change in changes}
     size = max(-(-len(reserved) // _BUCKETS), 1)
     for begin in range(0, len(reserved), size):
-        event = max(reserved[begin : begin + size], key=lambda point: point[1])[0]
-        if event in held:
-            kept.add(event)
+        kept.add(max(reserved[begin : begin + size], key=lambda point: point[1])[0])
     return kept
 
 

@@ -35,8 +35,9 @@ def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace)
     if options.html:
         write_named("--html", options.html, page(summary))
     if options.svg:
-        title = f"{summary.name}, rank {worst.rank}"
-        curve = curve_svg(worst.memory, title=title, gpu_bytes=summary.gpu_bytes)
+        curve = curve_svg(
+            worst.memory, title=f"{summary.name}, rank {worst.rank}", gpu_bytes=summary.gpu_bytes
+        )
         write_named("--svg", options.svg, curve)
     if options.traces:
         folder = Path(options.traces)

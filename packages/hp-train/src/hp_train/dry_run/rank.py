@@ -89,9 +89,10 @@ def _train(job: Job, worker: Worker) -> Any:
     tokenizer = load_tokenizer(config.data.tokenizer)
     with doing("build"):
         trainer = Trainer(config, worker, runtime, tokenizer)
-    modules = list(trainer.pipeline.modules.values())
     device.label((p.local for p in trainer.parameters), PARAMETERS)
-    device.label((t for module in modules for t in module.parameters()), PARAMETERS)
+    device.label(
+        (t for module in trainer.pipeline.modules.values() for t in module.parameters()), PARAMETERS
+    )
     states = trainer.optimizer.state.values()
     device.label((t for state in states for t in state.values()), "optimizer")
     for _ in range(job.steps):
@@ -152,10 +153,9 @@ def report_of(
         if isinstance(event, Fault)
     )
     hazards = (f"rank {trace.rank}: {hazard}" for hazard in check_streams(trace))
-    problems = tuple(dict.fromkeys((*faults, *hazards)))
     report = RankReport(
         summary=summary,
-        problems=problems,
+        problems=tuple(dict.fromkeys((*faults, *hazards))),
         stopped=stopped,
         keeps_launch_order=keeps_launch_order,
         gathered=gathered,
@@ -165,7 +165,6 @@ def report_of(
 
 def _plan_of_save(trainer: Trainer) -> Saved:
     """Say what this rank holds of what is saved; nothing is written."""
-    sources = sources_of(trainer.tensors())
     holders = {
         f"{prefix}.{parameter.name}": math.prod(map(trainer.mesh.size, parameter.replicas))
         for parameter in trainer.parameters
@@ -173,7 +172,7 @@ def _plan_of_save(trainer: Trainer) -> Saved:
     }
     sizes = {
         name: math.prod(box.sizes) * source.dtype.itemsize
-        for name, source in sources.items()
+        for name, source in sources_of(trainer.tensors()).items()
         for box in source.boxes
     }
     everyone = trainer.mesh.stage.num_ranks

@@ -134,8 +134,7 @@ def summary_of(
     counts = [held_by(trace, node_size=gpus_per_node) for trace in run.traces.values()]
     nccl = max(counts, key=lambda each: sum(_beside(each).values()))
     in_order = all(report.keeps_launch_order for report in reports)
-    proof = prove(run.traces, classes=classes, launch_order_implicit=in_order)
-    between = [str(problem) for problem in proof]
+    between = prove(run.traces, classes=classes, launch_order_implicit=in_order)
     return Summary(
         name=name,
         layout=layout + reports[0].gathered,
@@ -148,7 +147,7 @@ def summary_of(
         ranks=tuple(
             replace(each.summary, stands_for=tuple(classes[each.summary.rank])) for each in reports
         ),
-        problems=(*stopped, *between, *own),
+        problems=(*stopped, *map(str, between), *own),
     )
 
 
@@ -179,8 +178,6 @@ def _peers(event: Collective, ranks: Sequence[int]) -> Iterable[int]:
     """Ranks that an operation has NCCL send to or receive from one by one; without rows to none."""
     if event.op != "all_to_all":
         return () if event.peer < 0 else (event.peer,)
-    sent, received = (
-        event.input_splits or (1,) * len(ranks),
-        event.output_splits or (1,) * len(ranks),
-    )
+    one_each = (1,) * len(ranks)
+    sent, received = event.input_splits or one_each, event.output_splits or one_each
     return (rank for rank, *rows in zip(ranks, sent, received, strict=True) if any(rows))

@@ -21,8 +21,7 @@ def verdict(summary: Summary) -> str:
     if not summary.ranks:
         return "no rank was run"
     worst = summary.worst
-    failed = [each for each in summary.ranks if each.memory.out_of_memory]
-    if failed:
+    if failed := [each for each in summary.ranks if each.memory.out_of_memory]:
         return f"does not fit: rank {failed[0].rank}: {failed[0].memory.out_of_memory}"
     share = summary.share(worst)
     needs = f"rank {worst.rank} needs {size(share * summary.gpu_bytes)}"
@@ -40,10 +39,9 @@ def about(summary: Summary) -> str:
 
 def found_problems(summary: Summary) -> str:
     """How many problems there are."""
-    number = len(summary.problems)
-    if not number:
+    if not summary.problems:
         return "no problems between ranks or on a device"
-    return count(number, "problem", "problems")
+    return count(len(summary.problems), "problem", "problems")
 
 
 def count(number: int, one: str, several: str) -> str:
@@ -60,8 +58,7 @@ def _head(summary: Summary) -> Iterator[str]:
 
 def _printed(table: Table) -> Iterator[str]:
     rows = [tuple(_cut(word) for word in row) for row in table.rows]
-    columns = zip(table.columns, *rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(map(len, column)) for column in zip(table.columns, *rows, strict=True)]
     yield table.title
     for row in (table.columns, *rows):
         words = (

@@ -51,7 +51,7 @@ def site(place: str) -> Site:
         stage=_number(_STAGE, place),
         microbatch=_number(_MICROBATCH, place),
         schedule_step=schedule_step,
-        layer=f"{layer[1].replace(' ', '.')}" if layer else "",
+        layer=layer[1].replace(" ", ".") if layer else "",
         module=", ".join(words),
     )
 
@@ -67,9 +67,9 @@ def _number(pattern: re.Pattern[str], place: str) -> int:
 
 
 def _phase(schedule_step: str, words: list[str], *, in_step: bool) -> str:
+    if schedule_step.startswith("("):
+        return "overlapped"
     if schedule_step:
-        if schedule_step.startswith("("):
-            return "overlapped"
         kind = _KIND.match(schedule_step)
         return _PHASES.get(kind[1], kind[1].lower()) if kind else "pipeline"
     if "backward" in words:

@@ -105,7 +105,7 @@ def paces(summary: Summary) -> Table:
     if machine is not None:
         for each in summary.ranks:
             host, device = pace = each.work.pace(machine)
-            share = f"{host / device:.0%}" if device else ""
+            share = part(host, device)
             who = "host" if pace.host_binds else "device"
             if host:
                 rows.append((str(each.rank), f"{host:.3f} s", f"{device:.3f} s", share, who))
@@ -144,15 +144,17 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
     """Memory at the peak by kind, and what is there beside tensors."""
     memory = rank.memory
     rows = [
-        (
-            kind,
-            size(memory.at_peak.get(kind, 0)),
-            part(memory.at_peak.get(kind, 0), memory.peak_live),
-            size(most),
-        )
-        for kind, most in memory.peak_by_kind.items()
+        *(
+            (
+                kind,
+                size(memory.at_peak.get(kind, 0)),
+                part(memory.at_peak.get(kind, 0), memory.peak_live),
+                size(most),
+            )
+            for kind, most in memory.peak_by_kind.items()
+        ),
+        ("all tensors", size(memory.peak_live), "100%", ""),
     ]
-    rows.append(("all tensors", size(memory.peak_live), "100%", ""))
     if memory.peak_reserved is not None:
         lost = f"{memory.fragmentation:.0%} of it in no tensor"
         if memory.retries:
@@ -165,17 +167,17 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
         )
     counts = {"communicators": summary.communicators, "peer buffers": summary.peers}
     rows += [
-        (name, size(number), "", str(counts[name]) if name in counts else "")
-        for name, number in summary.beside.items()
-    ]
-    rows.append(
+        *(
+            (name, size(number), "", str(counts.get(name, "")))
+            for name, number in summary.beside.items()
+        ),
         (
             "in all, of the device",
             size(summary.gpu_bytes * summary.share(rank)),
             "",
             f"{summary.share(rank):.1%} of {size(summary.gpu_bytes)}",
-        )
-    )
+        ),
+    ]
     return Table(
         f"Memory of rank {rank.rank}",
         ("memory", "at the peak", "share", "most at any time"),
@@ -334,7 +336,7 @@ def reserved(rank: RankSummary) -> str:
     return "not known" if found is None else size(found)
 
 
-def part(number: int, whole: int) -> str:
+def part(number: float, whole: float) -> str:
     """A share of a whole."""
     return f"{number / whole:.0%}" if whole else ""
 

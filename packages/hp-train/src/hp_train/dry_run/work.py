@@ -125,8 +125,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     def by_microbatch(self) -> dict[int, Cost]:
         """Costs over all layers and phases, by microbatch; -1 is outside of microbatches."""
-        found = _sums((cell.microbatch, cell.cost) for cell in self.cells)
-        return dict(sorted(found.items()))
+        return dict(sorted(_sums((cell.microbatch, cell.cost) for cell in self.cells).items()))
 
     def by_phase(self) -> dict[str, Cost]:
         """Costs over all layers and microbatches."""
@@ -195,11 +194,8 @@ class _Layers:
         """The layer of an operation, `""` outside of layers."""
         if where.layer or where.phase not in {"backward", "overlapped"}:
             return where.layer
-        if saved := [block for block in event.reads if block in self._forward]:
-            layer = self._forward[max(saved)]
-        else:
-            found = [block for block in event.reads if block in self._backward]
-            layer = self._backward[max(found)] if found else ""
+        kept = self._forward if any(x in self._forward for x in event.reads) else self._backward
+        layer = kept.get(max((x for x in event.reads if x in kept), default=-1), "")
         if layer:
             for block in event.writes:
                 if block not in self._forward:
@@ -220,14 +216,13 @@ def _lines(
     waits: dict[tuple[str, str], list[tuple[HostWait, str]]],
 ) -> Iterator[WaitLine]:
     for (at, what), events in waits.items():
-        microbatches = {site(event.place).microbatch for event, _ in events} - {-1}
         yield WaitLine(
             at=at,
             what=what,
             count=len(events),
             bytes=sum(event.num_bytes for event, _ in events),
             layers=len({layer for _, layer in events} - {""}),
-            microbatches=len(microbatches),
+            microbatches=len({site(event.place).microbatch for event, _ in events} - {-1}),
         )
 
 

@@ -41,12 +41,12 @@ class Candidate:
         self._stages = modules.stages(config, prices.vocab_size, num_stages=len(stage_to_rank))
         self.is_sharded = config.mesh.gather == "stage" and self._ranks[0].is_sharded
         self._prices = prices.stages(config, self._stages, places)
-        mine: list[list[int]] = [[] for _ in self._ranks]
-        for stage, rank in enumerate(stage_to_rank):
-            mine[rank].append(stage)
-        self._mine = mine
+        self._mine = [
+            [stage for stage, at in enumerate(stage_to_rank) if at == rank]
+            for rank in range(len(self._ranks))
+        ]
         self._costs: list[float] = []
-        self._held = [tuple(self._stages[stage] for stage in stages) for stages in mine]
+        self._held = [tuple(self._stages[stage] for stage in stages) for stages in self._mine]
         ends = [prices.ends(config, *pair) for pair in {*zip(self._held, self._ranks, strict=True)}]
         self.last = sum(max(end[name] for end in ends) for name in ends[0])
 

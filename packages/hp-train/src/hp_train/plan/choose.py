@@ -1,7 +1,9 @@
 """Compare all layouts of a number of devices and say why the best is best. No torch."""
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -51,8 +53,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
             sizes_of[axis] = tuple(n for n in sizes_of[axis] if _can_be_cut(config, axis, n))
         sizes_of["etp"] = (1,)
     mesh = tuple(Axis(f"mesh.{axis}", sizes) for axis, sizes in sizes_of.items())
-    batch = config.train.global_batch_size
-    sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= batch)
+    sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= config.train.global_batch_size)
     return (
         *mesh,
         Axis("pipeline.schedule"),
@@ -127,24 +128,19 @@ def choose(
         raise ConfigError(f"no layout of {num_devices} processes is allowed for this config")
     search = Search(axes, Prices(machine, vocab_size, spread or Spread()), most=most)
 
-    def laid_out(layout: Config) -> Plan:
-        return Plan(layout, machine, vocab_size=vocab_size, prices=search.prices)
-
-    def price(layout: Config) -> Estimate:
-        return laid_out(layout).estimate()
-
+    laid_out = partial(Plan, machine=machine, vocab_size=vocab_size, prices=search.prices)
     found: list[Estimate] = []
     large: list[Estimate] = []
     for least, layout in search.by_time(meshes):
         if len(found) >= count and found[count - 1].seconds <= least:
             break
-        estimate = price(layout)
+        estimate = laid_out(layout).estimate()
         if fits(layout, estimate.memory.total, machine):
             _put(found, estimate)
         else:
             large.append(estimate)
     if not large and (smallest := search.nearest()) is not None:
-        large.append(price(smallest))
+        large.append(laid_out(smallest).estimate())
     nearest = min(large, key=lambda estimate: estimate.memory.total, default=None)
     if not found:
         assert nearest is not None
@@ -191,8 +187,7 @@ def _put(found: list[Estimate], estimate: Estimate) -> None:
     if any(other.seconds <= estimate.seconds for other in twins):
         return
     found[:] = [other for other in found if other not in twins]
-    found.append(estimate)
-    found.sort(key=lambda estimate: estimate.seconds)
+    insort(found, estimate, key=lambda each: each.seconds)
 
 
 def _in_words(config: Config) -> tuple[object, ...]:
@@ -200,10 +195,9 @@ def _in_words(config: Config) -> tuple[object, ...]:
 
     Of gathers by stage and by block the faster one is the layout's, as `mesh.gather = "auto"` is.
     """
-    pipeline = config.pipeline if config.mesh.pp > 1 else None
     return (
         replace(config.mesh, gather="auto"),
-        pipeline,
+        config.pipeline if config.mesh.pp > 1 else None,
         config.train.microbatch_size,
         config.train.recompute,
     )

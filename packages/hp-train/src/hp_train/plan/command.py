@@ -280,15 +280,13 @@ def _search(
     config, machine = best.config, plan.machine
     if config.mesh.pp == 1 or KINDS[config.pipeline.schedule].returns:
         return None  # nothing to order, or a chain that the search does not know
-    costs = plan.costs(plan.schedule())
     room = (machine.memory - best.memory.total) / (1 + machine.fragmentation)
-    spare = room + best.memory.activations
     return search(
-        costs,
+        plan.costs(plan.schedule()),
         num_ranks=config.mesh.pp,
         num_microbatches=plan.num_microbatches,
         virtual=(config.pipeline.stages_per_rank,),
-        memory_limit=spare,
+        memory_limit=room + best.memory.activations,
         retention=() if asked.retention == "keep" else (asked.retention,),
         time_budget=seconds,
     )

@@ -11,9 +11,7 @@ turn; so is the rest where no such layout is allowed.
 
 import json
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -36,7 +34,9 @@ from hp_train.launch.task import Worker
 from hp_train.layout.ranks import StageLayout
 from hp_train.price.estimate import Plan
 from hp_train.training.train import start
+from hp_train.verify.command import scratch
 from hp_train.verify.pairs import checked_config, one_process
+from hp_train.verify.runs import RunFailedError
 
 _STEPS, _MICROBATCHES, _ROUNDS = 6, 4, 60
 _SMALL, _LARGE = 1 << 10, 1 << 22
@@ -64,22 +64,15 @@ def measure(config: Config) -> tuple[Machine, str]:
     Raises:
         HpError: When a process failed; the launcher has said why.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="hp-plan-"))
     size = config.train.microbatch_size
-    small_size, large_size = (max(1, size // 4), size) if size > 1 else (1, 2)
-    try:
-        small, large = (_timed(config, scratch, size=size) for size in (small_size, large_size))
-        link = _run(scratch, with_keys(_plain(config), {"mesh.dp_replicate": 2}), "time_link")
-        sizes = (small_size, small), (large_size, large)
-        machine = machine_of(config, dict(sizes), link)
-        exchanging = _exchanging(config, size=large_size) if machine.cores > 1 else []
-        found = [(layout, _run(scratch, layout, "time_model")) for layout in exchanging]
+    sizes = (max(1, size // 4), size) if size > 1 else (1, 2)
+    with scratch("hp-plan-") as folder:
+        timed = {each: _timed(config, folder, size=each) for each in sizes}
+        link = _run(folder, with_keys(_plain(config), {"mesh.dp_replicate": 2}), "time_link")
+        machine = machine_of(config, timed, link)
+        exchanging = _exchanging(config, size=sizes[1]) if machine.cores > 1 else []
+        found = [(layout, _run(folder, layout, "time_model")) for layout in exchanging]
         machine = with_latency(machine, found)
-    except HpError as error:
-        if error.exit_code > 128:  # somebody wanted it to end: nothing to look at
-            shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    shutil.rmtree(scratch, ignore_errors=True)
     flags = {
         "flops": machine.flops,
         "memory": machine.memory,
@@ -114,18 +107,16 @@ def machine_of(
     # the larger one or less, nothing is.
     fixed = min(max(first * many - second * few, 0.0) / (many - few), _MOST_FIXED * second)
     per_token = (second - fixed) / (many * config.data.seq_len)
-    one = StageLayout()
-    parameters, gradients, optimizer = static_memory(config, [work], one)
+    parameters, gradients, optimizer = static_memory(config, [work], StageLayout())
     touched = 2 * parameters + gradients + 2 * optimizer
     bandwidth = (_LARGE - _SMALL) / max(link["large"] - link["small"], 1e-9)
     # What a step does beside microbatches: sums over replicas, which have a price of their own,
     # norms, and the update.
     rest = min(small["rest"], large["rest"]) - small["ranks"] // 2 * gradients / bandwidth
-    updating = max(rest, small["optimizer"])
     return Machine(
         flops=work.flops / per_token,
         memory=small["memory"],
-        memory_bandwidth=touched / updating,
+        memory_bandwidth=touched / max(rest, small["optimizer"]),
         layer_seconds=fixed / config.model.num_layers,
         bandwidth=bandwidth,
         latency=link["small"],
@@ -179,7 +170,7 @@ def _exchanging(config: Config, *, size: int) -> list[Config]:
     return layouts[:2]
 
 
-def _timed(config: Config, scratch: Path, *, size: int) -> dict[str, float]:
+def _timed(config: Config, folder: Path, *, size: int) -> dict[str, float]:
     on_cpu = config.launch.device == "cpu" or not torch.cuda.is_available()
     ranks = 2 if on_cpu and _cores() > 1 else 1
     keys = {
@@ -187,21 +178,19 @@ def _timed(config: Config, scratch: Path, *, size: int) -> dict[str, float]:
         "train.microbatch_size": size,
         "train.global_batch_size": ranks * _MICROBATCHES * size,
     }
-    return _run(scratch, with_keys(_plain(config), keys), "time_model")
+    return _run(folder, with_keys(_plain(config), keys), "time_model")
 
 
 def _plain(config: Config) -> Config:
     return one_process(checked_config(config, dtype=config.train.dtype))
 
 
-def _run(scratch: Path, config: Config, function: str) -> dict[str, float]:
-    run_dir = scratch / f"{function}-{len(list(scratch.iterdir()))}"
+def _run(folder: Path, config: Config, function: str) -> dict[str, float]:
+    run_dir = folder / f"{function}-{len(list(folder.iterdir()))}"
     run_dir.mkdir()
-    status = run_entry(config, run_dir, entry=f"{__name__}:{function}", data=scratch / "data")
+    status = run_entry(config, run_dir, entry=f"{__name__}:{function}", data=folder / "data")
     if status:
-        error = HpError(f"a process that measures ended with status {status}")
-        error.exit_code = status
-        raise error
+        raise RunFailedError(f"a process that measures ended with status {status}", status=status)
     found: dict[str, float] = json.loads((run_dir / _RESULT).read_text())
     return found
 
@@ -215,8 +204,7 @@ def time_model(config: Config, *, worker: Worker) -> int:
         trainer.train_step()
         synchronize(trainer.device)
         whole = time.perf_counter() - began
-        spans = [span for span in trainer.timeline if span.step.type in _COMPUTE]
-        computing = sum(span.end - span.start for span in spans)
+        computing = sum(s.end - s.start for s in trainer.timeline if s.step.type in _COMPUTE)
         microbatches.append(computing / _MICROBATCHES)
         others.append(whole - computing)
         for parameter in trainer.parameters:

@@ -20,15 +20,14 @@ def table(estimates: Sequence[Estimate]) -> list[str]:
     column = f"  {'host':>5}" * is_launched
     lines = [
         f"{'step':>9}  {'tokens/s':>9}  {'idle':>5}  {'exposed':>9}{column}  {'memory':>9}  layout",
+        *(
+            f"{in_seconds(e.seconds):>9}  {e.tokens_per_second:>9,.0f}  {e.bubble:>5.0%}  "
+            f"{in_seconds(e.exposed):>9}{f'  {_host(e):>5}' * is_launched}"
+            f"  {in_bytes(e.memory.total):>9}  {name(e)}"
+            for e in estimates
+        ),
     ]
-    lines += [
-        f"{in_seconds(e.seconds):>9}  {e.tokens_per_second:>9,.0f}  {e.bubble:>5.0%}  "
-        f"{in_seconds(e.exposed):>9}{f'  {_host(e):>5}' * is_launched}"
-        f"  {in_bytes(e.memory.total):>9}  {name(e)}"
-        for e in estimates
-    ]
-    bound = sum(map(_host_binds, estimates))
-    if bound:
+    if bound := sum(map(_host_binds, estimates)):
         lines.append(
             f"host    binds {bound} of these: it launches for longer than a device computes"
         )
@@ -97,8 +96,7 @@ def _rivals(choice: Choice) -> list[tuple[str, Estimate]]:
     found: dict[str, Estimate] = {}
     for other in others:
         same_mesh = other.config.mesh == best.config.mesh
-        title = "next schedule" if same_mesh else "next mesh"
-        found.setdefault(title, other)
+        found.setdefault("next schedule" if same_mesh else "next mesh", other)
     return list(found.items())
 
 

@@ -177,10 +177,9 @@ class Search:
         """The same microbatches, and those with something computed again; those that may fit."""
         yield from self._if_it_may_fit(found, 0.0)
         for recompute in self._repeats(found):
-            if recompute == found.train.recompute:
-                continue
-            more = _with_train(found, recompute=recompute)
-            yield from self._if_it_may_fit(more, self.bound_of_batch(more))
+            if recompute != found.train.recompute:
+                more = _with_train(found, recompute=recompute)
+                yield from self._if_it_may_fit(more, self.bound_of_batch(more))
 
     def _if_it_may_fit(self, found: Config, bound: float) -> Iterator[_Found]:
         needed = self.least_bytes(found)
@@ -272,8 +271,7 @@ class Search:
         placed: dict[tuple[tuple[int, ...], int], list[PipelineConfig]] = {}
         for pipeline, stage_to_rank in self._possible(found):
             if not is_repeated(replace(found, pipeline=pipeline)):
-                parts = self.prices.parts(pipeline)
-                placed.setdefault((stage_to_rank, parts), []).append(pipeline)
+                placed.setdefault((stage_to_rank, self.prices.parts(pipeline)), []).append(pipeline)
         last = self._last(found)
         for (stage_to_rank, _), pipelines in placed.items():
             bound = self._computing(found).by_places[stage_to_rank] + last
@@ -283,8 +281,7 @@ class Search:
         self, found: Config, stage_to_rank: tuple[int, ...], pipelines: Sequence[PipelineConfig]
     ) -> Iterator[_Found]:
         """Pipelines that have the same stages, in parts that cost the same, at the same places."""
-        layout = replace(found, pipeline=pipelines[0])
-        candidate = Candidate(self.prices, layout, stage_to_rank)
+        candidate = Candidate(self.prices, replace(found, pipeline=pipelines[0]), stage_to_rank)
         for pipeline in pipelines:
             self.num_priced += 1
             yield candidate.bound, partial(self._fitting, candidate, pipeline)
@@ -359,8 +356,7 @@ class Search:
             sizes = self._choices("pipeline.stages_per_rank", found.pipeline.stages_per_rank)
             possible = []
             for name, per_rank in product(names, sizes):
-                keys_of = {"schedule": name, "stages_per_rank": per_rank}
-                pipeline = replace(found.pipeline, **keys_of)
+                pipeline = replace(found.pipeline, schedule=name, stages_per_rank=per_rank)
                 kind = KINDS[pipeline.schedule]
                 if kind.stages_per_rank in (0, per_rank):
                     stage_to_rank = placement(pipeline, num_ranks=pp)

@@ -91,10 +91,8 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
 
         write_named("--svg", options.svg, timeline_svg({"planned step": found[0].timeline}))
     rows = _rows(found, bytes_of_key=costs.stages[0].key * machine.bandwidth)
-    if options.json:
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
-    else:
-        sys.stdout.write("\n".join(_lines(rows, found, options)) + "\n")
+    text = json.dumps(rows, indent=2) if options.json else "\n".join(_lines(rows, found, options))
+    sys.stdout.write(f"{text}\n")
     problems = [problem for each in found for problem in each.problems]
     for problem in problems:
         sys.stderr.write(f"not proven: {problem}\n")
@@ -106,11 +104,12 @@ def _batches(options: argparse.Namespace) -> list[list[int]]:
 
     size, longest = options.tokens, options.pack
     if options.lengths:
-        path = Path(options.lengths)
-        return read_batches(path, tokens=size, longest=longest)[: options.batches]
-    seeds = range(options.seed, options.seed + options.batches)
-    name = options.distribution
-    return [draw(name, tokens=size, longest=longest, seed=seed) for seed in seeds]
+        batches = read_batches(Path(options.lengths), tokens=size, longest=longest)
+        return batches[: options.batches]
+    return [
+        draw(options.distribution, tokens=size, longest=longest, seed=options.seed + number)
+        for number in range(options.batches)
+    ]
 
 
 def _rows(found: list[Comparison], *, bytes_of_key: float) -> list[dict[str, Any]]:
@@ -139,17 +138,20 @@ def _lines(
 ) -> list[str]:
     source = options.lengths or options.distribution
     ranks = f"{options.stages} stages of {options.ranks} ranks"
-    lines = [f"{len(found)} batches of {options.tokens} tokens, {source}; {ranks}, packs of "]
-    lines[0] += f"{options.pack}, memory for {options.memory} tokens"
     heads = ("seconds", 9), ("/ pure", 9), ("worst", 9), ("tokens held", 13), ("GB of keys", 12)
-    lines.append(" " * 24 + "".join(f"{head:>{width}}" for head, width in heads))
-    for row in rows:
-        if "seconds" not in row:
-            lines.append(f"{row['rule']:24}{'':9}{row['step / pure work']:9.3f}")
-            continue
+    lines = [
+        (
+            f"{len(found)} batches of {options.tokens} tokens, {source}; {ranks}, packs of "
+            f"{options.pack}, memory for {options.memory} tokens"
+        ),
+        " " * 24 + "".join(f"{head:>{width}}" for head, width in heads),
+    ]
+    *of_rules, bound = rows
+    for row in of_rules:
         numbers = f"{row['seconds']:9.2f}{row['step / pure work']:9.3f}{row['worst']:9.3f}"
         held = f"{row['tokens held']:13.0f}{row['gigabytes exchanged']:12.2f}"
         lines.append(f"{row['rule']:24}{numbers}{held}")
+    lines.append(f"{bound['rule']:24}{'':9}{bound['step / pure work']:9.3f}")
     took = mean(each.cpu_seconds for each in found)
     share = took / mean(each.rows[-1].seconds for each in found)
     lines.append(f"planning took {took:.3f} CPU s a step, {share:.1%} of it")

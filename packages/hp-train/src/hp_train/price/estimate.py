@@ -8,7 +8,7 @@ from statistics import fmean
 
 from hp_schedule import (
     Costs,
-    MetaStep,
+    MetaStepType,
     Schedule,
     add_fsdp_reduce_grad,
     add_fsdp_unshard_reshard,
@@ -123,12 +123,11 @@ class Plan:
 
     def schedule(self) -> Schedule:
         """Compute steps, and those of sharded parameters; messages are priced by their edges."""
-        pipeline = self.config.pipeline
         is_sharded = self.config.mesh.gather == "stage" and any(
             place.is_sharded for place in self.layout.stages
         )
         return plain_schedule(
-            pipeline, self.layout.pp, self.num_microbatches, is_sharded=is_sharded
+            self.config.pipeline, self.layout.pp, self.num_microbatches, is_sharded=is_sharded
         )
 
     def stages_of(self, schedule: Schedule, rank: int) -> tuple[Work, ...]:
@@ -158,16 +157,15 @@ class Plan:
         idle = fmean(simulation.bubble, sizes) * simulation.makespan
         exchanging = fmean(exchanges, sizes)
         last = {name: max(end[name] for end in ends) for name in ends[0]}
-        parts = {
-            "compute": simulation.makespan - idle - exchanging,
-            "idle": idle,
-            "exchanges": exchanging,
-            **last,
-        }
         return Estimate(
             config=self.config,
             seconds=simulation.makespan + sum(last.values()),
-            parts=parts,
+            parts={
+                "compute": simulation.makespan - idle - exchanging,
+                "idle": idle,
+                "exchanges": exchanging,
+                **last,
+            },
             exposed=max(simulation.exposed_communication),
             host=max(
                 self.num_microbatches * sum(self.prices[s].host for s in schedule.stages_of(rank))
@@ -182,13 +180,12 @@ class Plan:
         return costs_of(self.config, self.machine, self.prices, edges=schedule.edges)
 
     def _transfers(self, schedule: Schedule) -> tuple[Transfer, ...]:
-        found: dict[str, Transfer] = {}
+        found: defaultdict[str, list[Transfer]] = defaultdict(list)
         for rank in range(self.layout.pp):
             for transfer in self._transfers_of(schedule, rank):
-                known = found.get(transfer.purpose)
-                if known is None or transfer.bytes > known.bytes:
-                    found[transfer.purpose] = transfer
-        return tuple(transfer for transfer in found.values() if transfer.bytes)
+                found[transfer.purpose].append(transfer)
+        most = (max(each, key=lambda transfer: transfer.bytes) for each in found.values())
+        return tuple(transfer for transfer in most if transfer.bytes)
 
     def _transfers_of(self, schedule: Schedule, rank: int) -> list[Transfer]:
         config, place, machine = self.config, self.ranks[rank], self.machine
@@ -198,7 +195,10 @@ class Plan:
             for stage, neighbour in _neighbours(len(self.stages))
             if ranks[stage] != rank and ranks[neighbour] == rank
         ]
-        rounds = sum(step.type.name == "FSDP_UNSHARD" for step in _steps(schedule, rank))
+        rounds = sum(
+            step is not None and step.type is MetaStepType.FSDP_UNSHARD
+            for step in schedule.steps[rank]
+        )
         gathers, reduces = (
             [shard_transfer(config, stage, place, machine, what=what) for stage in stages]
             for what in ("gathered", "reduced")
@@ -209,7 +209,6 @@ class Plan:
             gathered = 2.0 * self.num_microbatches
             reduced = 1.0 if config.mesh.reduce_once else float(self.num_microbatches)
         shards = [_sum("", gathers, gathered), _sum("", reduces, reduced)]
-        gradients = gradient_transfers(config, stages, place, machine)
         inside: dict[str, list[Transfer]] = defaultdict(list)
         for transfer in chain.from_iterable(
             ways(config, stages, place, machine, spread=self._prices.spread)
@@ -219,7 +218,7 @@ class Plan:
             pipeline_transfer(config, place, edges, num_microbatches=self.num_microbatches),
             *(_sum(purpose, found, self.num_microbatches) for purpose, found in inside.items()),
             _sum("parameters", shards, 1.0),
-            _sum("gradients", gradients, 1.0),
+            _sum("gradients", gradient_transfers(config, stages, place, machine), 1.0),
         ]
 
 
@@ -240,10 +239,6 @@ def _neighbours(num_stages: int) -> list[tuple[int, int]]:
     """(receiving stage, sending stage), in both directions."""
     forward = [(stage + 1, stage) for stage in range(num_stages - 1)]
     return forward + [(first, second) for second, first in forward]
-
-
-def _steps(schedule: Schedule, rank: int) -> list[MetaStep]:
-    return [step for step in schedule.steps[rank] if step is not None]
 
 
 def _sum(purpose: str, transfers: Sequence[Transfer], times: float) -> Transfer:

@@ -10,10 +10,11 @@ from hp_train.config import Config, rules
 from hp_train.config.space import with_keys
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
-from hp_train.costs.memory import Memory, padding, rank_memory
+from hp_train.costs.memory import Memory, padding
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import KINDS, count_microbatches, count_stages
 from hp_train.price.estimate import Estimate, Plan
+from hp_train.price.prices import Prices
 from hp_train.price.traffic import Spread
 
 ROOM = 0.05
@@ -118,16 +119,17 @@ def most_memory(config: Config, machine: Machine, *, vocab_size: int) -> Memory:
         for work, place in zip(works, places, strict=True)
     ]
     peaks = simulate(schedule, Costs(activation=kept)).peak_activations
+    prices = Prices(machine, vocab_size, Spread())
     return max(
         (
-            rank_memory(
+            prices.memory(
                 config,
-                [works[stage] for stage in schedule.stages_of(rank)],
-                mesh.stages[rank],
-                machine,
-                peak,
+                tuple(works[stage] for stage in schedule.stages_of(rank)),
+                place,
+                rank=place.first,
+                activations=peak,
             )
-            for rank, peak in enumerate(peaks)
+            for rank, (place, peak) in enumerate(zip(mesh.stages, peaks, strict=True))
         ),
         key=lambda memory: memory.total,
     )

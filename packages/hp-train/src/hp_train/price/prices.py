@@ -242,8 +242,7 @@ class Prices:
         """What a stage computes for a microbatch of tokens that attention sees on a rank."""
         machine, number = self.machine, tokens / place.tp
         if kernels is not None:
-            compiled = config.train.compile != "none"
-            rates = rates_of(machine, is_compiled=compiled, slowed=slowed)
+            rates = rates_of(machine, is_compiled=config.train.compile != "none", slowed=slowed)
             routed = Routed(self.spread.load(place.ep), padding(config, place))
             return rates.compute(kernels, number, place, routed=routed)
         alone = slowed * layers * machine.layer_seconds
@@ -252,10 +251,9 @@ class Prices:
         # What runs again takes as long as it did; weight gradients that are put off run by
         # themselves, layer by layer.
         weights = (self.parts(config.pipeline) - 2) * alone + busy
-        again = busy * repeated
         # That is no sum of layers' own times; of products it is.
         device = 2 * busy + weights + (busy - alone) * repeated
-        return Compute(busy, busy, weights, again=again, device=device, host=0.0)
+        return Compute(busy, busy, weights, again=busy * repeated, device=device, host=0.0)
 
     def ends(
         self, config: Config, stages: tuple[Work, ...], place: StageLayout
@@ -292,18 +290,13 @@ class Prices:
             rank: Global number of the first of them.
             activations: Bytes of its microbatches under way.
         """
-        tensors = self.tensors(config, stages, place)
-        tensors = tensors.with_activations(activations, in_turn(config, stages, place))
-        return tensors.with_margin(config, rank, self.machine)
-
-    def tensors(self, config: Config, stages: tuple[Work, ...], place: StageLayout) -> Memory:
-        """What the tensors of a rank take that are not of microbatches under way."""
         mesh, size = config.mesh, config.train.microbatch_size
         key = (stages, place, mesh.pp > 1, mesh.gather, mesh.reduce_once, size)
-        found = self._tensors.get(key)
-        if found is None:
-            found = self._tensors[key] = tensor_memory(config, stages, place)
-        return found
+        tensors = self._tensors.get(key)
+        if tensors is None:
+            tensors = self._tensors[key] = tensor_memory(config, stages, place)
+        tensors = tensors.with_activations(activations, in_turn(config, stages, place))
+        return tensors.with_margin(config, rank, self.machine)
 
 
 _UNLIKE_BACKWARD = ("rows", "balances", "losses")
@@ -348,10 +341,15 @@ def _way(
             config, works, place, machine, tokens=tokens, backward=backward
         )
     if place.ep * place.etp > 1 and any(work.rows for work in works):
-        dealt = tokens // place.tp
         found.append(
             expert_transfer(
-                config, works, place, machine, tokens=dealt, backward=backward, spread=spread
+                config,
+                works,
+                place,
+                machine,
+                tokens=tokens // place.tp,
+                backward=backward,
+                spread=spread,
             )
         )
     return found

@@ -96,9 +96,10 @@ def expert_exchanges(
     experts is cut, what arrives is gathered by the ranks that have the other parts, and their
     outputs are summed on the way back.
     """
-    size = BYTES[config.train.dtype]
     padded = padding(config, layout) if config.mesh.ep_buffer else 0.0
-    return _expert_exchanges(config.model, size, layout, node_size, spread=spread, padded=padded)
+    return _expert_exchanges(
+        config.model, BYTES[config.train.dtype], layout, node_size, spread=spread, padded=padded
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -312,8 +313,7 @@ def _ring(layout: StageLayout, machine: Machine, *axes: Axis) -> _Ring:
             others = (number - 1) / number * len(nodes) / (len(nodes) - 1)
             between = others / near / machine.node_bandwidth
             bandwidth = 1 / max(between, 1 / machine.bandwidth)
-        found = _Ring(1 / bandwidth, (len(nodes) - 1) * latency, far)
-        slowest = max(slowest, found)
+        slowest = max(slowest, _Ring(1 / bandwidth, (len(nodes) - 1) * latency, far))
     return slowest
 
 
@@ -378,6 +378,9 @@ def pipeline_transfer(
         edges: Edges by which it sends, one for each stage and direction.
         num_microbatches: Number of microbatches in a step.
     """
-    size = float(len(edges) * num_microbatches * message_bytes(config, layout))
-    seconds = num_microbatches * sum(edge.seconds for edge in edges)
-    return Transfer("pipeline", size, seconds, any(edge.link.between_nodes for edge in edges))
+    return Transfer(
+        "pipeline",
+        bytes=float(len(edges) * num_microbatches * message_bytes(config, layout)),
+        seconds=num_microbatches * sum(edge.seconds for edge in edges),
+        between_nodes=any(edge.link.between_nodes for edge in edges),
+    )

@@ -8,7 +8,7 @@ from hp_schedule import Timeline
 from hp_train.step_plan.planner import Planner
 from hp_train.step_plan.price import price, simulated
 from hp_train.step_plan.proof import prove
-from hp_train.step_plan.rivals import RivalPrice, Rivals
+from hp_train.step_plan.rivals import Rivals
 
 PLANNED = "planned"
 _EFFORT = 4
@@ -75,9 +75,10 @@ def compare(lengths: Sequence[int], planner: Planner, *, pack: int, degree: int)
     """
     costs, pipeline = planner.costs, planner.pipeline
     rivals = Rivals(costs, pipeline, pack=pack, degree=degree)
+    searched = rivals.searched(lengths, effort=_EFFORT)
     others = [
         rivals.static(lengths),
-        rivals.searched(lengths, effort=_EFFORT),
+        searched,
         rivals.megatron(lengths),
         rivals.greedy(lengths),
     ]
@@ -87,20 +88,19 @@ def compare(lengths: Sequence[int], planner: Planner, *, pack: int, degree: int)
     plan = planner.plan(lengths)
     cpu_seconds = time.thread_time() - began
     found = price(plan, lengths, costs, pipeline)
-    runs = simulated(plan, lengths, costs)
-    rows = [_row(each, found.pure) for each in others if each is not None]
-    planned = Row(PLANNED, found.seconds, found.factor, found.tokens, found.fetched)
+    rows = [
+        Row(each.name, each.seconds, each.seconds / found.pure, each.tokens, each.fetched)
+        for each in others
+        if each is not None
+    ]
+    rows.append(Row(PLANNED, found.seconds, found.factor, found.tokens, found.fetched))
     return Comparison(
-        rows=(*rows, planned),
+        rows=tuple(rows),
         pure=found.pure,
         bound=found.bound,
-        searched_bound=others[1].bound if others[1] is not None else 0.0,
+        searched_bound=searched.bound,
         imbalance=found.imbalance,
         cpu_seconds=cpu_seconds,
         problems=prove(plan, lengths, costs, pipeline),
-        timeline=max(runs, key=lambda run: run.makespan).timeline,
+        timeline=max(simulated(plan, lengths, costs), key=lambda run: run.makespan).timeline,
     )
-
-
-def _row(found: RivalPrice, pure: float) -> Row:
-    return Row(found.name, found.seconds, found.seconds / pure, found.tokens, found.fetched)

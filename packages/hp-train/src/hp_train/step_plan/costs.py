@@ -1,6 +1,6 @@
 """What documents cost the stages of a pipeline: linear and quadratic terms, experts, exchanges."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,8 +72,7 @@ class StageCosts:
 
     def alone(self, tokens: float, pairs: float) -> Seconds:
         """Of a microbatch of so many tokens and pairs on each rank, which fetch nothing."""
-        own = self.pure(tokens, pairs) + self.microbatch
-        return Seconds(*map(max, own, self.least))
+        return Seconds(*map(max, self.pure(tokens, pairs) + self.microbatch, self.least))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +158,11 @@ class StepCosts:
         Returns:
             Seconds in each of `stages`.
         """
-        parts = _Parts(
-            np.array(tokens, dtype=np.float64), np.array(cost.pairs), *_near_and_far(cost)
-        )
-        found: dict[StageCosts, Seconds] = {}
-        for stage in self.stages:  # those in the middle are alike
-            if stage not in found:
-                found[stage] = self._of_stage(stage, parts, heads)
+        fetched = np.array(cost.fetched)
+        far = np.array(cost.far) if cost.far else np.zeros(len(fetched))
+        parts = _Parts(np.array(tokens, dtype=np.float64), np.array(cost.pairs), fetched - far, far)
+        # Those in the middle are alike.
+        found = {stage: self._of_stage(stage, parts, heads) for stage in dict.fromkeys(self.stages)}
         return tuple(found[stage] for stage in self.stages)
 
     def sharing(self, stage: StageCosts, tokens: float, *, heads: int) -> float:
@@ -185,6 +182,11 @@ class StepCosts:
         return Seconds(*found)
 
 
+def slowest(stages: Iterable[Seconds]) -> float:
+    """Seconds in the stage that takes longest."""
+    return max(each.total for each in stages)
+
+
 class _Parts(NamedTuple):
     """Tokens, pairs and fetched keys of each rank of a microbatch, float64 [ranks]."""
 
@@ -192,9 +194,3 @@ class _Parts(NamedTuple):
     pairs: NDArray[np.float64]
     near: NDArray[np.float64]
     far: NDArray[np.float64]
-
-
-def _near_and_far(cost: DealCost) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    fetched = np.array(cost.fetched)
-    far = np.array(cost.far) if cost.far else np.zeros(len(cost.fetched))
-    return fetched - far, far

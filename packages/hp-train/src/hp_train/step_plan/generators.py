@@ -97,18 +97,8 @@ def read_lengths(path: Path) -> list[int]:
 
 def batches_of(lengths: Sequence[int], *, tokens: int, longest: int) -> list[list[int]]:
     """Cut documents, in their order, into global batches of so many tokens; a rest is left out."""
-    batches: list[list[int]] = []
-    batch: list[int] = []
-    left = tokens
-    for length in lengths:
-        rest = min(length, longest)
-        while rest >= left:
-            batches.append([*batch, left])
-            batch, rest, left = [], rest - left, tokens
-        if rest:
-            batch.append(rest)
-            left -= rest
-    return batches
+    found = stream((min(length, longest) for length in lengths), seq_len=tokens)
+    return [batch for batch in found if sum(batch) == tokens]
 
 
 def read_batches(path: Path, *, tokens: int, longest: int) -> list[list[int]]:

@@ -92,8 +92,7 @@ def step_layout(config: Config, *, stages: int, ranks: int) -> Config:
 
 def _seen(model: ModelConfig, layer: int, seq_len: int) -> float:
     """Positions that a query sees on average in what was run, as `seen_positions` counts them."""
-    half = seq_len / 2
-    return float(min(model.sliding_window, seq_len)) if model.has_window(layer) else half
+    return float(min(model.sliding_window, seq_len)) if model.has_window(layer) else seq_len / 2
 
 
 def _stage(
@@ -120,7 +119,6 @@ def _stage(
             token = Seconds(*(t - f / tp / rate for t, f in zip(token, flops, strict=True)))
     else:
         token, microbatch, least = _of_products(machine, work, tp, layers)
-    pair = Seconds(*(each / tp / seen / rate for each in flops))
     for backward in (False, True):
         added, waits = _exchanges(config, machine, work, place, backward=backward)
         token += Seconds(0.0, added) if backward else Seconds(added)
@@ -130,7 +128,7 @@ def _stage(
     keys = exchanged * kv / (model.num_heads + kv)
     return StageCosts(
         token=token,
-        pair=pair,
+        pair=Seconds(*(each / tp / seen / rate for each in flops)),
         microbatch=microbatch,
         least=least,
         key=keys / machine.bandwidth,
@@ -161,8 +159,9 @@ def _of_kernels(
 
     few, many = (seconds(machine, other, tokens) for tokens in (_MANY, 2 * _MANY))
     token = Seconds(*((b - a) / _MANY for a, b in zip(few, many, strict=True)))
-    besides = (max(0.0, a - _MANY * each) for a, each in zip(few, token, strict=True))
-    forward, input_grad, weight_grad = besides
+    forward, input_grad, weight_grad = (
+        max(0.0, a - _MANY * each) for a, each in zip(few, token, strict=True)
+    )
     # What backward moves however few tokens there are is gradients of weights.
     microbatch = Seconds(forward, 0.0, input_grad + weight_grad)
     host = machine.with_values(memory_bandwidth=_NO_TIME)

@@ -91,8 +91,7 @@ def drawn(source: str, *, tokens: int, longest: int, number: int) -> list[list[i
         ConfigError: The file cannot be read, or has less than a batch.
     """
     if source in GENERATORS:
-        seeds = range(number)
-        return [draw(source, tokens=tokens, longest=longest, seed=seed) for seed in seeds]
+        return [draw(source, tokens=tokens, longest=longest, seed=seed) for seed in range(number)]
     return read_batches(Path(source), tokens=tokens, longest=longest)[:number]
 
 
@@ -137,18 +136,15 @@ class LengthPrices:
         self.costs: StepCosts = learned_costs(config, machine, vocab_size=vocab_size)
         self._ranks = self._plan.layout.dp * config.mesh.cp
 
-    @property
-    def can_be_planned(self) -> bool:
-        """Whether the layout has one stage on each rank, as planned steps do."""
-        return count_stages(self.config) == self.config.mesh.pp
-
     def steps(self, batches: Sequence[Sequence[int]]) -> list[Steps]:
         """Price batches by each packing."""
         size, seq_len = self.config.train.global_batch_size, self.config.data.seq_len
         found = [self._packed("stream", [stream(b, seq_len=seq_len)[:size] for b in batches])]
         # As many sequences as a step has: of a stream of documents, some go to the next step.
         found.append(self._packed("best_fit", self._best_fit(batches)))
-        return [*found, self._planned(batches)] if self.can_be_planned else found
+        if count_stages(self.config) == self.config.mesh.pp:  # one stage on each rank
+            found.append(self._planned(batches))
+        return found
 
     def _best_fit(self, batches: Sequence[Sequence[int]]) -> list[Sequences]:
         every = [length for batch in batches for length in batch]
@@ -157,10 +153,12 @@ class LengthPrices:
         return [packed[i : i + size] for i in range(0, len(packed) - size + 1, size)]
 
     def _packed(self, packing: str, steps: Sequence[Sequences]) -> Steps:
-        memory = float(self._estimate.memory.total)
-        seconds = tuple(self._of_sequences(each) + self._after for each in steps)
-        tokens = tuple(sum(map(sum, each)) for each in steps)
-        return Steps(packing, seconds, (memory,) * len(seconds), tokens)
+        return Steps(
+            packing,
+            seconds=tuple(self._of_sequences(each) + self._after for each in steps),
+            memory=(float(self._estimate.memory.total),) * len(steps),
+            tokens=tuple(sum(map(sum, each)) for each in steps),
+        )
 
     def _of_sequences(self, sequences: Sequences) -> float:
         """Seconds of the pipeline that takes longest."""
@@ -196,10 +194,9 @@ class LengthPrices:
         planner = Planner(costs, pipeline, typical=batches)
         seconds, held = [], []
         for batch in batches:
-            plan = planner.plan(batch)
             runs = [
                 simulate(self._gathered(team.schedule), self._of_team(team, batch, costs))
-                for team in plan.teams
+                for team in planner.plan(batch).teams
             ]
             seconds.append(max(run.makespan for run in runs) + self._after)
             most = max(max(run.peak_activations) for run in runs)

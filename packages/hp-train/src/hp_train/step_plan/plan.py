@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import chain
+from itertools import takewhile
 
 from hp_context import Deal
 from hp_schedule import Schedule, from_csv, to_csv
@@ -114,9 +114,7 @@ def _plan(reader: "_Reader") -> StepPlan:
     (number,) = reader.take(_HEAD, "the head of a plan")
     teams: list[Team] = []
     while not reader.at_end:
-        (index,) = reader.take(_TEAM, f"team {len(teams)}")
-        if int(index) != len(teams):
-            raise reader.error(f"team {len(teams)}")
+        reader.numbered(_TEAM, "team", len(teams))
         teams.append(_team(reader))
     if not teams:
         raise reader.error("team 0")
@@ -155,15 +153,19 @@ class _Reader:
         self._at += 1
         return found.groups()
 
+    def numbered(self, pattern: "re.Pattern[str]", word: str, number: int) -> tuple[str, ...]:
+        """The groups of the next line behind its number, which must be a given one."""
+        found, *others = self.take(pattern, f"{word} {number}")
+        if int(found) != number:
+            raise self.error(f"{word} {number}")
+        return tuple(others)
+
     def until(self, word: str) -> str:
         """All lines before one, which is taken as well."""
-        start = self._at
-        while not self.at_end and self._lines[self._at] != word:
-            self._at += 1
-        if self.at_end:
-            raise self.error(word)
-        self._at += 1
-        return "\n".join(self._lines[start : self._at - 1]) + "\n"
+        lines = list(takewhile(lambda line: line != word, self._lines[self._at :]))
+        self._at += len(lines)
+        self.take(re.compile(rf"{word}\Z"), word)
+        return "\n".join(lines) + "\n"
 
     def error(self, what: str) -> ConfigError:
         """That the next line is something else."""
@@ -174,15 +176,10 @@ class _Reader:
 def _team(reader: _Reader) -> Team:
     microbatches: list[PlannedMicrobatch] = []
     while reader.next_is("microbatch"):
-        what = f"microbatch {len(microbatches)}"
-        index, documents, padding, heads = reader.take(_MICROBATCH, what)
-        if int(index) != len(microbatches):
-            raise reader.error(what)
+        documents, padding, heads = reader.numbered(_MICROBATCH, "microbatch", len(microbatches))
         parts: list[tuple[range, ...]] = []
         while reader.next_is("rank"):
-            rank, runs = reader.take(_RANK, f"rank {len(parts)}")
-            if int(rank) != len(parts):
-                raise reader.error(f"rank {len(parts)}")
+            (runs,) = reader.numbered(_RANK, "rank", len(parts))
             parts.append(tuple(map(_run, runs.split())))
         numbers = tuple(map(int, documents.split()))
         deal = Deal(tuple(parts))
@@ -198,5 +195,4 @@ def _run(text: str) -> range:
 
 def documents_of(plan: StepPlan) -> list[int]:
     """All documents, microbatch by microbatch."""
-    every = chain.from_iterable(team.microbatches for team in plan.teams)
-    return list(chain.from_iterable(each.documents for each in every))
+    return [x for team in plan.teams for each in team.microbatches for x in each.documents]

@@ -27,13 +27,13 @@ from typing import NamedTuple
 from hp_context import deal_documents
 from hp_schedule import Costs, Schedule, search, shorten
 from hp_train.errors import ConfigError
-from hp_train.step_plan.costs import Seconds, StepCosts
+from hp_train.step_plan.costs import Seconds, StepCosts, slowest
 from hp_train.step_plan.kind import Kind
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team
 from hp_train.step_plan.price import cost_of_deal, stage_costs
 from hp_train.step_plan.shares import Rates, best_shares
-from hp_train.step_plan.templates import changed_shares, templates_for
+from hp_train.step_plan.templates import changed_shares, scaled, templates_for
 from hp_train.step_plan.work import Pipeline, pairs_of
 
 TEAM = 32
@@ -262,8 +262,8 @@ class Planner:
 
     def _templates(self, works: Sequence[_Work]) -> list[_Shape]:
         """The best templates for steps that resemble some."""
-        found = templates_for(self._kind(works), self.prepared)
-        return [_Shape(each.shares, each.schedule) for each in found[: self.tries]]
+        found = templates_for(self._kind(works), self.prepared)[: self.tries]
+        return [_Shape(each.shares, each.schedule) for each in found]
 
     @cached_property
     def _fitted(self) -> list[_Shape]:
@@ -387,7 +387,9 @@ class Planner:
         return self._costs_of(seconds, tokens)
 
     def _costs_of(self, seconds: Sequence[Sequence[Seconds]], tokens: Sequence[int]) -> Costs:
-        return stage_costs(seconds, tokens, self.costs, num_stages=self.pipeline.num_stages)
+        return stage_costs(
+            seconds, tokens, message=self.costs.message, num_stages=self.pipeline.num_stages
+        )
 
     def _dealt(self, part: _Work) -> _Dealt:
         """Deal out documents: keys are fetched or, where that takes less, nodes share heads."""
@@ -406,8 +408,7 @@ class Planner:
             waits += seconds.total - stage.alone(tokens, of_rank).total
             sharing += self.costs.sharing(stage, tokens, heads=node)
         if waits > sharing:
-            by_heads = self._dealt_by(part, heads=node)
-            best = min(best, by_heads, key=_longest)
+            return min(best, self._dealt_by(part, heads=node), key=lambda dealt: slowest(dealt[1]))
         return best
 
     def _dealt_by(self, part: _Work, *, node: int | None = None, heads: int = 1) -> _Dealt:
@@ -453,15 +454,9 @@ class Planner:
         return best
 
 
-def _longest(dealt: _Dealt) -> float:
-    """Seconds of a microbatch in the stage that takes longest."""
-    return max(each.total for each in dealt[1])
-
-
 def _shares(count: int) -> Iterator[tuple[float, ...]]:
     """Shares of so many microbatches: equal ones, and such whose first and last ones are small."""
     yield (1 / count,) * count
     if count > len(_FRONT) + len(_BACK):
         middle = count - len(_FRONT) - len(_BACK)
-        shares = [*_FRONT, *[1.0] * middle, *_BACK]
-        yield tuple(share / sum(shares) for share in shares)
+        yield scaled([*_FRONT, *[1.0] * middle, *_BACK])

@@ -45,9 +45,9 @@ class StepPrice:
 
 def stage_costs(
     seconds: Sequence[Sequence[Seconds]],
-    tokens: Sequence[int],
-    costs: StepCosts,
+    tokens: Sequence[float],
     *,
+    message: float,
     num_stages: int,
 ) -> Costs:
     """What a schedule costs whose microbatches take so long in every stage.
@@ -55,7 +55,7 @@ def stage_costs(
     Args:
         seconds: Seconds of each microbatch in each stage, or in all alike.
         tokens: Positions of each on a rank.
-        costs: Costs of the stages.
+        message: Seconds of a message for each of these.
         num_stages: Number of stages.
     """
     of_stages = list(zip(*seconds, strict=True))
@@ -67,7 +67,7 @@ def stage_costs(
         input_grad=input_grad,
         weight_grad=weight_grad,
         activation=[list(map(float, tokens))] * num_stages,
-        message=[[costs.message * size for size in tokens]] * num_stages,
+        message=[[message * size for size in tokens]] * num_stages,
         bandwidth=1.0,
     )
 
@@ -108,7 +108,7 @@ def costs_of(team: Team, lengths: Sequence[int], costs: StepCosts) -> Costs:
     """What the schedule of a team costs."""
     seconds = [seconds_of(each, lengths, costs) for each in team.microbatches]
     tokens = [max(each.deal.sizes) for each in team.microbatches]
-    return stage_costs(seconds, tokens, costs, num_stages=team.schedule.num_stages)
+    return stage_costs(seconds, tokens, message=costs.message, num_stages=team.schedule.num_stages)
 
 
 def simulated(plan: StepPlan, lengths: Sequence[int], costs: StepCosts) -> list[Simulation]:
@@ -130,7 +130,6 @@ def price(
     found = simulated(plan, lengths, costs)
     every = [each for team in plan.teams for each in team.microbatches]
     found_costs = [dealt(each, lengths, costs) for each in every]
-    positions = sum(each.deal.seq_len for each in every)
     return StepPrice(
         seconds=max(each.makespan for each in found),
         pure=pure_work(lengths, costs, pipeline).total,
@@ -139,5 +138,5 @@ def price(
         fetched=sum(sum(cost.fetched) for cost in found_costs),
         far=sum(sum(cost.far) for cost in found_costs),
         imbalance=max(cost.imbalance for cost in found_costs),
-        padding=1 - sum(lengths) / positions,
+        padding=1 - sum(lengths) / sum(each.deal.seq_len for each in every),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hp_context import DealCost
 from hp_context.batch.deal_cost import Piece, Work
 from hp_schedule import one_f_one_b, search, simulate
-from hp_train.step_plan.costs import Seconds, StepCosts
+from hp_train.step_plan.costs import Seconds, StepCosts, slowest
 from hp_train.step_plan.generators import stream
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.price import stage_costs
@@ -70,8 +70,7 @@ class Rivals:
 
     def searched(self, lengths: Sequence[int], *, effort: int) -> RivalPrice:
         """Static packs with a searched schedule, which may take them in any order it finds."""
-        packs = self._static_packs(lengths)
-        return self._priced("static packs, searched", packs, effort=effort)
+        return self._priced("static packs, searched", self._static_packs(lengths), effort=effort)
 
     def greedy(self, lengths: Sequence[int]) -> RivalPrice | None:
         """Whole documents into packs of equal cost, the dearest first; 1F1B. None: no such."""
@@ -79,8 +78,7 @@ class Rivals:
         stage = self._costs.busiest(sum(lengths), sum(every))
         work = [stage.pure(*each).total for each in zip(lengths, every, strict=True)]
         fewest = math.ceil(sum(lengths) / self._pack / self._groups)
-        for number in range(fewest, 2 * fewest + 1):
-            count = number * self._groups
+        for count in range(fewest * self._groups, 2 * fewest * self._groups + 1, self._groups):
             parts = partition(work, lengths, [1 / count] * count, longest=self._pack)
             if parts is not None:
                 break
@@ -88,8 +86,7 @@ class Rivals:
             return None
         parts.sort(key=lambda part: -sum(work[i] for i in part))
         packs = [self._shared([lengths[i] for i in part]) for part in parts]
-        groups = [packs[group :: self._groups] for group in range(self._groups)]
-        return self._priced("greedy balance, 1F1B", groups)
+        return self._priced("greedy balance, 1F1B", self._in_turn(packs))
 
     def megatron(self, lengths: Sequence[int]) -> RivalPrice:
         """Megatron's rule, every microbatch over all ranks."""
@@ -101,9 +98,12 @@ class Rivals:
             microbatches.append(self._by_rank(taken))
         return self._priced("Megatron's rule, 1F1B", [microbatches])
 
-    def _static_packs(self, lengths: Sequence[int]) -> list[list[_Microbatch]]:
-        shared = [self._shared(pack) for pack in stream(lengths, seq_len=self._pack)]
-        return [shared[group :: self._groups] for group in range(self._groups)]
+    def _static_packs(self, lengths: Sequence[int]) -> list[Sequence[_Microbatch]]:
+        return self._in_turn([self._shared(p) for p in stream(lengths, seq_len=self._pack)])
+
+    def _in_turn(self, packs: Sequence[_Microbatch]) -> list[Sequence[_Microbatch]]:
+        """The packs of each group."""
+        return [packs[group :: self._groups] for group in range(self._groups)]
 
     def _shared(self, pack: Sequence[int]) -> _Microbatch:
         """A pack every document of which all ranks share, head and tail each."""
@@ -145,12 +145,12 @@ class Rivals:
         seconds, bound, tokens = 0.0, 0.0, 0.0
         stages = self._pipeline.num_stages
         busy = [group for group in groups if group]  # there may be fewer packs than groups
-        slowest_first = sorted(busy, key=lambda g: -sum(_total(each) for each in g))
-        for group in slowest_first:
+        # The slowest first.
+        for group in sorted(busy, key=lambda g: -sum(slowest(each.seconds) for each in g)):
             costs = stage_costs(
                 [each.seconds for each in group],
                 [each.tokens for each in group],
-                self._costs,
+                message=self._costs.message,
                 num_stages=stages,
             )
             if effort:
@@ -171,11 +171,6 @@ class Rivals:
             tokens = max(tokens, *run.peak_activations)
         fetched = sum(each.fetched for group in groups for each in group)
         return RivalPrice(name, seconds, bound, tokens, fetched)
-
-
-def _total(microbatch: _Microbatch) -> float:
-    """Seconds in the stage that takes longest."""
-    return max(each.total for each in microbatch.seconds)
 
 
 def _filled(

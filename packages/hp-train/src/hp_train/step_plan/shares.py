@@ -87,7 +87,7 @@ class _Program:
         held: dict[int, float] = {}
         for step in row:
             self._starts[step] = self._end + 1 + len(self._starts)
-            microbatch = _microbatch(step)
+            _, _, microbatch = _end_of(step)
             if step.type is MetaStepType.FWD:
                 held[microbatch] = self._rates.tokens[microbatch]
                 self._row(held, most=self._rates.memory)
@@ -130,7 +130,8 @@ class _Program:
 
     def _wait(self, step: MetaStep, column: int, *, message: float = 0.0) -> None:
         """Have what stands in a column come after a step, and a message of all tokens by share."""
-        rates, stage, share = self._rates, _stage(step), _microbatch(step)
+        rates = self._rates
+        _, stage, share = _end_of(step)
         ways = [(0.0, message)]  # seconds, and those of a whole share
         for half in _HALVES[step.type]:
             work, each = rates.work[stage][share][half], rates.each[stage][half]
@@ -147,14 +148,6 @@ class _Program:
 
 
 def _end_of(step: MetaStep) -> tuple[bool, int, int]:
-    return step.type is MetaStepType.FWD, _stage(step), _microbatch(step)
-
-
-def _stage(step: MetaStep) -> int:
     assert step.stage_index is not None
-    return step.stage_index
-
-
-def _microbatch(step: MetaStep) -> int:
     assert step.microbatch_index is not None
-    return step.microbatch_index
+    return step.type is MetaStepType.FWD, step.stage_index, step.microbatch_index

@@ -13,7 +13,9 @@ from random import Random
 from typing import NamedTuple
 
 from hp_schedule import Costs, Schedule, search, shorten
+from hp_train.step_plan.costs import Seconds
 from hp_train.step_plan.kind import Kind
+from hp_train.step_plan.price import stage_costs
 from hp_train.step_plan.shares import Rates, best_shares
 
 _GROWTH = (1.6, 2.2)
@@ -120,31 +122,27 @@ def _shares(count: int) -> Iterator[tuple[float, ...]]:
             if growth**-length < _SMALLEST:
                 break
             front = [growth**-place for place in range(length, 0, -1)]
-            yield _scaled([*front, *[1.0] * (count - length - len(_BACK)), *_BACK])
+            yield scaled([*front, *[1.0] * (count - length - len(_BACK)), *_BACK])
 
 
-def _scaled(shares: Sequence[float]) -> tuple[float, ...]:
+def scaled(shares: Sequence[float]) -> tuple[float, ...]:
+    """Shares in the same ratio, of sum 1."""
     total = sum(shares)
     return tuple(share / total for share in shares)
 
 
 def _costs(kind: Kind, shares: Sequence[float]) -> Costs:
-    columns: list[list[list[float]]] = [
+    of_stages = [*zip(kind.stages, kind.each, kind.least, strict=True)]
+    seconds = [
         [
-            [max(share * work + each, least) for share in shares]
-            for work, each, least in zip(*of_stage, strict=True)
+            Seconds(
+                *(max(share * work + each, least) for work, each, least in zip(*of, strict=True))
+            )
+            for of in of_stages
         ]
-        for of_stage in zip(kind.stages, kind.each, kind.least, strict=True)
+        for share in shares
     ]
-    forward, input_grad, weight_grad = zip(*columns, strict=True)
-    return Costs(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        activation=[list(shares)] * kind.num_stages,
-        message=[[kind.message * share for share in shares]] * kind.num_stages,
-        bandwidth=1.0,
-    )
+    return stage_costs(seconds, shares, message=kind.message, num_stages=kind.num_stages)
 
 
 def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | None:
@@ -165,17 +163,8 @@ def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | 
 
 def _fitted(kind: Kind, template: Template) -> Template:
     """Take the best shares for the schedule, and the schedule for these, as long as that helps."""
-    rates = _rates(kind, len(template.shares))
-    while (shares := best_shares(template.schedule, rates)) is not None:
-        found = shorten(template.schedule, _costs(kind, shares), memory_limit=kind.memory)
-        if found is None or found[1].makespan > template.seconds * (1 - _LESS):
-            break
-        template = Template(found[1].makespan, shares, found[0])
-    return template
-
-
-def _rates(kind: Kind, count: int) -> Rates:
-    return Rates(
+    count = len(template.shares)
+    rates = Rates(
         work=[[seconds] * count for seconds in kind.stages],
         each=kind.each,
         least=kind.least,
@@ -183,6 +172,12 @@ def _rates(kind: Kind, count: int) -> Rates:
         message=[kind.message] * count,
         memory=kind.memory,
     )
+    while (shares := best_shares(template.schedule, rates)) is not None:
+        found = shorten(template.schedule, _costs(kind, shares), memory_limit=kind.memory)
+        if found is None or found[1].makespan > template.seconds * (1 - _LESS):
+            break
+        template = Template(found[1].makespan, shares, found[0])
+    return template
 
 
 def changed_shares(
@@ -192,7 +187,7 @@ def changed_shares(
     changed = list(shares)
     for place in random.sample(range(len(shares)), min(len(shares), random.choice((1, 2, 3)))):
         changed[place] *= random.choice(factors)
-    return _scaled(changed)
+    return scaled(changed)
 
 
 def _seconds(template: Template) -> float:

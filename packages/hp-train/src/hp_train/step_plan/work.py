@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import fsum
 
 from hp_context.batch.deal_cost import Work
@@ -30,12 +31,7 @@ class Pipeline:
 
 def pairs_of(lengths: Sequence[int], costs: StepCosts) -> list[float]:
     """Pairs of a query and a key of each document, in the mean over layers."""
-    before = Work(costs.windows).before
-    known: dict[int, float] = {}
-    for length in lengths:
-        if length not in known:
-            known[length] = before(length)
-    return [known[length] for length in lengths]
+    return list(map(cache(Work(costs.windows).before), lengths))
 
 
 def pure_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> Seconds:
@@ -46,5 +42,4 @@ def pure_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> S
 
 def mean_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> tuple[float, float]:
     """Tokens and pairs of a rank if documents could be spread evenly."""
-    pairs = fsum(pairs_of(lengths, costs))
-    return sum(lengths) / pipeline.ranks, pairs / pipeline.ranks
+    return sum(lengths) / pipeline.ranks, fsum(pairs_of(lengths, costs)) / pipeline.ranks

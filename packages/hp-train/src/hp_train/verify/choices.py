@@ -25,10 +25,7 @@ def listen_to_choices(trainer: Trainer, record: Callable[[], Recorder]) -> None:
 
     def enter(_block: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         microbatch: Microbatch = kwargs["microbatch"]
-        key = microbatch.key
-        current.places = None
-        if key is not None:
-            current.places = key
+        current.places = microbatch.key
 
     def leave(name: str) -> Any:
         def hook(moe: MoE, _args: Any, result: tuple[Tensor, Routing]) -> None:

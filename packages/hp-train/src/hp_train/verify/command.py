@@ -116,7 +116,10 @@ def run(
     others = [] if options.generate else _others(config, options, given)
     for other in others:
         require_comparable(config, other)
-    config, *others = map(program.applied_to, _small([config, *others], options))
+    configs = [config, *others]
+    if options.shrink:
+        configs = shrink(configs)
+    config, *others = map(program.applied_to, configs)
     if options.generate:
         others = _generated(config, options)
     num_runs = 1 + len(others)
@@ -127,9 +130,9 @@ def run(
     from hp_train.verify.runs import Runs  # noqa: PLC0415
 
     sys.path.insert(0, str(Path.cwd()))  # a job may be next to the config
-    with _scratch(options.keep) as scratch:
+    with scratch("hp-verify-", options.keep) as folder:
         runs = Runs(
-            scratch,
+            folder,
             base=config,
             program=program,
             every_tensor=options.generate is None,
@@ -152,10 +155,6 @@ def _refuse_combinations(options: argparse.Namespace) -> None:
         raise ConfigError("--generate compares with one process: no --against, no --bound")
     if options.against == ORACLE and options.job is not None:
         raise ConfigError(f"--against oracle knows the models of hp-train, not --job {options.job}")
-
-
-def _small(configs: Sequence[Config], options: argparse.Namespace) -> list[Config]:
-    return shrink(configs) if options.shrink else list(configs)
 
 
 def _unknown_to_oracle(config: Config) -> str:
@@ -200,8 +199,14 @@ def _given(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> 
 
 
 def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
-    low, high = _processes(options.processes)
-    part, num_parts = _part(options.part)
+    low, high = _two_numbers(options.processes, ":")
+    if not 1 <= low <= high <= _MOST_RANKS:
+        raise ConfigError(
+            f"--processes ({options.processes}) must be like 2:8, at most {_MOST_RANKS}"
+        )
+    part, num_parts = _two_numbers(options.part, "/")
+    if not 1 <= part <= num_parts:
+        raise ConfigError(f"--part ({options.part}) must be like 1/3")
     sample = sample_layouts(
         config, options.generate, seed=options.seed, num_processes=range(low, high + 1)
     )
@@ -220,22 +225,6 @@ def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
     return layouts
 
 
-def _processes(text: str) -> tuple[int, int]:
-    """Fewest and most."""
-    low, high = _two_numbers(text, ":")
-    if not 1 <= low <= high <= _MOST_RANKS:
-        raise ConfigError(f"--processes ({text}) must be like 2:8, at most {_MOST_RANKS}")
-    return low, high
-
-
-def _part(text: str) -> tuple[int, int]:
-    """Which part, counted from 1, and of how many."""
-    part, num_parts = _two_numbers(text, "/")
-    if not 1 <= part <= num_parts:
-        raise ConfigError(f"--part ({text}) must be like 1/3")
-    return part, num_parts
-
-
 def _two_numbers(text: str, between: str) -> tuple[int, int]:
     """Two whole numbers that stand on either side of a mark; zeros where there are no such."""
     one, _, other = text.partition(between)
@@ -243,9 +232,12 @@ def _two_numbers(text: str, between: str) -> tuple[int, int]:
 
 
 @contextmanager
-def _scratch(keep: str | None) -> Iterator[Path]:
-    """A folder for recordings. After a failure it stays: the launcher has told of files in it."""
-    folder = Path(tempfile.mkdtemp(prefix="hp-verify-")) if keep is None else _new_folder(keep)
+def scratch(prefix: str, keep: str | None = None) -> Iterator[Path]:
+    """A folder for runs, a new one or one to keep.
+
+    After a failure it stays: the launcher has told of files in it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix)) if keep is None else _new_folder(keep)
     ended = False
     try:
         yield folder
@@ -277,10 +269,11 @@ def _verify_one(
         why = " (they differ in nothing that may change a bit)" if exact else ""
         against = described(other, config)
     say(f"{described(config, config)}  against  {against}{why}, in {options.dtype}")
-    if others:
-        comparison = runs.compare(config, others[0], bound=options.bound)
-    else:
-        comparison = runs.compare_with_oracle(config, bound=options.bound)
+    comparison = (
+        runs.compare(config, others[0], bound=options.bound)
+        if others
+        else runs.compare_with_oracle(config, bound=options.bound)
+    )
     say(str(comparison))
     if not comparison.ok:
         where = comparison.first or comparison.flaws[0]
@@ -302,7 +295,6 @@ def _verify_all(runs: "Runs", layouts: Sequence[Config], *, has_oracle: bool) ->
 
 def summary(verdicts: Sequence["Verdict"]) -> str:
     """What many comparisons showed, in lines."""
-    by_oracle = [verdict for verdict in verdicts if verdict.against == ORACLE]
     others = [verdict for verdict in verdicts if verdict.against != ORACLE]
     compared = [verdict.comparison for verdict in others if verdict.comparison is not None]
     bounded = [comparison for comparison in compared if comparison.bound > 0]
@@ -316,7 +308,8 @@ def summary(verdicts: Sequence["Verdict"]) -> str:
         [
             *(
                 f"one process {'equals' if verdict.ok else 'DOES NOT EQUAL'} the oracle"
-                for verdict in by_oracle
+                for verdict in verdicts
+                if verdict.against == ORACLE
             ),
             (
                 f"{sum(c.ok for c in bounded)} of {len(bounded)} layouts equal one process, "

@@ -117,8 +117,9 @@ class Oracle:
         wide = {name: tensor.detach().double().clone() for name, tensor in weights.items()}
         self.weights = wide
         self.names = [name for name in wide if not name.endswith("correction_bias")]
-        zeros = ({name: torch.zeros_like(wide[name]) for name in self.names} for _ in range(2))
-        self.moments = tuple(zeros)
+        self.moments = tuple(
+            {name: torch.zeros_like(wide[name]) for name in self.names} for _ in range(2)
+        )
         self.step = self.updates = 0
 
     def train_step(self, rows: Rows, *, max_norm: float, skip: bool = False) -> Outcome:
@@ -337,8 +338,8 @@ class Oracle:
         scores = logits.softmax(-1) if model["router_score"] == "softmax" else logits.sigmoid()
         bias = self.weights.get(f"{name}.router.correction_bias", torch.zeros(()))
         ranked = (scores + bias).detach()
-        chosen = _limited(ranked, model).sort(dim=-1, descending=True, stable=True).indices
-        chosen = chosen[..., :top_k]
+        order = _limited(ranked, model).sort(dim=-1, descending=True, stable=True).indices
+        chosen = order[..., :top_k]
         weights = scores.gather(-1, chosen)
         if model["router_normalize"]:
             weights = weights / weights.sum(-1, keepdim=True)

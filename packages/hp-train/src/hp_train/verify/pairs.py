@@ -70,16 +70,24 @@ def checked_config(config: Config, *, dtype: str) -> Config:
         threads_per_process=1,
         init_timeout_seconds=max(Timeouts.of(config).init, _START_SECONDS),
     )
-    run = replace(config.run, resume="", tensorboard=False)
-    train = replace(config.train, dtype=dtype)
-    return replace(config, run=run, launch=launch, train=train)
+    return replace(
+        config,
+        run=replace(config.run, resume="", tensorboard=False),
+        launch=launch,
+        train=replace(config.train, dtype=dtype),
+    )
 
 
 def one_process(config: Config) -> Config:
     """The same training in one process, not compiled, and planned as usual where it is planned."""
     pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
-    data = replace(config.data, plan_tokens=0, plan_costs="")
-    return replace(config, mesh=MeshConfig(), pipeline=pipeline, train=train, data=data)
+    return replace(
+        config,
+        mesh=MeshConfig(),
+        pipeline=pipeline,
+        train=train,
+        data=replace(config.data, plan_tokens=0, plan_costs=""),
+    )
 
 
 def differing_keys(config: Config, other: Config) -> list[str]:
@@ -115,11 +123,10 @@ def must_be_exact(config: Config, other: Config) -> bool:
 def sizes_by_stage(config: Config) -> list[tuple[int, int, int]]:
     """Layers, tensor- and expert-parallel ranks of each stage, which schedules may decide."""
     mesh = config.mesh
-    layers = layers_of_stages(config)
     places = placement(config.pipeline, num_ranks=mesh.pp)
     return [
         (len(held), mesh.tp_sizes[rank], mesh.ep_sizes[rank])
-        for rank, held in zip(places, layers, strict=True)
+        for rank, held in zip(places, layers_of_stages(config), strict=True)
     ]
 
 

@@ -40,12 +40,9 @@ def main(config: Config, *, worker: Worker) -> int:
 
 def _say_how_long(request: Request, build: float, step: float) -> None:
     whole = (_FORK_SECONDS + 2 * build + request.program.steps * step) * request.num_runs
+    took = f"{whole:.0f} s" if whole < 100 else f"{whole / 60:.0f} min"
     runs = f"{request.num_runs} run{'s' if request.num_runs > 1 else ''}"
     say(
         f"{step:.1f} s for the first step: {runs} of {request.program.steps} steps will take about "
-        f"{_rounded(whole)}"
+        f"{took}"
     )
-
-
-def _rounded(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -85,12 +85,12 @@ def _train(
         record.add(quantity, _as(moments, like))
     record.add_scalar("updates", oracle.updates)
     record.add("weight", _as({name: oracle.weights[name] for name in oracle.names}, like))
-    record.add("correction bias", _biases(oracle))
+    biases = {f"{_MODEL}{n}": t for n, t in oracle.weights.items() if n not in oracle.names}
+    record.add("correction bias", biases)
     record.add(CHOICES, outcome.choices)
     record.add(SCORES, outcome.scores)
     if index in program.evaluated:
-        names = step.tensors["eval tokens"]
-        batches = {name: _rows(step, "eval ", name) for name in names}
+        batches = {name: _rows(step, "eval ", name) for name in step.tensors["eval tokens"]}
         _add_rows(record, "eval ", batches, oracle)
         record.add_scalar("eval loss", oracle.evaluate(torch.cat(list(batches.values()))))
     if index == program.reload_after:
@@ -116,11 +116,6 @@ def _state(oracle: Oracle, step: RecordedStep, quantity: str) -> Mapping[str, Te
     for moment, tensors in zip(MOMENTS.values(), oracle.moments, strict=True):
         found |= {f"optimizer.{moment}.{name}": tensor for name, tensor in tensors.items()}
     return _as(found, {n: tensor.dtype for n, tensor in step.tensors.get(quantity, {}).items()})
-
-
-def _biases(oracle: Oracle) -> Mapping[str, Tensor]:
-    others = oracle.weights.keys() - set(oracle.names)
-    return {f"{_MODEL}{name}": t for name, t in oracle.weights.items() if name in others}
 
 
 def _as(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Mapping[str, Tensor]:

@@ -182,18 +182,16 @@ class Runs:
         began = time.monotonic()
         comparison, problem = None, ""
         try:
-            if other is None:
-                comparison = self.compare_with_oracle(config)
-            else:
-                comparison = self.compare(config, other)
+            comparison = (
+                self.compare_with_oracle(config) if other is None else self.compare(config, other)
+            )
         except RunFailedError as error:
             if error.exit_code > 128:  # somebody wants all of this to end
                 raise
             problem = str(error)
         seconds = time.monotonic() - began
         against = described(other, self.base) if other is not None else ORACLE
-        name = described(config, self.base)
-        return Verdict(name, against, comparison, seconds, problem)
+        return Verdict(described(config, self.base), against, comparison, seconds, problem)
 
 
 def judge_all(runs: Runs, layouts: Sequence[Config], *, has_oracle: bool) -> Iterator[Verdict]:
@@ -205,9 +203,8 @@ def judge_all(runs: Runs, layouts: Sequence[Config], *, has_oracle: bool) -> Ite
             too.
         has_oracle: Whether the job is that of hp-train.
     """
-    reference = one_process(runs.base)
     if has_oracle:
-        yield runs.judge(reference, None)
+        yield runs.judge(one_process(runs.base), None)
     for layout in layouts:
         yield runs.judge(layout, one_process(replace(runs.base, data=layout.data)))
     for first, *others in families(layouts):
