@@ -81,10 +81,14 @@ def on_all_ranks(call: Callable[[], T], *, group: ProcessGroup | None) -> T:
     return result
 
 
+def is_first(group: ProcessGroup | None) -> bool:
+    """Whether this rank is the first of its group; a process without one is."""
+    return group is None or group.rank() == 0
+
+
 def on_first_rank(call: Callable[[], T], *, of: type[T], group: ProcessGroup | None) -> T:
     """`on_all_ranks` of what the first rank alone does; return its result on all."""
-    is_first = group is None or group.rank() == 0
-    made = on_all_ranks(lambda: call() if is_first else None, group=group)
+    made = on_all_ranks(lambda: call() if is_first(group) else None, group=group)
     return on_rank_zero(lambda: cast("T", made), of=of, group=group)
 
 

@@ -59,6 +59,19 @@ class Split(torch.autograd.Function):
         return gathered(grads[0], ctx.dim), None
 
 
+class ReduceSplit(torch.autograd.Function):
+    """This rank's chunk along a dim of the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return summed(x).chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gathered(grads[0], ctx.dim), None
+
+
 def summed(x: Tensor) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result)

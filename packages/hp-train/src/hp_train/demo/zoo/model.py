@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hp_train.demo.zoo.collectives import Copy, Gather, Reduce, Split, gathered
+from hp_train.demo.zoo.collectives import Copy, Gather, Reduce, ReduceSplit, Split, gathered
 
 VOCAB, DIM, HEADS, HIDDEN, EXPERTS, LENGTH, LORA = 48, 16, 4, 24, 4, 12, 2
 SMOOTHING = 0.1
@@ -136,7 +136,7 @@ class Experts(nn.Module):
         if place.layout == "ep":
             if place.bug == "shared-twice":
                 result = result + gathered(common.detach(), 0) / place.size
-            result = Split.apply(Reduce.apply(result), 0)
+            result = ReduceSplit.apply(result, 0)
         return (result + common).view(shape)
 
 
