@@ -251,11 +251,14 @@ class Both(Mask):
     def visible(self, query: int) -> range | None:
         """What both see, where both tell."""
         one, other = self.first.visible(query), self.second.visible(query)
-        return None if one is None or other is None else common(one, other)
+        if one is None or other is None:
+            return None
+        return range(max(one.start, other.start), min(one.stop, other.stop))
 
     def seen(self, query: range) -> range:
         """What both see; see `Mask.seen`."""
-        return common(self.first.seen(query), self.second.seen(query))
+        one, other = self.first.seen(query), self.second.seen(query)
+        return range(max(one.start, other.start), min(one.stop, other.stop))
 
     @property
     def causal(self) -> bool:

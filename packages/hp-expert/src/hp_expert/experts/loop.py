@@ -34,7 +34,7 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].mT.unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.mT.unbind(0), experts.activation
-    output_bias = experts.output_bias
+    output_bias = experts.biases.down if experts.adds_output_bias else None
     kept: list[Tensor] = [position_NF]
     for positions, run in _chunks(batch):
         x_RD = kernels.gather_rows(rows, row_P[positions], holes=False)
@@ -72,7 +72,7 @@ def backward(
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.unbind(0), experts.activation
-    output_bias = experts.output_bias
+    output_bias = experts.biases.down if experts.adds_output_bias else None
     for index, (positions, run) in enumerate(_chunks(batch)):
         row_R = row_P[positions]
         x_RD = kernels.gather_rows(rows, row_R, holes=False)

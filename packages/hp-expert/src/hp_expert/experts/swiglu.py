@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch, Places
 from hp_expert.experts import loop
@@ -203,18 +204,16 @@ class _RoutedSwiGLU(torch.autograd.Function):
         experts = _cast(parts, ctx.parameters, rows.dtype, ctx.options)
         # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
         wide = torch.promote_types(rows.dtype, torch.float32)
-        wanted = [
-            None
-            if part is None
-            else WeightGradient(
-                ctx.parameters[index],
-                part.shape,
-                dtype=wide if 2 * index >= num_parameters else rows.dtype,
-                batch=batch,
-                needed=ctx.needs_input_grad[5 + index],
-            )
-            for index, part in enumerate(parts)
-        ]
+        wanted: list[WeightGradient | None] = [None] * num_parameters
+        for index, part in enumerate(parts):
+            if part is not None:
+                wanted[index] = WeightGradient(
+                    ctx.parameters[index],
+                    part.shape,
+                    dtype=wide if 2 * index >= num_parameters else rows.dtype,
+                    batch=batch,
+                    needed=ctx.needs_input_grad[5 + index],
+                )
         weights, biases = _by_projection(wanted)
         grad_out = wait_tensor(grad_out).contiguous()
         with torch.autocast(rows.device.type, enabled=False):
@@ -238,7 +237,11 @@ def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
 
 def _here(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The parts of parameters that are here."""
-    return [local_part(parameter) for parameter in parameters]
+    parts = list(parameters)
+    for index, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor):
+            parts[index] = parameter.to_local()
+    return parts
 
 
 def _cast(

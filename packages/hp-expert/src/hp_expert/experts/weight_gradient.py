@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.kernels import fuses, triton_activation
@@ -108,4 +109,7 @@ class WeightGradient:
             for expert, count in enumerate(self._counts):
                 if count == 0:
                     total[expert].zero_()
-        return placed_like(self._weight, total.view(self._shape).to(self._weight.dtype))
+        gradient = total.view(self._shape).to(self._weight.dtype)
+        if isinstance(self._weight, DTensor):
+            return placed_like(self._weight, gradient)
+        return gradient

@@ -298,7 +298,8 @@ def _check_tensors(manifest: Manifest) -> None:
                     f"{MANIFEST}: tensor {name}: file ({chunk.file}) must be less than the number "
                     f"of files ({len(manifest.files)})"
                 )
-        if error := coverage_error(tensor.shape, [chunk.box for chunk in tensor.chunks]):
+        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+        if error := coverage_error(tensor.shape, boxes):
             raise DamageError(f"{MANIFEST}: tensor {name}: {error}")
 
 

@@ -54,11 +54,15 @@ class Recorder:
         if not self._marks:
             return Timeline()
         epoch = min(self._origin_by_wall_clock() for _ in range(_READINGS))
-        seconds = self._seconds
+        marks, origin = self._marks, self._origin
+        if self._cuda:
+            seconds = self._seconds
+            marks = [(step, seconds(start), seconds(end)) for step, start, end in marks]
+            origin = 0.0
         return Timeline(
             [
-                Span(self._rank, step, epoch + seconds(start), epoch + seconds(end))
-                for step, start, end in self._marks
+                Span(self._rank, step, epoch + (start - origin), epoch + (end - origin))
+                for step, start, end in marks
             ]
         )
 

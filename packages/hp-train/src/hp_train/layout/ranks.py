@@ -12,7 +12,7 @@ replica are sharded, others are replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal, get_args
@@ -104,10 +104,7 @@ class StageLayout:
 
     def index(self, rank: int, *axes: Axis) -> int:
         """Position of a rank along some axes of one grid together, the last axis fastest."""
-        place = rank - self.first
-        coordinates: dict[Axis, int] = {}
-        for axis in reversed(_grid_of(axes)):
-            place, coordinates[axis] = divmod(place, self.size(axis))
+        coordinates = self._coordinates(rank, _grid_of(axes))
         index = 0
         for axis in axes:
             index = index * self.size(axis) + coordinates[axis]
@@ -116,24 +113,33 @@ class StageLayout:
     def ranks(self, *axes: Axis) -> list[list[int]]:
         """All groups of ranks that differ along some axes of one grid alone, each ascending."""
         grid = _grid_of(axes)
-        within = self._offsets(grid, axes)
-        others = self._offsets(grid, [axis for axis in grid if axis not in axes])
-        return [[self.first + other + offset for offset in within] for other in others]
+        within, firsts, stride = [0], [self.first], 1
+        for axis in reversed(grid):
+            steps = range(0, self.size(axis) * stride, stride)
+            if axis in axes:
+                within = [step + offset for step in steps for offset in within]
+            else:
+                firsts = [step + first for step in steps for first in firsts]
+            stride *= len(steps)
+        return [[first + offset for offset in within] for first in firsts]
 
     def group(self, rank: int, *axes: Axis) -> list[int]:
         """The one of `ranks` that a rank is in."""
-        within = self._offsets(_grid_of(axes), axes)
-        first = rank - within[self.index(rank, *axes)]
+        within, first, stride = [0], rank, 1
+        coordinates = self._coordinates(rank, _grid_of(axes))
+        for axis in reversed(_grid_of(axes)):
+            steps = range(0, self.size(axis) * stride, stride)
+            if axis in axes:
+                within = [step + offset for step in steps for offset in within]
+                first -= coordinates[axis] * stride
+            stride *= len(steps)
         return [first + offset for offset in within]
 
-    def _offsets(self, grid: Sequence[Axis], axes: Sequence[Axis]) -> list[int]:
-        """How far ranks that differ along some axes of a grid are from the first, ascending."""
-        found, stride = [0], 1
+    def _coordinates(self, rank: int, grid: tuple[Axis, ...]) -> dict[Axis, int]:
+        found: dict[Axis, int] = {}
+        place = rank - self.first
         for axis in reversed(grid):
-            if axis in axes:
-                steps = range(0, self.size(axis) * stride, stride)
-                found = [step + offset for step in steps for offset in found]
-            stride *= self.size(axis)
+            place, found[axis] = divmod(place, self.size(axis))
         return found
 
 
@@ -148,15 +154,9 @@ class Layout:
     stages: tuple[StageLayout, ...] = (StageLayout(),)
 
     @classmethod
-    @lru_cache(maxsize=1024)  # schedules and batches of one mesh ask for the same
     def of(cls, config: MeshConfig) -> Layout:
         """The layout a config asks for."""
-        stages: list[StageLayout] = []
-        first = 0
-        for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
-            stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
-            first += stages[-1].num_ranks
-        return cls(tuple(stages))
+        return _layout(config)
 
     @property
     def pp(self) -> int:
@@ -210,6 +210,16 @@ class Layout:
             sizes = [self.pp] if axis == "pp" else [getattr(stage, axis) for stage in self.stages]
             if max(sizes) > 1:
                 yield f"{axis} {sizes[0] if len(set(sizes)) == 1 else sizes}"
+
+
+@lru_cache(maxsize=1024)  # schedules and batches of one mesh ask for the same
+def _layout(config: MeshConfig) -> Layout:
+    stages: list[StageLayout] = []
+    first = 0
+    for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
+        stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
+        first += stages[-1].num_ranks
+    return Layout(tuple(stages))
 
 
 @cache

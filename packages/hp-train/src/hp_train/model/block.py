@@ -196,12 +196,16 @@ class Block(nn.Module):
         args = (x, rotation, documents)
         with doing(self.name):
             y = recomputed(self.attend, *args) if again == "attention" else self.attend(*args)
-            x = x + dropout(y, self.dropout, key, f"{self.name}.attention")
+            if self.dropout:
+                y = dropout(y, self.dropout, key, f"{self.name}.attention")
+            x = x + y
             if again == "feed_forward":
                 y = recomputed(self._feed_forward, x, microbatch)
             else:
                 y = self._feed_forward(x, microbatch)
-            return x + dropout(y, self.dropout, key, f"{self.name}.feed_forward")
+            if self.dropout:
+                y = dropout(y, self.dropout, key, f"{self.name}.feed_forward")
+            return x + y
 
     def _attend(self, x: Tensor, rotation: Rotation, documents: Limits) -> Tensor:
         y: Tensor = self.attention(self.attention_norm(x), rotation=rotation, documents=documents)

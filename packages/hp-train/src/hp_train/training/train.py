@@ -22,7 +22,7 @@ from torch import Tensor
 from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
 from hp_platform.host_reads import arrived
-from hp_schedule import MetaStepType, Timeline
+from hp_schedule import MetaStep, MetaStepType, Timeline
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
@@ -154,7 +154,7 @@ class Trainer:
             runtime,
             vocab_size=vocab_size,
             timeout=timeout,
-            on_step=lambda step: self._beat(str(step)),
+            on_step=self._on_pipeline_step,
             on_progress=partial(self._beat, "make weights"),
         )
         self.runner = self.ran = self.pipeline.training(loss_of)
@@ -634,8 +634,11 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
+    def _on_pipeline_step(self, step: MetaStep) -> None:
+        self.worker.heartbeats.beat(step=self.step, phase=str(step))
+
     def _on_checkpoint(self, phase: str, *, waiting: bool = False) -> None:
-        self._beat(f"checkpoint: {phase}", waiting=waiting)
+        self.worker.heartbeats.beat(step=self.step, phase=f"checkpoint: {phase}", waiting=waiting)
 
     def _beat(self, phase: str, *, waiting: bool = False) -> None:
         self.worker.heartbeats.beat(step=self.step, phase=phase, waiting=waiting)
