@@ -164,6 +164,7 @@ def gathers_of_changing_weights() -> list[float]:
     layers = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 300), nn.Linear(300, 2))
     modules: list[Any] = [fully_shard(layer, mesh=mesh) for layer in layers]
     for module in modules:
+        module.set_force_sum_reduction_for_comms(True)
         set_fsdp_exchanges(module, group=mesh.get_group(), in_place=True)
     for step in range(40):
         for number, parameter in enumerate(layers.parameters()):
@@ -178,6 +179,8 @@ def gathers_of_changing_weights() -> list[float]:
             module.unshard()
         for number, parameter in enumerate(layers.parameters()):
             wrong += parameter[parameter != 100 * step + number].tolist()
+        if step % 2:
+            torch.autograd.backward(layers(torch.ones(1, 7)).sum())
         for module in modules:
             module.reshard()
     return wrong

@@ -8,10 +8,10 @@ ranks are processes of one machine, both go through memory that they share (`sha
 
 Note [Gathered in place]. FSDP copies a unit's shards into one tensor, which it has gathered, and
 copies parameters out of that. Where the tensor is memory that all ranks have in common, each rank
-writes its part and nobody needs to copy those of others. FSDP is done with a unit's tensor before
-it gathers the unit again. So a rank that sees all others begin the gather after knows that they
-have copied what they wanted of this one: of two tensors that take turns, the one whose turn it is
-can be written to without asking. Likewise gradients are put into memory that others can read.
+writes its part and nobody needs to copy those of others. Before a rank writes to it again, the
+others must have copied what they wanted: a rank is known to have done so once it has sent gradients
+of the unit, which it computed with it. Where nothing was reduced since, ranks wait for each other.
+Likewise gradients are put into memory that others can read.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def set_fsdp_exchanges(module: Any, *, group: ProcessGroup, in_place: bool = Fal
     Args:
         module: One that `fully_shard` was applied to over one mesh axis; not those inside it.
         group: Process group of that axis.
-        in_place: Whether ranks of one machine keep two copies of the module's parameters together,
-            in the dtype that they are gathered in, and copy less in a gather. See Note [Gathered in
+        in_place: Whether ranks of one machine keep a copy of the module's parameters together, in
+            the dtype that they are gathered in, and copy less in a gather. See Note [Gathered in
             place].
     """
     cpu = torch.device("cpu")
@@ -86,12 +86,12 @@ def set_fsdp_exchanges(module: Any, *, group: ProcessGroup, in_place: bool = Fal
         timeout = _internals.group_timeout(group, cpu) or _TIMEOUT
         _channels[group] = (
             Channel.connect(group, num_slots=2, timeout=timeout),
-            Channel.connect(group, num_slots=2, timeout=timeout),
+            Channel.connect(group, num_slots=1, timeout=timeout),
         )
     gathers, reductions = _channels[group]
-    kind = _GatherInPlace if in_place and gathers is not None else _Gather
-    module.set_custom_all_gather(kind(gathers))
-    module.set_custom_reduce_scatter(_ReduceScatter(reductions))
+    gather = _GatherInPlace(gathers) if in_place and gathers is not None else _Gather(gathers)
+    module.set_custom_all_gather(gather)
+    module.set_custom_reduce_scatter(_ReduceScatter(reductions, gather))
 
 
 # Of each group what gathers go through and what reductions do, which may run in two threads.
@@ -110,6 +110,8 @@ class _Exchange:
 
 
 class _Gather(_Exchange):
+    is_copied = True  # whether all ranks are known to have copied what was gathered last
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -152,27 +154,38 @@ class _Gather(_Exchange):
 
 
 class _GatherInPlace(_Gather):
-    _turns: tuple[Tensor, ...] = ()
+    _memory: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of all ranks; see Note [Gathered in place]."""
         if device.type != "cpu" or self._channel is None:
             return super().allocate(size, dtype=dtype, device=device)
         num_bytes = math.prod(size) * dtype.itemsize
-        if not self._turns or self._turns[0].nbytes != num_bytes:
-            self._turns = (self._channel.common(num_bytes), self._channel.common(num_bytes))
-        self._turns = self._turns[::-1]
-        return self._turns[0].view(dtype).view(*size)
+        if self._memory is None or self._memory.nbytes != num_bytes:
+            self._memory = self._channel.common(num_bytes)
+        elif not self.is_copied:
+            _say(self._channel).wait()
+        self.is_copied = False
+        return self._memory.view(dtype).view(*size)
 
     def post(self, parts: Tensor, channel: Channel, rank: int) -> Exchange:
         """Say that this rank's part is there."""
-        if not self._turns or parts.data_ptr() != self._turns[0].data_ptr():
+        if self._memory is None or parts.data_ptr() != self._memory.data_ptr():
             return super().post(parts, channel, rank)
-        return channel.post(0, fill=lambda _: None, read=lambda _: None)
+        return _say(channel)
+
+
+def _say(channel: Channel) -> Exchange:
+    """Say that this rank has come here."""
+    return channel.post(0, fill=lambda _: None, read=lambda _: None)
 
 
 class _ReduceScatter(_Exchange):
     _input: Tensor | None = None  # allocated, and not reduced yet
+
+    def __init__(self, channel: Channel | None, gather: _Gather) -> None:
+        super().__init__(channel)
+        self._gather = gather
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory that others can read for an input, and of this rank for an output."""
@@ -216,6 +229,7 @@ class _ReduceScatter(_Exchange):
             add_up(parts, out=output_tensor)
 
         self._channel.post(whole.nbytes, fill=fill, read=read).wait()
+        self._gather.is_copied = True  # by all of whom gradients are there
         return None
 
 

@@ -6,8 +6,8 @@ hooks gather a unit when it is called, and reduce its gradients when its backwar
 embedding and the output matrix are units of their own then: the embedding is there while rows are
 looked up in it, and not in backward; the output matrix from the loss to its gradient. A table that
 is both on one stage, and what else is in no block, stays from the stage's forward to its backward.
-By stage, ranks of one machine with a CPU gather into memory that they have in common: it takes two
-copies of the parameters, of all of them together; by block, memory is what matters.
+By stage, ranks of one machine with a CPU gather into memory that they have in common: it takes one
+copy of the parameters, of all of them together; by block, memory is what matters.
 
 Gradients are summed over the ranks that keep copies as well (HSDP), of each unit when it was
 reduced. Over those ranks sums are of all microbatches, in the backward of the last one.
