@@ -222,6 +222,24 @@ def test_a_strangers_pipeline_runs(capfd: pytest.CaptureFixture[str]) -> None:
     assert "no problems" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(("per_node", "peers"), [(8, 2), (1, 1)])
+def test_peers_of_a_script_on_other_machines_share_a_buffer(
+    per_node: int, peers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "exchange.py"
+    script.write_text(
+        "import os, torch\n"
+        "import torch.distributed as dist\n"
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
+        "dist.init_process_group('nccl')\n"
+        "x = torch.ones(3, device='cuda')\n"
+        "dist.all_to_all_single(torch.empty_like(x), x)\n"
+    )
+    where = "--gpus", "3", "--gpus-per-node", str(per_node)
+    assert main(["dry-run", *where, "--json", "--", str(script)]) == 0
+    assert json.loads(capfd.readouterr().out)["peers"] == peers
+
+
 def test_a_rank_that_skips_a_collective_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["dry-run", "--gpus", "2", "--", str(SCRIPTS / "fsdp_loop.py"), "--skip", "1"]) == 10

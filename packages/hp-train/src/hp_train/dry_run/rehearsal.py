@@ -115,8 +115,8 @@ def summary_of(
     classes: Mapping[int, Sequence[int]],
     *,
     name: str,
+    gpus_per_node: int,
     layout: str = "",
-    gpus_per_node: int = 8,
 ) -> Summary:
     """Put together what the processes did, for all ranks.
 

@@ -57,7 +57,8 @@ def rehearse_script(
     classes: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in named}
     classes[named[0]] = tuple(sorted((named[0], *others)))
     run = run_classes(_run, list(command), classes=classes, gpus_per_node=gpus_per_node)
-    summary = summary_of(run, classes, name=Path(command[0]).name)
+    name = Path(command[0]).name
+    summary = summary_of(run, classes, name=name, gpus_per_node=gpus_per_node)
     return replace(summary, seconds=time.monotonic() - began), list(run.traces.values())
 
 
