@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hp_platform import set_fsdp_exchanges
+from hp_platform import _internals, set_fsdp_exchanges
 from hp_platform.collectives.shared_memory import Channel, Exchange
 from hp_platform.testing import run_distributed
 
@@ -188,6 +188,37 @@ def gathers_of_changing_weights() -> list[float]:
 
 def test_nobody_overwrites_what_another_rank_still_gathers() -> None:
     assert run_distributed(gathers_of_changing_weights, world_size=3) == [[]] * 3
+
+
+def reduced_before_it_is_copied(waits: bool) -> list[float]:
+    """What a late rank copies of a gather that others begin again after gradients were reduced."""
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    module: Any = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (group.size(),)))
+    set_fsdp_exchanges(module, group=group, in_place=True)
+    (params,) = _internals.fsdp_param_groups(module)
+    gather, reduce = params._all_gather_comm, params._reduce_scatter_comm
+    rank, length, found = group.rank(), 4, []
+    for step in range(3):
+        gathered = gather.allocate((length * group.size(),), dtype=torch.float32, device=cpu)
+        own = gathered[length * rank :][:length].fill_(10.0 * step + rank)
+        work = gather(gathered, own, group, async_op=True)
+        if waits:
+            work.wait()
+            found += gathered.tolist()
+        given = reduce.allocate((length * group.size(),), dtype=torch.float32, device=cpu).fill_(1)
+        reduce(torch.empty(length), given, group, dist.ReduceOp.SUM)
+        if not waits:
+            work.wait()
+            time.sleep(0.1 * (rank == 0))
+            found += gathered.tolist()
+    return found
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_gradients_tell_of_gathers_that_were_waited_for_alone(waits: bool) -> None:
+    wanted = [10.0 * step + rank for step in range(3) for rank in range(2) for _ in range(4)]
+    assert run_distributed(reduced_before_it_is_copied, waits, world_size=2) == [wanted] * 2
 
 
 def one_cannot() -> bool:

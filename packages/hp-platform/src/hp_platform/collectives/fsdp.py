@@ -9,8 +9,9 @@ ranks are processes of one machine, both go through memory that they share (`sha
 Note [Gathered in place]. FSDP copies a unit's shards into one tensor, which it has gathered, and
 copies parameters out of that. Where the tensor is memory that all ranks have in common, each rank
 writes its part and nobody needs to copy those of others. Before a rank writes to it again, the
-others must have copied what they wanted: a rank is known to have done so once it has sent gradients
-of the unit, which it computed with it. Where nothing was reduced since, ranks wait for each other.
+others must have copied what they wanted. A rank copies when it has waited for a gather, so it is
+known to have done so once it sends gradients of the unit after that. Where nothing was reduced
+since, ranks wait for each other.
 Likewise gradients are put into memory that others can read.
 """
 
@@ -110,7 +111,7 @@ class _Exchange:
 
 
 class _Gather(_Exchange):
-    is_copied = True  # whether all ranks are known to have copied what was gathered last
+    last: _AllOf | None = None  # what was begun last
 
     def __call__(
         self,
@@ -135,11 +136,14 @@ class _Gather(_Exchange):
             others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
             works = [group.recv([parts[other]], other, 0) for other in reversed(others)]
             works += [group.send([parts[rank]], other, 0) for other in others]
-        work = _AllOf(works, output_tensor)
+        self.last = work = _AllOf(works, output_tensor)
         if async_op:
             return work
         work.wait()
         return None
+
+    def was_reduced(self) -> None:
+        """Take note that all ranks have sent gradients of the unit."""
 
     def post(self, parts: Tensor, channel: Channel, rank: int) -> Exchange:
         """Begin to exchange parts, [ranks, numel of each]."""
@@ -155,6 +159,7 @@ class _Gather(_Exchange):
 
 class _GatherInPlace(_Gather):
     _memory: Tensor | None = None
+    _is_copied = True  # by all ranks, as far as this one knows
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of all ranks; see Note [Gathered in place]."""
@@ -163,9 +168,9 @@ class _GatherInPlace(_Gather):
         num_bytes = math.prod(size) * dtype.itemsize
         if self._memory is None or self._memory.nbytes != num_bytes:
             self._memory = self._channel.common(num_bytes)
-        elif not self.is_copied:
+        elif not self._is_copied:
             _say(self._channel).wait()
-        self.is_copied = False
+        self._is_copied = False
         return self._memory.view(dtype).view(*size)
 
     def post(self, parts: Tensor, channel: Channel, rank: int) -> Exchange:
@@ -173,6 +178,10 @@ class _GatherInPlace(_Gather):
         if self._memory is None or parts.data_ptr() != self._memory.data_ptr():
             return super().post(parts, channel, rank)
         return _say(channel)
+
+    def was_reduced(self) -> None:
+        """They have copied what was gathered, if it was waited for before they sent them."""
+        self._is_copied = self.last is not None and self.last.is_over
 
 
 def _say(channel: Channel) -> Exchange:
@@ -229,7 +238,7 @@ class _ReduceScatter(_Exchange):
             add_up(parts, out=output_tensor)
 
         self._channel.post(whole.nbytes, fill=fill, read=read).wait()
-        self._gather.is_copied = True  # by all of whom gradients are there
+        self._gather.was_reduced()
         return None
 
 
@@ -239,6 +248,11 @@ class _AllOf(dist.Work):
     def __init__(self, works: Sequence[dist.Work | Exchange], output: Tensor) -> None:
         super().__init__()
         self._works, self._output = works, output
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was waited for."""
+        return not self._works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for work in self._works:

@@ -167,7 +167,7 @@ class Channel:
         """Return memory that all ranks have in common; all of them call this together.
 
         Args:
-            size: In bytes.
+            size: Number of bytes.
 
         Returns:
             uint8 [size], the same bytes on every rank, of no other call.

@@ -231,7 +231,7 @@ class Rows:
         """Run a row from a place on as far as it goes; return where it stands then.
 
         Args:
-            rank: Whose row.
+            rank: Rank whose row it is.
             place: Where it stands.
             end: When each step ends, negative for those that have not run.
             order: All steps in the order in which they ran.

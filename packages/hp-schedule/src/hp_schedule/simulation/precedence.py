@@ -145,7 +145,7 @@ def _walk(
 
     Args:
         schedule: Its placement and its chains.
-        rank: Whose row.
+        rank: Rank whose row it is.
         row: Codes of its steps.
         steps: Gets the steps of all rows, in an order in which they can run.
         written: Gets the step that computes each value.
