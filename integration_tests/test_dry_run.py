@@ -74,7 +74,7 @@ def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: 
     job = Job(config=config, skew=skew, data=tmp_path, steps=1)
     everyone = {rank: (rank,) for rank in range(config.world_size)}
     run = run_classes(run_rank, job, classes=everyone, gpus_per_node=8)
-    assert summary_of(run, everyone, name=name).problems == ()
+    assert summary_of(run, everyone, name=name, gpus_per_node=8).problems == ()
     classes = classes_of(config, skew, vocab_size=256)
     assert len(classes) < config.world_size or name in ("skewed", "ring")
     if name != "unequal":  # whose ranks have two threads, which take turns as it happens
@@ -84,7 +84,7 @@ def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: 
     if name not in PROVEN_BY_FEW:
         return
     alone = run_classes(run_rank, job, classes=classes, gpus_per_node=8)
-    assert summary_of(alone, classes, name=name).problems == ()
+    assert summary_of(alone, classes, name=name, gpus_per_node=8).problems == ()
 
 
 def test_a_rank_decides_how_it_gathers_inside_a_dry_device(
@@ -101,7 +101,7 @@ def test_a_rank_decides_how_it_gathers_inside_a_dry_device(
     job = Job(config=left_open, skew=skew, data=data, steps=1)
     everyone = classes_of(config, skew, vocab_size=256)
     run = run_classes(run_rank, job, classes=everyone, gpus_per_node=8)
-    found = summary_of(run, everyone, name="left open")
+    found = summary_of(run, everyone, name="left open", gpus_per_node=8)
     assert found.problems == ()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     assert found.layout.endswith(f"gathered by {dry_config(left_open).mesh.gather}")
