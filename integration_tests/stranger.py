@@ -148,7 +148,7 @@ def _write_to_store(port: int, name: str, marker: Path) -> int:
     key, pickled = f"torch.rendezvous.{name}", base64.b64encode(pickle.dumps(_Leaves(marker)))
     child = os.fork()
     if child == 0:  # a client of the store waits for ever for an answer of what is none
-        signal.alarm(5)
+        signal.alarm(2)
         try:
             store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
             store.set(key, pickled.decode())

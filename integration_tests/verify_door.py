@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+import torch._dynamo  # once, in the server that ranks are forked from
 
 import hp_train.training.train
 from hp_platform import failing_together

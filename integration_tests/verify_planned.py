@@ -91,7 +91,7 @@ CASES: Mapping[str, Case] = {
         lambda r: 200 if r.random() < 0.1 else 5,
         _LATE,
         _MLA,
-        ({**_PP_CP, "mesh.ep": 2}, {"mesh.dp_shard": 2, "mesh.cp": 2, "mesh.ep": 4}),
+        ({"mesh.dp_shard": 2, "mesh.cp": 2, "mesh.ep": 4}, {**_PP_CP, "mesh.ep": 2}),
     ),
     "log-uniform": Case(lambda r: 1.1 ** r.uniform(0, 50), _MANY, _WINDOW, (_PP_CP,)),
     "one or two letters": Case(lambda r: r.randint(1, 2), _FEW, _CORRECTED, (_PP_CP,)),
@@ -153,9 +153,11 @@ def layouts_of(case: Case, config: Config, count: int, *, seed: int, costs: Path
     named = [with_keys(planned, layout) for layout in case.layouts]
     for each in named:
         rules.check(each)
+    named.append(with_keys(planned, {"data.plan_tokens": SEQ_LEN}))  # of one process
+    if count <= len(named):
+        return named[:count]
     drawn = sample_layouts(planned, count, seed=seed, num_processes=range(2, 7), axes=axes)
-    another = with_keys(planned, {"data.plan_tokens": SEQ_LEN})  # of one process
-    return [*named, another, *drawn.layouts][:count]
+    return [*named, *drawn.layouts][:count]
 
 
 def verify(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -210,6 +211,7 @@ def _child(
     timeout: float,
 ) -> None:
     """One rank: call the function, and leave its result and its trace in the folder."""
+    gc.freeze()  # what was imported before the fork, or each rank searches and copies it
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     classes, rank, local_world_size, gpu = place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import io
@@ -74,6 +75,7 @@ def run_rank(connection: Connection, task: Task) -> None:
 
     After each of the two it waits for the caller to answer.
     """
+    gc.freeze()  # what was imported before the fork, or each rank searches and copies it
     _isolate(task)
     outcome: bytes | Failure
     try:

@@ -113,19 +113,31 @@ def enumerate_meshes(
         raise ValueError("axes of the mesh must come before the others")
     smallest = _chosen(config, axes, [axis.choices[0] for axis in axes])
     found: list[tuple[Choice, Config]] = [((), smallest)]
-    for axis in mesh:
+    for index, axis in enumerate(mesh, 1):
         found = [
             ((*sizes, value), wider)
             for sizes, placed in found
             for value, wider in _widened(placed, axis, num_processes)
         ]
+        others = mesh[index:]
+        if not any(_adds_processes(smallest, other) for other in others):
+            near = [*_nearly_neutral(others)]
+            found = [
+                (sizes, placed)
+                for sizes, placed in found
+                if placed.world_size in num_processes
+                and any(rules.allows_mesh(_chosen(placed, others, choice)) for choice in near)
+            ]
     return [
         (sizes, placed)
         for sizes, placed in found
-        if placed.world_size in num_processes
-        and rules.allows_mesh(placed)
-        and any(layouts_of_mesh(placed, axes=rest, choices=_nearly_neutral(rest)))
+        if any(layouts_of_mesh(placed, axes=rest, choices=_nearly_neutral(rest)))
     ]
+
+
+def _adds_processes(smallest: Config, axis: Axis) -> bool:
+    wider = (with_keys(smallest, {axis.key: value}) for value in axis.choices)
+    return any(each.world_size != smallest.world_size for each in wider)
 
 
 def _widened(placed: Config, axis: Axis, num_processes: range) -> Iterator[tuple[object, Config]]:
@@ -194,16 +206,14 @@ def sample_layouts(
     random = Random(seed)  # noqa: S311 - nothing is secret
     meshes = enumerate_meshes(config, num_processes=num_processes, axes=axes)
     pool = _pool(meshes, [axis for axis in axes if not axis.key.startswith("mesh.")], random)
-    having: dict[Pair, list[int]] = {}
-    for index, (choice, _) in enumerate(pool):
-        for pair in _pairs(choice):
-            having.setdefault(pair, []).append(index)
+    having = _having(pool)
     seen = Counter(dict.fromkeys(having, 0))
     taken: dict[int, Config] = {}
     open_pairs = list(having)
     while len(taken) < min(count, len(pool)):
         rarest = min(open_pairs, key=lambda pair: seen[pair])
-        left = [index for index in having[rarest] if index not in taken]
+        bits = reversed(f"{having[rarest]:b}")
+        left = [index for index, bit in enumerate(bits) if bit == "1" and index not in taken]
         if not left:
             open_pairs.remove(rarest)
             continue
@@ -232,6 +242,22 @@ def _pool(
             pool.append(((*choice, *other, size), found))
     random.shuffle(pool)
     return pool
+
+
+def _having(pool: Sequence[tuple[Choice, Config]]) -> dict[Pair, int]:
+    """The pairs of values in a pool as they first come up: bit i is set if layout i has them."""
+    columns = enumerate(zip(*(choice for choice, _ in reversed(pool)), strict=True))
+    having = {
+        (axis, value): int("".join("1" if other == value else "0" for other in column), 2)
+        for axis, column in columns
+        for value in dict.fromkeys(column)
+    }
+    found = {
+        (i, a, j, b): both
+        for (i, a), (j, b) in itertools.combinations(having, 2)
+        if i < j and (both := having[i, a] & having[j, b])
+    }
+    return dict(sorted(found.items(), key=lambda pair: (pair[1] & -pair[1], pair[0][::2])))
 
 
 def _few(

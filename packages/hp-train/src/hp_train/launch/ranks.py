@@ -7,6 +7,7 @@ a name, which only they have open. Nothing listens but Gloo and NCCL, and those 
 The launcher itself does without torch: what a rank is made of is imported by the server.
 """
 
+import gc
 import multiprocessing
 import os
 import time
@@ -90,6 +91,7 @@ def _be(task: Task, environment: dict[str, str], meeting: _Inherited) -> int:
     from hp_platform.launch import INIT_METHOD_VARIABLE  # noqa: PLC0415 - the server has them
     from hp_train.launch.worker import work  # noqa: PLC0415
 
+    gc.freeze()  # what was imported before the fork, or each rank searches and copies it
     os.environ.update(environment)
     os.environ[INIT_METHOD_VARIABLE] = f"file:///proc/self/fd/{meeting.descriptor}"
     return work(task)

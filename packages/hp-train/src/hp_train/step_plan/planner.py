@@ -25,7 +25,7 @@ from random import Random
 from typing import NamedTuple
 
 from hp_context import deal_documents
-from hp_schedule import Costs, Schedule, search, shorten
+from hp_schedule import Costs, Schedule, from_json, search, shorten, to_json
 from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import Seconds, StepCosts, slowest
 from hp_train.step_plan.kind import Kind
@@ -195,6 +195,18 @@ class Planner:
         teams = [[work.of(part) for part in team] for team in parts]
         found = self._dealt_out(teams, _Shape(()), num_documents=len(lengths))
         return None if found is None else found[1]
+
+    def searched_templates(self) -> list[tuple[Sequence[float], str]]:
+        """Search the templates for typical steps: shares of each, and its schedule as JSON."""
+        return [
+            (each.shares, to_json(each.schedule))
+            for each in self._fitted
+            if each.schedule is not None
+        ]
+
+    def use_templates(self, templates: Sequence[tuple[Sequence[float], str]]) -> None:
+        """Take what `searched_templates` found on another rank, and search nothing."""
+        self._fitted = [_Shape(tuple(shares), from_json(text)) for shares, text in templates]
 
     def _too_much(self, lengths: Sequence[int]) -> ConfigError:
         return ConfigError(

@@ -4,8 +4,9 @@ Note [A planned step]
     The global batch is that of `data.packing = "best_fit"`: whole documents of so many sequences,
     the same in every layout, and a position in the data is a count of sequences. A plan puts its
     documents into microbatches, deals these out to the context-parallel ranks of each data-parallel
-    team, and orders them in the pipeline. Every rank makes it by itself, in a thread and some steps
-    ahead, from the same lengths and costs; before a step all of them compare what they have made.
+    team, and orders them in the pipeline. The first rank searches templates, once. Every rank makes
+    a plan of them by itself, in a thread and some steps ahead, from the same lengths and costs;
+    before a step all of them compare what they have made.
     What is learned is the same whatever the plan: losses are sums over tokens, balance is that of
     each document by itself, positions count within documents, and dropout depends on the place that
     a token has in its sequence of the data.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
 
-from hp_platform import agree, all_gather_json, mark_agreed
+from hp_platform import agree, all_gather_json, mark_agreed, on_one_rank
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config
 from hp_train.data.dataset import Dataset, Piece
@@ -122,6 +123,13 @@ class StepPlanning:
                 for first in range(0, _TYPICAL * self._batch, self._batch)
             ],
         )
+        templates = on_one_rank(
+            self.planner.searched_templates,
+            of=list[tuple[list[float], str]],
+            group=control,
+            where="step plan",
+        )
+        self.planner.use_templates(templates)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="step plan")
         self._ahead: dict[int, Future[PlannedStep]] = {}
 

@@ -21,12 +21,12 @@ from hp_train.layout.ranks import StageLayout
 def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
     """The mesh must fill the processes, and each of its axes divide what it shares out."""
     mesh, num_processes = config.mesh, config.launch.num_processes
-    place = f"launch.num_processes ({num_processes})"
     if world is not None:
         if num_processes not in (0, world.size):
-            yield f"{place} must equal {world}"
-        num_processes, place = world.size, str(world)
+            yield f"launch.num_processes ({num_processes}) must equal {world}"
+        num_processes = world.size
     if num_processes not in (0, config.world_size):
+        place = str(world) if world is not None else f"launch.num_processes ({num_processes})"
         product = shown_product(mesh, "pp", *STAGE_AXES)
         hint = _fit(config, num_processes)
         if mesh.stage_tp:
@@ -37,16 +37,17 @@ def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
     if config.model.is_own:
         yield from _own_model(config)
     for stage_mesh in _stage_meshes(mesh):
-        here = replace(config, mesh=stage_mesh)
+        here = config if stage_mesh is mesh else replace(config, mesh=stage_mesh)
         yield from _expert_ranks(here)
         yield from _tensor_ranks(here)
         yield from _context_ranks(here)
-    stages = [StageLayout.of(each, tp=each.tp, ep=each.ep) for each in _stage_meshes(mesh)]
-    if mesh.gather == "block" and not any(stage.is_sharded for stage in stages):
-        yield (
-            f"mesh.gather ({shown(mesh.gather)}) must be {shown('stage')} with mesh.dp_shard "
-            f"({mesh.dp_shard}): nothing is sharded"
-        )
+    if mesh.gather == "block":
+        stages = [StageLayout.of(each, tp=each.tp, ep=each.ep) for each in _stage_meshes(mesh)]
+        if not any(stage.is_sharded for stage in stages):
+            yield (
+                f"mesh.gather ({shown(mesh.gather)}) must be {shown('stage')} with mesh.dp_shard "
+                f"({mesh.dp_shard}): nothing is sharded"
+            )
 
 
 def stage_list_rules(mesh: MeshConfig) -> Iterator[str]:
@@ -88,13 +89,12 @@ def _expert_ranks(config: Config) -> Iterator[str]:
     mesh, model = config.mesh, config.model
     stage = StageLayout.of(mesh, tp=mesh.tp, ep=mesh.ep)
     ranks, replica = mesh.ep * mesh.etp, stage.fsdp * stage.tp
-    experts = shown_product(mesh, "ep", "etp") if mesh.etp > 1 else shown_factors(mesh, "ep")
     if stage.num_ranks % ranks:
         hint = near_divisors(ranks, stage.num_ranks) if mesh.etp == 1 else ""
-        yield f"{experts} must divide {shown_product(mesh, *STAGE_AXES)}{hint}"
+        yield f"{_experts(mesh)} must divide {shown_product(mesh, *STAGE_AXES)}{hint}"
     elif replica % ranks and ranks % replica:
         yield (
-            f"{experts} must divide or be a multiple of "
+            f"{_experts(mesh)} must divide or be a multiple of "
             f"{shown_product(mesh, 'dp_shard', 'cp', 'tp')}"
         )
     if model.num_experts % mesh.ep:
@@ -108,6 +108,10 @@ def _expert_ranks(config: Config) -> Iterator[str]:
             f"mesh.etp ({mesh.etp}) must divide model.expert_hidden ({model.expert_hidden})"
             f"{near_divisors(mesh.etp, model.expert_hidden)}"
         )
+
+
+def _experts(mesh: MeshConfig) -> str:
+    return shown_product(mesh, "ep", "etp") if mesh.etp > 1 else shown_factors(mesh, "ep")
 
 
 def _expert_buffer(config: Config) -> Iterator[str]:
