@@ -32,8 +32,8 @@ from hp_train.step_plan.kind import Kind
 from hp_train.step_plan.partition import partition
 from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, Team
 from hp_train.step_plan.price import cost_of_deal, stage_costs
-from hp_train.step_plan.shares import Rates, best_shares
-from hp_train.step_plan.templates import changed_shares, scaled, templates_for
+from hp_train.step_plan.shares import Rates, best_shares, program_seconds
+from hp_train.step_plan.templates import changed_shares, part_looked_at, scaled, templates_for
 from hp_train.step_plan.work import Pipeline, pairs_of
 
 TEAM = 32
@@ -196,13 +196,10 @@ class Planner:
         found = self._dealt_out(teams, _Shape(()), num_documents=len(lengths))
         return None if found is None else found[1]
 
-    def searched_templates(self) -> list[tuple[Sequence[float], str]]:
+    def searched_templates(self) -> list[tuple[list[float], str]]:
         """Search the templates for typical steps: shares of each, and its schedule as JSON."""
-        return [
-            (each.shares, to_json(each.schedule))
-            for each in self._fitted
-            if each.schedule is not None
-        ]
+        found = [(list(each.shares), each.schedule) for each in self._fitted]
+        return [(shares, to_json(schedule)) for shares, schedule in found if schedule is not None]
 
     def use_templates(self, templates: Sequence[tuple[Sequence[float], str]]) -> None:
         """Take what `searched_templates` found on another rank, and search nothing."""
@@ -237,8 +234,10 @@ class Planner:
             shapes = self._fitted if self._typical else self._templates([work])
             found = [(self._expected(teams[0], shape), shape) for shape in shapes]
             fitting = [(seconds, shape) for seconds, shape in found if seconds is not None]
-            is_long = fsum(work.seconds) >= _LONG * self.pipeline.ranks
+            of_step = fsum(work.seconds) / self.pipeline.ranks
             for _, shape in sorted(fitting, key=lambda each: each[0]):
+                program = program_seconds(self.pipeline.num_stages, len(shape.shares))
+                is_long = of_step >= max(_LONG, program / _OF_STEP)
                 yield self._adapted(shape, teams[0]) if is_long else shape
         if teams:
             yield from sorted(self._plain_shapes(work), key=lambda each: self._about(work, each))
@@ -296,7 +295,8 @@ class Planner:
         shape = min([shape, *(self._adapted(shape, work) for work in teams)], key=seconds)
         random = Random(0)  # noqa: S311 - nothing is secret
         best = seconds(shape)
-        for _ in range(2 * self.prepared if teams else 0):
+        part = part_looked_at(self.pipeline.num_stages, len(shape.shares))
+        for _ in range(int(2 * self.prepared * part) if teams else 0):
             changed = shape._replace(shares=changed_shares(shape.shares, random))
             if (found := seconds(changed)) < best:
                 best, shape = found, changed

@@ -30,6 +30,8 @@ _KEPT, _FEWER = 3, 4
 """Numbers that are looked at closely; by what schedules are fewer each further time."""
 _FAR, _NEAR = (0.7, 0.85, 0.93, 1.07, 1.15, 1.3), (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
 """Factors by which a share is changed."""
+_USUAL = 128
+"""Stages times microbatches up to which that many are looked at; of larger ones fewer."""
 _LESS = 1e-6
 """Of a step: what is not shorter by more is no better."""
 
@@ -46,6 +48,15 @@ class Template(NamedTuple):
     seconds: float
     shares: tuple[float, ...]
     schedule: Schedule
+
+
+def part_looked_at(stages: int, microbatches: int) -> float:
+    """The part of what would be looked at for a few: each takes more than their number."""
+    return min(1.0, _USUAL / (stages * microbatches))
+
+
+def _some(number: int, part: float) -> int:
+    return max(1, round(number * part))
 
 
 @lru_cache(maxsize=64)
@@ -66,7 +77,8 @@ def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
         if found is not None:
             best[count] = found
     every = sorted(best.values(), key=_seconds)
-    every[:_KEPT] = [_closely(kind, each, effort) for each in every[:_KEPT]]
+    kept = _some(_KEPT, part_looked_at(kind.num_stages, len(every[0].shares)) if every else 1.0)
+    every[:kept] = [_closely(kind, each, effort) for each in every[:kept]]
     return tuple(sorted(every, key=_seconds))
 
 
@@ -74,7 +86,7 @@ def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
     """Yield numbers of microbatches to look at, while `best` is filled with what is found.
 
     They go up from twice the stages, or what the memory asks for, until two were no better, and
-    then come close to the best from both sides.
+    then come close to the best from both sides, less close where these are many.
     """
 
     def shortest() -> int:
@@ -87,7 +99,8 @@ def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
         yield count
         if best and shortest() <= count - 2 * step:
             break
-    while best and step > 1:
+    closest = 1 + int(step * (1 - part_looked_at(stages, shortest()))) if best else step
+    while best and step > closest:
         step //= 2
         middle = shortest()
         for count in (middle - step, middle + step):
@@ -97,8 +110,12 @@ def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
 
 def _best(kind: Kind, count: int) -> Template | None:
     """The best for so many microbatches, of all shares that are worth a try."""
-    searched = (_searched(kind, shares, _LOOKED_AT) for shares in _shares(count))
-    found = sorted((each for each in searched if each is not None), key=_seconds)[:_FITTED]
+    part = part_looked_at(kind.num_stages, count)
+    every = [*_shares(count)]
+    some = every[:: math.ceil(len(every) / _some(len(every), part))]
+    searched = (_searched(kind, shares, _some(_LOOKED_AT, part)) for shares in some)
+    found = sorted((each for each in searched if each is not None), key=_seconds)
+    found = found[: _some(_FITTED, part)]
     return min((_fitted(kind, each) for each in found), key=_seconds, default=None)
 
 
@@ -106,6 +123,7 @@ def _closely(kind: Kind, template: Template, effort: int) -> Template:
     """Look at more schedules for the shares of a template, and for shares near and far."""
     random = Random(0)  # noqa: S311 - nothing is secret
     shares = template.shares
+    effort = _some(effort, part_looked_at(kind.num_stages, len(shares)))
     for turn in range(1 + effort // _FEWER):
         found = _searched(kind, shares, effort if turn == 0 else max(1, effort // _FEWER))
         if found is not None:
