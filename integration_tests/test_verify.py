@@ -45,11 +45,11 @@ def test_generated_layouts_equal_one_process(corpus: str) -> None:
     """A bounded sample; `nox -s verify` runs 150 of them for 20 steps."""
     status, text = verify(
         *(MODEL, "model.num_layers=4", "model.num_dense_layers=2", "--data", corpus),
-        *("train.global_batch_size=6", "--generate", "2", "--steps", "2", "--processes", "2:4"),
+        *("train.global_batch_size=6", "--generate", "3", "--steps", "2", "--processes", "2:4"),
     )
     assert status == 0, text
     assert "one process equals the oracle" in text
-    assert "2 of 2 layouts equal one process" in text
+    assert "3 of 3 layouts equal one process" in text
     assert "0 could not be run" in text
 
 

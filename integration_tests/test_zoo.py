@@ -97,7 +97,7 @@ def referees(tmp_path_factory: pytest.TempPathFactory) -> Referees:
 
 @pytest.mark.sample(
     *(f"{case}-float64" for case in ("dp", "fsdp", "tp", "ep", "cp", "pp tied")),
-    *("tp-bfloat16", "tp-autocast"),
+    *("tp-float32", "tp-bfloat16", "tp-autocast"),
 )
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("case", ["one", "dp", "fsdp", "tp", "ep", "cp", "pp", "pp tied"])

@@ -74,7 +74,7 @@ def _stages(draw: st.DrawFn) -> StageCosts:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_no_plan_is_below_the_bound(data: st.DataObject) -> None:
     draw = data.draw

@@ -17,10 +17,10 @@ _SMALLEST = 0.03
 """Least share of a microbatch, by the mean."""
 _EVEN = 0.1
 """What the largest share costs, by all work: documents are put more easily into even shares."""
-_FEW = 256
-"""Stages times microbatches above which inner points are quicker than the simplex."""
+_FEW = 512
+"""Steps of all ranks above which inner points are quicker than the simplex."""
 _SQUARE, _LONGEST = 7e-7, 1.5
-"""Seconds that a program takes, by the square of these; most seconds of one that is solved."""
+"""Seconds of a program by the square of stages times microbatches; most of one that is solved."""
 _HALVES: Mapping[MetaStepType, tuple[int, ...]] = {
     MetaStepType.FWD: (0,),
     MetaStepType.BWD: (1, 2),
@@ -132,7 +132,7 @@ class _Program:
             A_eq=[[1.0] * self._count + [0.0] * others],
             b_eq=[1.0],
             bounds=[(_SMALLEST / self._count, 1.0)] * self._count + [(0.0, None)] * others,
-            method="highs-ds" if len(self._starts) <= 2 * _FEW else "highs-ipm",
+            method="highs-ds" if len(self._starts) <= _FEW else "highs-ipm",
         )
         if not found.success:
             return None
