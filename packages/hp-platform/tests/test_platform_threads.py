@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from hp_platform import (
     ThreadContext,
     all_to_all_lazy,
     current_stream,
+    initialize,
     is_waited,
     sync_hook,
     use_stream,
@@ -176,3 +178,25 @@ def test_a_hook_in_a_compiled_region_is_called_in_every_pass() -> None:
         compiled(x).sum().backward()
         assert torch.equal(x.grad, torch.full((2,), 6.0))  # type: ignore[arg-type]
     assert calls == ["f", "b"] * 2
+
+
+def _policies() -> set[int]:
+    return {os.sched_getscheduler(int(task.name)) for task in TASKS.iterdir()}
+
+
+def _policies_of_a_rank() -> tuple[set[int], set[int], set[int]]:
+    before = _policies()
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    initialize(device_type="cpu")  # the default group and its threads exist
+    after = _policies()
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    initialize(device_type="cpu")
+    return before, after, _policies()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="no such policy on this system")
+def test_threads_of_ranks_take_no_core_by_waking_up_unless_somebody_says_otherwise() -> None:
+    batch = {os.SCHED_BATCH}
+    # Threads of groups that an idle thread makes are idle as well.
+    found = run_distributed(_policies_of_a_rank, world_size=2)
+    assert found == [(batch, batch, {os.SCHED_BATCH, os.SCHED_IDLE})] * 2

@@ -24,6 +24,7 @@ from hp_platform.device.device import (
 )
 from hp_platform.failures.liveness import stop_watching, watch
 from hp_platform.groups.membership import agree_on_call, require_members
+from hp_platform.threads.scheduling import schedule_as_batch
 
 _log = logging.getLogger("hp_platform")
 
@@ -111,6 +112,8 @@ def initialize(
     """Choose the device and backend, and create the default group and the control group.
 
     A default group that exists already, for example in a script started by accelerate, is kept.
+    Where the device is a CPU, threads of this process no longer take cores from others by waking
+    up, which Gloo does not bear well (Note [No core by waking up]).
 
     Args:
         info: Place of this process; None: from the environment, else a world of one.
@@ -128,6 +131,8 @@ def initialize(
     init_method = init_method or os.environ.get(INIT_METHOD_VARIABLE)
     info = info or RankInfo.from_env() or _existing_world()
     device = local_device(info.local_rank, device_type=device_type)
+    if device.type == "cpu":
+        schedule_as_batch()
     is_own = not dist.is_initialized()
     if not is_own:
         _require_existing(info)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hp_platform._internals import AsyncCollectiveTensor, FileStore, functional_wait
+from hp_platform.threads.scheduling import schedule_as_batch
 
 _PR_SET_PDEATHSIG = 1
 
@@ -142,6 +143,7 @@ def _isolate(task: Task) -> None:
     os.environ.clear()
     os.environ.update(task.env)
     torch.set_num_threads(task.threads)
+    schedule_as_batch()
 
 
 def _die_with_caller() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from hp_platform import PeerError, RankInfo, is_echo
 from hp_platform.failures.liveness import is_hang, is_loss
+from hp_platform.threads.scheduling import schedule_as_batch
 from hp_train.base.lifetime import die_with
 from hp_train.config import Config
 from hp_train.errors import HangError, HpError, RankLostError, RunDirectoryError
@@ -113,11 +114,13 @@ def write_error(worker: Worker, error: BaseException) -> None:
 
 
 def set_threads(config: Config, local_world_size: int) -> None:
-    """Give torch this process's share of the cores."""
+    """Give torch this process's share of the cores, and let ranks without a GPU share them well."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(
         config.launch.threads_per_process or max(1, cores // max(1, local_world_size))
     )
+    if not torch.cuda.is_available():  # what an entry that is somebody else's makes groups of
+        schedule_as_batch()
 
 
 def report_stacks(worker: Worker) -> None:
