@@ -34,7 +34,8 @@ def collect(kind: str, x: torch.Tensor, group_size: int) -> None:
 
 def seconds(kind: str, size: int, rounds: int) -> list[list[float]]:
     """Return, for each policy, the seconds that one call takes in each round, of this rank."""
-    x, taken = torch.zeros(size), [[] for _ in POLICIES]  # type: list[list[float]]
+    taken: list[list[float]] = [[] for _ in POLICIES]
+    x = torch.zeros(size)
     for number in range(rounds * len(POLICIES)):
         policy = number % len(POLICIES)
         for thread in map(int, os.listdir("/proc/self/task")):  # noqa: PTH208 - names alone
