@@ -38,6 +38,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.machinery import PathFinder
@@ -424,6 +425,10 @@ def _end(status: int) -> NoReturn:
     that does nothing, 1 s for a rank.
     """
     threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing does
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001
+        # Operators of torch, hundreds of them, would be taken apart one by one.
+        if finalizer.peek()[1].__module__ == "torch.library":
+            finalizer.atexit = False
     atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
