@@ -465,7 +465,7 @@ def hangs(folder: str) -> None:
 
 def test_a_hang_ends_in_time_and_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(DryRunError) as caught:
-        run_ranks(hangs, str(tmp_path), world_size=2, timeout=12)
+        run_ranks(hangs, str(tmp_path), world_size=2, timeout=6)
     text = str(caught.value)
     assert "did not end in time" in text
     assert "rank 1 waits for barrier 1 of world[0,1]" in text
