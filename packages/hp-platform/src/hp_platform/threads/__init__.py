@@ -1,1 +1,1 @@
-"""What a thread hands to its helpers, what it is doing, and which process groups are its."""
+"""What a thread hands to its helpers, what it is doing, its process groups, its turn on a core."""
