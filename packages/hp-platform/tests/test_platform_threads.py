@@ -25,6 +25,7 @@ from hp_platform import (
 )
 from hp_platform._internals import is_multithreading_enabled
 from hp_platform.testing import run_distributed, run_in_threads
+from hp_platform.threads.scheduling import schedule_as_batch
 
 T = TypeVar("T")
 TASKS = Path("/proc/self/task")  # the threads of this process
@@ -200,3 +201,16 @@ def test_threads_of_ranks_take_no_core_by_waking_up_unless_somebody_says_otherwi
     # Threads of groups that an idle thread makes are idle as well.
     found = run_distributed(_policies_of_a_rank, world_size=2)
     assert found == [(batch, batch, {os.SCHED_BATCH, os.SCHED_IDLE})] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="no such policy on this system")
+def test_a_sandbox_that_allows_no_other_policy_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def refuse(*given: object) -> None:
+        asked.append(given)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    schedule_as_batch()
+    assert asked

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,13 @@ STEPS = 100_000
 
 def returns(_config: Config, *, worker: Worker) -> int:
     (worker.run_dir / f"rank-{worker.info.rank}").write_text(str(worker.info.world_size))
+    return 0
+
+
+def shares_cores(_config: Config, *, worker: Worker) -> int:
+    policies = {os.sched_getscheduler(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+    told = f"{torch.get_num_threads()} {sorted(policies)}"
+    (worker.run_dir / f"rank-{worker.info.rank}").write_text(told)
     return 0
 
 

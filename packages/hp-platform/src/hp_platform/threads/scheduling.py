@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 
 def schedule_as_batch() -> None:
     """Let no thread of this process take a core from another by waking up, on Linux.
 
     Threads that they start have it from them, so call this before process groups are made. Threads
-    that have been given a policy by somebody else keep it. See Note [No core by waking up].
+    that have been given a policy by somebody else keep it, and all do where the system allows no
+    other. See Note [No core by waking up].
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
-    for thread in map(int, os.listdir("/proc/self/task")):  # noqa: PTH208 - names alone
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+    for task in Path("/proc/self/task").glob("*"):
+        thread = int(task.name)
+        with suppress(OSError):  # a sandbox, or a thread that has ended meanwhile
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
