@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -68,10 +68,11 @@ def test_the_size_of_a_swap_is_the_largest_that_moves_no_more_than_wanted(
     st.lists(st.one_of(st.none(), st.integers(0, 30)), min_size=1, max_size=3),
     st.sampled_from([0.0, 1.0, 1e6]),
 )
+@example([3], 4, [None], 1.0)  # no two pieces of a third of it fit the room of one
 def test_every_position_goes_to_one_rank_and_costs_are_those_of_the_mask(
     lengths: list[int], num_ranks: int, windows: list[int | None], pairs_per_key: float
 ) -> None:
-    lengths.append(-sum(lengths) % num_ranks or num_ranks)
+    lengths = [*lengths, -sum(lengths) % num_ranks or num_ranks]
     deal = deal_documents(lengths, num_ranks, windows=windows, pairs_per_key=pairs_per_key)
     assert set(deal.sizes) == {sum(lengths) // num_ranks}
     cost = deal_cost(deal, lengths, windows=windows)
