@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hp_platform
 from hp_platform.dry import DryRun, DryRunError, prove, run_ranks, same_program
 from hp_platform.dry.trace import Collective, HostMessage, HostWait, Trace, WaitWork
-from hp_platform.testing import run_distributed
+from hp_platform.testing import run_distributed, run_in_threads, slow_group
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:barrier:UserWarning"
@@ -473,6 +473,20 @@ def test_a_hang_ends_in_time_and_leaves_no_process(tmp_path: Path) -> None:
     for rank in range(2):
         pid = int((tmp_path / str(rank)).read_text())
         assert not Path(f"/proc/{pid}").exists()
+
+
+def begins_and_ends() -> int:
+    dist.init_process_group("nccl")
+    dist.destroy_process_group()
+    return 1
+
+
+def test_groups_of_the_caller_do_not_end_in_its_forks() -> None:
+    def rank_main(group: dist.ProcessGroup) -> None:
+        slow_group(group)  # which torch knows from then on
+
+    run_in_threads(rank_main, world_size=2)
+    assert run_ranks(begins_and_ends, world_size=2, timeout=20).results == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize("classes", [{0: [0, 1]}, {0: [0, 1], 1: [2, 3]}, {0: [0, 1, 2, 3], 5: []}])

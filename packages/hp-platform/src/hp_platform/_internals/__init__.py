@@ -227,6 +227,11 @@ def knows_ranks(group: ProcessGroup) -> bool:
     return group is dist.group.WORLD or group in distributed_c10d._world.pg_group_ranks
 
 
+def known_groups() -> list[ProcessGroup]:
+    """The groups of this process that torch knows."""
+    return [*distributed_c10d._world.pg_map, *distributed_c10d._world.pg_group_ranks]
+
+
 def register_group(name: str, group: ProcessGroup, ranks: Sequence[int]) -> None:
     """Make `group` usable by functional collectives and by `torch.distributed` functions.
 

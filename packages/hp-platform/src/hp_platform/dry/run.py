@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
+from hp_platform._internals import known_groups
 from hp_platform.dry.classes import Classes
 from hp_platform.dry.device.device import DryDevice
 from hp_platform.dry.gpu import Gpu
@@ -34,6 +36,8 @@ from hp_platform.threads.places import place_of
 _DIE_WITH_PARENT = 1
 _LOOK_SECONDS = 0.2
 _SETTLE_SECONDS = 2.0  # for a rank that failed first to say so after those that noticed
+_inherited: list[ProcessGroup] = []
+"""Groups of the caller, kept by its forks: Gloo's end only with threads that no fork has."""
 
 
 class DryRunError(RuntimeError):
@@ -212,6 +216,7 @@ def _child(
 ) -> None:
     """One rank: call the function, and leave its result and its trace in the folder."""
     gc.freeze()  # what was imported before the fork, or each rank searches and copies it
+    _inherited.extend(known_groups())
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     classes, rank, local_world_size, gpu = place
