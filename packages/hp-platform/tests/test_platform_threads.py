@@ -213,6 +213,7 @@ def test_a_sandbox_that_allows_no_other_policy_is_no_error(monkeypatch: pytest.M
         asked.append(given)
         raise PermissionError
 
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _thread: os.SCHED_OTHER)
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     schedule_as_batch()
     assert asked
