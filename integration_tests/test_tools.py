@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from check_distributions import check_wheel
-from house import (
-    ROOT,
-    arrows_of,
-    circles_of,
-    cleared_figures,
-    count_source,
-    is_fragment,
-    table,
-    walk_figures,
-)
+from house import ROOT, arrows_of, circles_of, count_source, is_fragment, table, walk_figures
 from house_walks import count, find
 from lowest_siblings import lowest
 from packaging.requirements import Requirement
@@ -203,40 +193,6 @@ def test_the_house_has_arrows_where_loading_one_room_loads_another(tmp_path: Pat
     (package / "b" / "again.py").write_text("class K: pass\n")
     with pytest.raises(LookupError, match="K must be defined once in hp_a"):
         find(tmp_path, "hp_a", "K")
-
-
-def test_changes_that_only_take_away_are_told_from_those_that_bring_something(
-    tmp_path: Path,
-) -> None:
-    def commit(said: str, files: dict[Path, str]) -> None:
-        for file, source in files.items():
-            file.write_text(source)
-        _git(tmp_path, "add", "--all")
-        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        _git(tmp_path, *who, "commit", "--quiet", "--no-gpg-sign", f"--message={said}")
-
-    sources = [tmp_path / "packages" / f"hp-{name}" / "src" / f"hp_{name}" for name in "ab"]
-    for source in sources:
-        source.mkdir(parents=True)
-    a, b = (source / "module.py" for source in sources)
-    _git(tmp_path, "init", "--quiet")
-    commit("begin", {a: "x = 1\ny = 2\nz = 3\n", b: "x = 1\n"})
-    _git(tmp_path, "tag", "began")
-    commit("move", {a: '"""Said."""\nx = 1\n', b: "x = 1\nz = 3\n"})
-    commit("more", {b: "x = 1\ny = 2\nz = 3\n"})
-    b.unlink()
-    commit("less", {tmp_path / "packages" / "hp-a" / "README.md": "a\nb\n"})
-    rows = cleared_figures(tmp_path, "began")
-    told = {name.partition(" ")[2]: row for name, row in rows.items()}
-    assert told == {
-        "less": {"all": -3, "hp_a": 0, "hp_b": -3},
-        "move": {"all": -1, "hp_a": -2, "hp_b": 1},
-        "": {"all": -4, "hp_a": -2, "hp_b": -2},
-    }
-
-
-def _git(root: Path, *arguments: str) -> None:
-    subprocess.run(["git", *arguments], cwd=root, check=True, timeout=60)
 
 
 def test_a_walk_counts_frames_of_the_packages_alone(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
     python tools/house.py /tmp/old --json          # another one, as JSON
     python tools/house.py --against /tmp/old       # before (there) and after (here)
     python tools/house.py --static                 # without running anything, so without torch
-    python tools/house.py --cleared 41bc79d        # changes since that commit that only took away
 
 A row is a figure of one package:
 
@@ -178,61 +177,6 @@ def static_figures(checkout: Path) -> Figures:
     return figures
 
 
-def _git(checkout: Path, *arguments: str, given: str = "") -> bytes:
-    command = ["git", "-C", str(checkout), *arguments]
-    return subprocess.run(command, input=given.encode(), stdout=subprocess.PIPE, check=True).stdout
-
-
-def _statements_of(checkout: Path, blobs: AbstractSet[str]) -> dict[str, int]:
-    """Return the statements of files in the history, by hash; nothing where there is no file."""
-    counted = dict.fromkeys(blobs, 0)
-    asked = "".join(f"{blob}\n" for blob in counted)
-    found = io.BytesIO(_git(checkout, "cat-file", "--batch", given=asked))
-    while header := found.readline().decode().split():
-        if header[1] == "blob":
-            source = found.read(int(header[2])).decode()
-            counted[header[0]] = count_source(source)["statements"]
-            found.readline()
-    return counted
-
-
-def cleared_figures(checkout: Path, since: str) -> Figures:
-    """Return the statements that changes of the main line take away in sum, by package.
-
-    What a feature brings hides what is cleared meanwhile when two commits are compared. A change
-    that leaves fewer statements than it found, merges in one piece, brought none worth its name.
-
-    Args:
-        checkout: A checkout with its history.
-        since: Commit after which changes count.
-
-    Returns:
-        A row for each such change, the largest first, and their sum.
-    """
-    log = ("log", "--first-parent", "-m", "--raw", "--no-abbrev", "--no-renames")
-    changes: dict[str, list[list[str]]] = {}
-    for line in _git(checkout, *log, "--format=@%H %s", f"{since}..").decode().splitlines():
-        if line.startswith("@"):
-            files = changes.setdefault(f"{line[1:9]} {line[42:72]}", [])
-        elif re.search(r"\tpackages/[^/]+/src/.*\.py$", line):
-            files.append(line.split())  # :mode mode blob blob status path
-    blobs = {blob for files in changes.values() for file in files for blob in file[2:4]}
-    counted = _statements_of(checkout, blobs)
-    figures: dict[str, Counter[str]] = {}
-    for change, files in changes.items():
-        row = figures[change] = Counter(all=0)
-        for _, _, before, after, _, path in files:
-            for column in ("all", path.split("/")[3]):
-                row[column] += counted[after] - counted[before]
-    cleared = sorted((f for f in figures.items() if f[1]["all"] < 0), key=lambda f: f[1]["all"])
-    total = Counter(all=0)
-    for _, row in cleared:
-        total.update(row)
-    columns = sorted(total)
-    rows = [*cleared, ("all", total)]
-    return {change: {column: row[column] for column in columns} for change, row in rows}
-
-
 def walk_figures(checkout: Path) -> Figures:
     """Run the walks through a checkout in a process of its own."""
     sources = [str(source) for source in sorted(checkout.glob("packages/*/src"))]
@@ -279,12 +223,8 @@ def main() -> int:
     parser.add_argument("checkout", nargs="?", type=Path, default=ROOT, help="what to measure")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="what it was before")
     parser.add_argument("--static", action="store_true", help="run no walks")
-    parser.add_argument("--cleared", metavar="COMMIT", help="what changes since then took away")
     parser.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args()
-    if options.cleared:
-        print(table(cleared_figures(options.checkout.resolve(), options.cleared)))
-        return 0
     after = measure(options.checkout.resolve(), static=options.static)
     before: dict[str, Figures] = {}
     if options.against:
