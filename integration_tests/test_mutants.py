@@ -42,6 +42,17 @@ def test_limit():
 def test_half_is_a_number():
     assert isinstance(half(1), float)
 """
+IN_ORDER = """
+import time
+RUN = []
+
+def test_that_takes_longer_and_must_be_the_first():
+    time.sleep(0.5)
+    assert not RUN
+
+def test_it():
+    RUN.append("it")
+"""
 TINY_CHANGES = """
 [[change]]
 name = "double-is-a-square"
@@ -99,7 +110,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.mkdir(parents=True)
     (package / "src" / "hp_tiny" / "__init__.py").write_text(SOURCE)
     (package / "tests" / "test_tiny.py").write_text(TESTS)
-    (root / "integration_tests" / "test_nothing.py").write_text("def test_it(): pass\n")
+    (root / "integration_tests" / "test_order.py").write_text(IN_ORDER)
     (root / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "reaping.py", root / "tools")
     (root / "changes.toml").write_text(TINY_CHANGES)

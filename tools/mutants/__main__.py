@@ -5,8 +5,8 @@
     python tools/mutants table    # what was found, by area
 
 `changes.toml` lists the changes. Tests that enter the function are run, the quickest first, until
-one fails; it must pass again without the change. A change that they do not find gets all other
-tests of the default command. Both `record` and `run` go on where they were stopped.
+one fails; up to that one they must pass again without the change. A change that they do not find
+gets all other tests of the default command. Both `record` and `run` go on where they were stopped.
 """
 
 from __future__ import annotations
@@ -271,7 +271,9 @@ def _judge(change: Change, tree: Path, known: Map, *, everything: bool) -> Outco
         failed = _failing(tree, of_suite, known)
         if failed:
             _restore(tree)
-            flaky = failed in of_suite and _failing(tree, [failed], known)
+            # With all before it, on which it may depend.
+            again = of_suite[: of_suite.index(failed) + 1] if failed in of_suite else []
+            flaky = _failing(tree, again, known)
             change.apply(tree)
             if not flaky:
                 found_by = failed
