@@ -119,7 +119,7 @@ def set_threads(config: Config, local_world_size: int) -> None:
     torch.set_num_threads(
         config.launch.threads_per_process or max(1, cores // max(1, local_world_size))
     )
-    if not torch.cuda.is_available():  # what an entry that is somebody else's makes groups of
+    if not torch.cuda.is_available():  # before an entry of somebody else's makes groups by itself
         schedule_as_batch()
 
 
