@@ -298,6 +298,7 @@ def test_gather_concatenates_shards_and_backward_sums_over_ranks(
     def rank_main(group: ProcessGroup) -> tuple[Tensor, Tensor]:
         x = _shard(group.rank(), sizes, dim).requires_grad_()
         y = all_gather_uneven(x, sizes=sizes, dim=dim, group=group)
+        assert not y._is_view()  # or FSDP2 warns of the module that returns it
         (y.pow(2) * (group.rank() + 1)).sum().backward()
         assert x.grad is not None
         return y.detach(), x.grad
@@ -322,6 +323,7 @@ def test_reduce_scatter_sums_shards_and_backward_gathers(
     def rank_main(group: ProcessGroup) -> tuple[Tensor, Tensor]:
         x = (whole * (group.rank() + 1)).requires_grad_()
         y = reduce_scatter_uneven(x, sizes=sizes, dim=dim, group=group)
+        assert not y._is_view()  # or FSDP2 warns of the module that returns it
         (y * (group.rank() + 1)).sum().backward()
         assert x.grad is not None
         return y.detach(), x.grad

@@ -269,16 +269,18 @@ class _AllGather(torch.autograd.Function):
         ctx.call = (sizes, dim, group)
         longest, is_even = max(sizes), min(sizes) == max(sizes)
         rows = x.movedim(dim, 0)
+        y, whole = _empty(x, sum(sizes), dim)
         sent = rows.contiguous()
         if not is_even:
             sent = rows.new_zeros((longest, *rows.shape[1:]))
             sent[: rows.shape[0]] = rows
-        gathered = rows.new_empty((longest * len(sizes), *rows.shape[1:]))
+        in_place = is_even and whole.is_contiguous()
+        gathered = whole if in_place else rows.new_empty((longest * len(sizes), *rows.shape[1:]))
         _internals.all_gather(gathered, sent, group=group)
-        if not is_even:
+        if not in_place:
             blocks = zip(gathered.split(longest), sizes, strict=True)
-            gathered = torch.cat([block[:size] for block, size in blocks])
-        return gathered.movedim(0, dim).contiguous()
+            torch.cat([block[:size] for block, size in blocks], out=whole)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -291,17 +293,23 @@ class _ReduceScatter(torch.autograd.Function):
         """Sum over ranks and keep this rank's part along `dim`."""
         ctx.call = (sizes, dim, group)
         rows = x.movedim(dim, 0)
+        y, mine = _empty(x, sizes[group.rank()], dim)
         if x.device.type == "cpu" and _internals.backend_name(group, x.device) == "gloo":
-            return _scatter_by_exchange(rows, sizes, group).movedim(0, dim).contiguous()
+            _scatter_by_exchange(rows, sizes, group, out=mine)
+            return y
         longest, sent = max(sizes), rows.contiguous()
-        if min(sizes) < longest:
+        is_even = min(sizes) == longest
+        if not is_even:
             padded = rows.new_zeros((len(sizes), longest, *rows.shape[1:]))
             for block, part in zip(padded, rows.split(sizes), strict=True):
                 block[: part.shape[0]] = part
             sent = padded.flatten(0, 1)
-        mine = rows.new_empty((longest, *rows.shape[1:]))
-        _internals.reduce_scatter(mine, sent, group=group)
-        return mine[: sizes[group.rank()]].movedim(0, dim).contiguous()
+        in_place = is_even and mine.is_contiguous()
+        total = mine if in_place else rows.new_empty((longest, *rows.shape[1:]))
+        _internals.reduce_scatter(total, sent, group=group)
+        if not in_place:
+            mine.copy_(total[: len(mine)])
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -319,18 +327,26 @@ def _launch(
     return y, Pending(y, works=[] if work is None else [work], buffers=[x, y])
 
 
-def _scatter_by_exchange(rows: Tensor, sizes: list[int], group: ProcessGroup) -> Tensor:
+def _empty(x: Tensor, length: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return a tensor like `x` but `length` long along `dim`, and its view with `dim` in front.
+
+    What a function of autograd returns is the former: FSDP2 warns of modules that return views.
+    """
+    y = x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+    return y, y.movedim(dim, 0)
+
+
+def _scatter_by_exchange(
+    rows: Tensor, sizes: list[int], group: ProcessGroup, *, out: Tensor
+) -> None:
     """Exchange parts and add them up in rank order: Note [Gloo by pairs] of `fsdp.py`."""
-    length = sizes[group.rank()]
-    parts = rows.new_empty((len(sizes), length, *rows.shape[1:]))
-    dist.all_to_all_single(
-        parts.flatten(0, 1), rows.contiguous(), [length] * len(sizes), sizes, group=group
-    )
-    total = rows.new_empty((length, *rows.shape[1:]))
+    parts = rows.new_empty((len(sizes), *out.shape))
+    splits = [len(out)] * len(sizes)
+    dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), splits, sizes, group=group)
     if len(sizes) == 1:
-        return total.copy_(parts[0])
-    add_up([*parts], out=total)
-    return total
+        out.copy_(parts[0])
+    else:
+        add_up([*parts], out=out)
 
 
 def add_up(parts: Sequence[Tensor], *, out: Tensor) -> None:
