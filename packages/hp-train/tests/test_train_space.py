@@ -52,8 +52,8 @@ def values(config: Config, axes: Sequence[Axis] = COUNTED) -> tuple[object, ...]
     return tuple(found)
 
 
-def pairs(config: Config) -> set[object]:
-    return set(itertools.combinations(enumerate(values(config)), 2))
+def pairs(config: Config, axes: Sequence[Axis] = COUNTED) -> set[object]:
+    return set(itertools.combinations(enumerate(values(config, axes)), 2))
 
 
 @pytest.mark.sample("few values each")
@@ -116,6 +116,21 @@ def test_a_sample_has_every_pair_of_settings_that_any_layout_has(
         assert pairs(layout) <= covered, layout
     assert sample.num_covered == sample.num_pairs
     assert {layout.world_size for layout in sample.layouts} == {2, 3, 4, 6, 8}
+
+
+def test_a_sample_of_a_small_pool_has_what_comes_up_seldom(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hp_train.config.space._POOL_SIZE", 1000)
+    named = (
+        *("mesh.pp", "mesh.stage_tp", "mesh.dp_replicate", "mesh.ep"),
+        *("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.overlap"),
+    )
+    axes = [axis for axis in AXES if axis.key in named]
+    sample = sample_layouts(config, 200, axes=axes)
+    covered = set().union(*(pairs(layout, axes) for layout in sample.layouts))
+    for _, layout in enumerate_layouts(config, num_processes=range(2, 9), axes=axes):
+        assert pairs(layout, axes) <= covered, layout
 
 
 def test_a_sample_is_decided_by_its_seed_and_grows_at_its_end(config: Config) -> None:

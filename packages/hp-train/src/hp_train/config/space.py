@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,6 +23,8 @@ _LOOKED_AT = 40
 _POOL_SIZE = 20_000
 """Layouts that are looked at, about: where there are more, as many of each number of processes, and
 of those as many of each mesh."""
+_TRIES = 200
+"""Layouts that are looked at for a pair of values that none of the pool has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ Choice = tuple[object, ...]
 """One value per axis, in the order of the axes."""
 Pair = tuple[int, object, int, object]
 """Two axes, each with one of its values."""
+T = TypeVar("T")
 
 
 def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
@@ -240,8 +243,53 @@ def _pool(
         allowed = layouts_of_mesh(placed, axes=rest, choices=others)
         for other, found in allowed if are_all else itertools.islice(allowed, wanted):
             pool.append(((*choice, *other, size), found))
+    if not are_all:
+        pool += _missing(pool, meshes, rest, random)
     random.shuffle(pool)
     return pool
+
+
+def _missing(
+    pool: Sequence[tuple[Choice, Config]],
+    meshes: Sequence[tuple[Choice, Config]],
+    rest: Sequence[Axis],
+    random: Random,
+) -> Iterator[tuple[Choice, Config]]:
+    """Look for what no layout of a pool has: a value of the mesh together with one of other axes.
+
+    What a schedule needs beside it is what it has with another mesh, and seldom comes up by chance.
+    """
+    num_sizes = len(meshes[0][0])
+    placed_by = _by_value((choice, (choice, placed)) for choice, placed in meshes)
+    found = dict.fromkeys(choice[num_sizes:-1] for choice, _ in pool)
+    others_by = _by_value((choice, choice) for choice in found)
+    columns = list(zip(*(choice for choice, _ in pool), strict=True))
+    at = list(itertools.product(range(num_sizes), range(num_sizes, len(columns) - 1)))
+    seen = {(i, j): set(zip(columns[i], columns[j], strict=True)) for i, j in at}
+    for (i, a), (j, b) in itertools.product(placed_by, others_by):
+        if (a, b) in seen[i, num_sizes + j]:
+            continue
+        drawn = (
+            (random.choice(placed_by[i, a]), random.choice(others_by[j, b])) for _ in range(_TRIES)
+        )
+        layouts = (
+            ((*sizes, *other, placed.world_size), layout)
+            for (sizes, placed), other in drawn
+            for _, layout in layouts_of_mesh(placed, axes=rest, choices=[other])
+        )
+        for choice, layout in itertools.islice(layouts, 1):
+            for one, other in at:
+                seen[one, other].add((choice[one], choice[other]))
+            yield choice, layout
+
+
+def _by_value(choices: Iterable[tuple[Choice, T]]) -> dict[tuple[int, object], list[T]]:
+    """What comes with choices, by axis and value."""
+    found: dict[tuple[int, object], list[T]] = {}
+    for choice, each in choices:
+        for value in enumerate(choice):
+            found.setdefault(value, []).append(each)
+    return found
 
 
 def _having(pool: Sequence[tuple[Choice, Config]]) -> dict[Pair, int]:
