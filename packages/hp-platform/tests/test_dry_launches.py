@@ -53,6 +53,14 @@ def test_a_long_reduction_zeroes_its_semaphores() -> None:
     assert num_kernels(aten.linalg_vector_norm.default, (bias, 2, [1])) == 1
 
 
+def test_a_reduction_in_another_dtype_casts_first() -> None:
+    x, double = meta(100), {"dtype": torch.float64}
+    assert num_kernels(aten.sum.default, (x,), double) == 2
+    assert num_kernels(aten.linalg_vector_norm.default, (x,), double) == 2
+    assert num_kernels(aten.sum.default, (x.bool(),)) == 2
+    assert num_kernels(aten.sum.default, (x.bfloat16(),), {"dtype": torch.float32}) == 1
+
+
 def test_foreach_operators_launch_when_tensors_or_chunks_are_full() -> None:
     small = [meta(10) for _ in range(771)]
     assert num_kernels(aten._foreach_mul_.Scalar, (small, 2.0)) == 2

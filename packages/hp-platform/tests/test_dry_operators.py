@@ -274,6 +274,28 @@ def test_what_looks_rows_up_reads_those_rows_and_no_table() -> None:
             assert found.num_bytes == 2 * 5 * 8 * 4 + 5 * 8
 
 
+@pytest.mark.parametrize(
+    ("reduce", "cast"),
+    [
+        (lambda x: torch.linalg.vector_norm(x, dtype=torch.float64), 8),
+        (lambda x: x.sum(dtype=torch.float64), 8),
+        (lambda x: x.sum(), 0),
+        (lambda x: x.mean(dtype=torch.float64), 8),
+        (lambda x: torch._foreach_norm([x], 2, dtype=torch.float64), 0),
+    ],
+)
+def test_a_reduction_in_a_wider_dtype_has_a_copy_meanwhile(
+    reduce: Callable[[torch.Tensor], object], cast: int
+) -> None:
+    with DryDevice() as gpu:
+        x = torch.empty(1000, device="cuda")
+        kept = gpu.storages.live_bytes
+        gpu.storages.reset_peak()
+        reduce(x)
+        assert 0 <= gpu.storages.peak_bytes - kept - 1000 * cast <= 8
+        assert gpu.storages.live_bytes == kept
+
+
 def test_packed_attention_counts_what_its_segments_may_need() -> None:
     """Rows, not segments, are as many as they are; gradients are summed in memory of their own."""
     forward = torch.ops.aten._flash_attention_forward

@@ -23,7 +23,10 @@ from hp_train.model.parameters import Parameter, named_parameters
 from hp_train.training.gradients import GradientNorm, clip_gradients, reduce_gradients
 from hp_train.training.optimizer import build_optimizer
 
-VIEWS = {"aten::view", "aten::_unsafe_view", "aten::split_with_sizes", "aten::detach"}
+VIEWS = {
+    *("aten::view", "aten::_unsafe_view", "aten::split_with_sizes", "aten::detach"),
+    "aten::unbind",
+}
 
 
 def parameters_of(preset: str, num_layers: int, *, copies: bool) -> tuple[list[Parameter], Any]:
@@ -101,15 +104,19 @@ def calls_and_kernels(
 
 
 @pytest.mark.parametrize("preset", ["debug-llama3", "debug-qwen3-moe"])
-def test_calls_and_kernels_after_a_backward_do_not_grow_with_the_parameters(preset: str) -> None:
+def test_calls_and_kernels_after_a_backward_do_not_grow_with_the_parameters(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a CPU there is more than one kernel for a norm of many elements.
+    monkeypatch.setattr("hp_platform.device.norms._PIECE", 1 << 30)
     for few, many in run_in_threads(partial(calls_and_kernels, preset=preset), world_size=1):
         assert many[0] > 2 * few[0]
         assert many[1] == few[1]
         assert sum(few[1].values()) < 150  # three in four of them are of torch
-        norms = "aten::linalg_vector_norm"  # of a stack of experts: one kernel for many of them
         beyond = {name: n for name, n in (many[2] - few[2]).items() if name not in VIEWS}
-        assert set(beyond) <= ({norms} if preset == "debug-qwen3-moe" else set())
-        assert few[2]["aten::_foreach_norm"] == few[2]["aten::_foreach_mul_"] == 1
+        assert not beyond
+        assert few[2]["aten::_foreach_mul_"] == 1
+        assert few[2]["aten::_foreach_norm"] == 2  # before sums over copies, and after
 
 
 def sums(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:

@@ -22,6 +22,7 @@ from hp_expert.experts import GroupedExperts
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_expert.placement import local_part
 from hp_expert.styles.sharding import shard_dim
+from hp_platform import float64_norms
 
 Groups = tuple[ProcessGroup, ...]
 
@@ -183,13 +184,7 @@ def _power(gradients: list[Tensor], norm_type: float, like: Tensor) -> Tensor:
     """Sum of |g|^p, or the largest |g|, fp64 []."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=local_part(like).device)
-    norms = [
-        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
-        if gradient.numel()
-        else gradient.new_zeros((), dtype=torch.float64)
-        for gradient in gradients
-    ]
-    stacked = torch.stack(norms)
+    stacked = torch.stack(float64_norms(gradients, norm_type))
     return _merge(stacked if math.isinf(norm_type) else stacked.pow(norm_type), norm_type)
 
 

@@ -30,6 +30,7 @@ from hp_platform.collectives.narrow import set_fsdp_gather_dtype
 from hp_platform.collectives.p2p import irecv, isend, isend_irecv
 from hp_platform.collectives.pending import Pending
 from hp_platform.device.device import backend_for, local_device
+from hp_platform.device.norms import float64_norms
 from hp_platform.device.streams import Event, current_stream, side_stream, use_stream
 from hp_platform.failures.agreement import agree
 from hp_platform.failures.failures import (
@@ -85,6 +86,7 @@ __all__ = [
     "explained",
     "failing_together",
     "first_failure",
+    "float64_norms",
     "give_up",
     "initialize",
     "irecv",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_platform import agree, new_group
+from hp_platform import agree, float64_norms, new_group
 from hp_vtp.topology.layout import PipelineLayout
 
 __all__ = [
@@ -145,11 +145,7 @@ def global_grad_norm(
         and layout.replica_of(rank) == 0
         and (is_sharded(name) or layout.tp_rank_of(rank) == 0)
     }
-    parts = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-        for grad in counted.values()
-        if grad.numel()
-    ]
+    parts = float64_norms([*counted.values()], norm_type)
     mine = torch.stack(parts).cpu() if parts else torch.zeros(1, dtype=torch.float64)
     if norm_type == 2.0:
         total = mine.square().sum()

@@ -9,8 +9,9 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -77,7 +78,6 @@ Choice = tuple[object, ...]
 """One value per axis, in the order of the axes."""
 Pair = tuple[int, object, int, object]
 """Two axes, each with one of its values."""
-T = TypeVar("T")
 
 
 def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
@@ -255,27 +255,27 @@ def _missing(
     rest: Sequence[Axis],
     random: Random,
 ) -> Iterator[tuple[Choice, Config]]:
-    """Look for what no layout of a pool has: a value of the mesh together with one of other axes.
-
-    What a schedule needs beside it is what it has with another mesh, and seldom comes up by chance.
-    """
-    num_sizes = len(meshes[0][0])
-    placed_by = _by_value((choice, (choice, placed)) for choice, placed in meshes)
-    found = dict.fromkeys(choice[num_sizes:-1] for choice, _ in pool)
-    others_by = _by_value((choice, choice) for choice in found)
-    columns = list(zip(*(choice for choice, _ in pool), strict=True))
-    at = list(itertools.product(range(num_sizes), range(num_sizes, len(columns) - 1)))
+    """Look for pairs of values that no layout of a pool has, of meshes that it has."""
+    placed, num_sizes = dict(meshes), len(meshes[0][0])
+    choices = [choice[:-1] for choice, _ in pool]
+    columns = list(zip(*choices, strict=True))
+    having: dict[tuple[int, object], list[Choice]] = {}
+    for choice in choices:
+        for value in enumerate(choice):
+            having.setdefault(value, []).append(choice)
+    at = [(i, j) for i, j in itertools.combinations(range(len(columns)), 2) if j >= num_sizes]
     seen = {(i, j): set(zip(columns[i], columns[j], strict=True)) for i, j in at}
-    for (i, a), (j, b) in itertools.product(placed_by, others_by):
-        if (a, b) in seen[i, num_sizes + j]:
+
+    in_order = sorted(having, key=itemgetter(0))
+    for (i, a), (j, b) in itertools.combinations(in_order, 2):
+        if (i, j) not in seen or (a, b) in seen[i, j]:
             continue
-        drawn = (
-            (random.choice(placed_by[i, a]), random.choice(others_by[j, b])) for _ in range(_TRIES)
-        )
         layouts = (
-            ((*sizes, *other, placed.world_size), layout)
-            for (sizes, placed), other in drawn
-            for _, layout in layouts_of_mesh(placed, axes=rest, choices=[other])
+            ((*choice, found.world_size), found)
+            for choice in _crossed(having, (i, a), (j, b), num_sizes, random)
+            for _, found in layouts_of_mesh(
+                placed[choice[:num_sizes]], axes=rest, choices=[choice[num_sizes:]]
+            )
         )
         for choice, layout in itertools.islice(layouts, 1):
             for one, other in at:
@@ -283,13 +283,27 @@ def _missing(
             yield choice, layout
 
 
-def _by_value(choices: Iterable[tuple[Choice, T]]) -> dict[tuple[int, object], list[T]]:
-    """What comes with choices, by axis and value."""
-    found: dict[tuple[int, object], list[T]] = {}
-    for choice, each in choices:
-        for value in enumerate(choice):
-            found.setdefault(value, []).append(each)
-    return found
+def _crossed(
+    having: Mapping[tuple[int, object], Sequence[Choice]],
+    one: tuple[int, object],
+    other: tuple[int, object],
+    num_sizes: int,
+    random: Random,
+) -> Iterator[Choice]:
+    """Choices that have two values, each made of two that have one.
+
+    What a value needs beside it comes along: the mesh of one and the rest of the other, or all of
+    one with the value of the other.
+    """
+    (i, a), (j, b) = one, other
+    for _ in range(_TRIES):
+        first, second = random.choice(having[one]), random.choice(having[other])
+        if i < num_sizes:
+            yield (*first[:num_sizes], *second[num_sizes:])
+        elif random.random() < 0.5:
+            yield (*first[:j], b, *first[j + 1 :])
+        else:
+            yield (*second[:i], a, *second[i + 1 :])
 
 
 def _having(pool: Sequence[tuple[Choice, Config]]) -> dict[Pair, int]:

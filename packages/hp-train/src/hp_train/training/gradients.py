@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import all_gather_json
+from hp_platform import all_gather_json, float64_norms
 from hp_train.costs.memory import SIDE_BY_SIDE
 from hp_train.layout.mesh import Mesh
 from hp_train.model.parameters import Parameter, collect_gradients
@@ -30,7 +30,7 @@ def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor
         Norm of each of these on this rank before it was summed: scalars in fp64, on the device.
     """
     collect_gradients(parameters)
-    norms = []
+    norms: list[Tensor] = []
     buckets: dict[tuple[tuple[ProcessGroup, ...], torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.local.grad
@@ -44,7 +44,7 @@ def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor
     for (groups, _), gradients in buckets.items():
         for part in _side_by_side(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in part])
-            norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64))
+            norms += float64_norms([flat])
             for group in groups:
                 dist.all_reduce(flat, group=group)
             parts = flat.split([gradient.numel() for gradient in part])
@@ -85,10 +85,8 @@ class GradientNorm:
     def __init__(
         self, parameters: Iterable[Parameter], mesh: Mesh, *, control: dist.ProcessGroup
     ) -> None:
-        self._whole: list[Tensor] = []
-        self._stacks: list[tuple[Tensor, int]] = []
-        names_of_whole: list[str] = []
-        names_of_stacks: list[str] = []
+        self._spoken: list[tuple[Tensor, int]] = []
+        spoken: list[str] = []
         mine: dict[str, int] = {}
         for parameter in parameters:
             names = _entry_names(parameter)
@@ -98,35 +96,30 @@ class GradientNorm:
             speaks = is_first and all(mesh.index(group) == 0 for group in parameter.replicas)
             if not speaks or not parameter.local.numel():
                 continue
-            if parameter.spec.is_expert:
-                self._stacks.append((parameter.local, len(names)))
-                names_of_stacks += names
-            else:
-                self._whole.append(parameter.local)
-                names_of_whole += names
+            self._spoken.append((parameter.local, len(names)))
+            spoken += names
         everyone = all_gather_json(mine, of=dict[str, int], group=control)
         self.sizes = dict(sorted({k: v for rank in everyone for k, v in rank.items()}.items()))
         position = {name: i for i, name in enumerate(self.sizes)}
-        spoken = [position[name] for name in (*names_of_whole, *names_of_stacks)]
-        self._positions = torch.tensor(spoken, dtype=torch.int64)
+        self._positions = torch.tensor([position[name] for name in spoken], dtype=torch.int64)
 
     def local_squares(self, device: torch.device) -> Tensor:
         """This rank's entries, zeros elsewhere: fp64 [entries], to be summed over all ranks."""
         squares = torch.zeros(len(self.sizes), dtype=torch.float64, device=device)
         if not self._positions.numel():
             return squares
-        whole = [tensor.grad for tensor in self._whole if tensor.grad is not None]
-        # A norm has the same bits alone, in a list, and as a row of several.
-        found = list(torch._foreach_norm(whole, 2, dtype=torch.float64)) if whole else []  # noqa: SLF001
-        norms = [torch.stack(found)] if found else []
-        norms += [
-            torch.linalg.vector_norm(tensor.grad.reshape(rows, -1), dim=1, dtype=torch.float64)
-            for tensor, rows in self._stacks
-            if tensor.grad is not None
-        ]
+        # A norm has the same bits alone and in a list.
+        norms = float64_norms(
+            [
+                row
+                for tensor, rows in self._spoken
+                if tensor.grad is not None
+                for row in tensor.grad.reshape(rows, -1).unbind()
+            ]
+        )
         # One write: each would cost a copy of its positions, for which a GPU is waited for.
         self._positions = self._positions.to(device)
-        squares[self._positions] = torch.cat(norms).square()
+        squares[self._positions] = torch.stack(norms).square()
         return squares
 
     def not_finite(self, squares: Tensor) -> list[str]:

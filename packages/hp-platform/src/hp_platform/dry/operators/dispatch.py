@@ -69,7 +69,7 @@ class _Operator:
     may_move: bool
     flops: Callable[..., int] | None
     stand_in: Callable[[DryDevice, Any, Any, Any], Any] | None
-    workspace: Callable[[Any], list[Buffer]] | None
+    workspace: Callable[[Any, Any], list[Buffer]] | None
 
 
 _known: dict[Any, _Operator] = {}
@@ -229,7 +229,8 @@ class Operators(DispatchMode):
                     device.storages.resized(x.untyped_storage(), op.name, device.thread.stream)
             if not op.is_silent:
                 made = tensors_in(out) if op.makes else []
-                meanwhile = [] if op.workspace is None else self._buffers(op, op.workspace(args))
+                wanted = [] if op.workspace is None else op.workspace(args, kwargs)
+                meanwhile = self._buffers(op, wanted)
                 _launch(device, op, (dry, _written(op, args, kwargs), made), cost)
                 del meanwhile
             device.remember(out)

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import (
 )
 
 from hp_platform.dry.operators.shapes import MASKS, tensors_in
+from hp_platform.dry.operators.workspaces import cast_input
 
 Rule = Callable[[Sequence[Any], Mapping[str, Any]], int]
 
@@ -195,6 +196,10 @@ def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     threads = 512 if innermost else 16
     split = reduced >= _GLOBAL_REDUCE_VALUES * threads and outputs <= _GLOBAL_REDUCE_OUTPUTS
     return _elements(args, kwargs) + split
+
+
+def _cast_reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    return _reduction(args, kwargs) + len(cast_input(args, kwargs))
 
 
 # MultiTensorApply.cuh, ForeachFunctors.cuh, FusedAdamKernel.cu: a launch is full with `_TENSORS`
@@ -443,9 +448,9 @@ _TABLE: Final[dict[str, int | Rule]] = {
     "aten.select_scatter": _copied_first,
     "aten.constant_pad_nd": _copied_first,
     # Reduce.cuh.
-    "aten.sum": _reduction,
-    "aten.mean": _reduction,
-    "aten.prod": _reduction,
+    "aten.sum": _cast_reduction,
+    "aten.mean": _cast_reduction,
+    "aten.prod": _cast_reduction,
     "aten.amax": _reduction,
     "aten.amin": _reduction,
     "aten.max": _reduction,
@@ -457,8 +462,8 @@ _TABLE: Final[dict[str, int | Rule]] = {
     "aten.var": _reduction,
     "aten.std": _reduction,
     "aten.var_mean": _reduction,
-    "aten.linalg_vector_norm": lambda args, kwargs: _reduction(
-        (args[0], _given(args, kwargs, 2, "dim")), {}
+    "aten.linalg_vector_norm": lambda args, kwargs: _cast_reduction(
+        (args[0], _given(args, kwargs, 2, "dim")), {"dtype": kwargs.get("dtype")}
     ),
     "aten.count_nonzero": 2,
     # Sort.cpp, TensorTopK.cu, ScanKernels.cpp, SummaryOps.cu, Unique.cu, Randperm.cu.

@@ -2,12 +2,14 @@
 
 Known of flash attention of variable lengths, backward: from torch's copy of flash attention 2
 (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_bwd`), which sums the
-gradient of queries in float32 and that of shared key/value heads once for every query head.
+gradient of queries in float32 and that of shared key/value heads once for every query head. Known
+of reductions in a dtype that their input does not have: they cast all of it first, but for a half
+type into float32 (`make_reduction` of aten/src/ATen/native/ReduceOpsUtils.h).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,7 +22,7 @@ _SIZE_MULTIPLE: Final = 32
 _LARGE_HEAD: Final = 192
 
 
-def _flash_backward(args: Sequence[Any]) -> list[Buffer]:
+def _flash_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> list[Buffer]:
     q, k, starts = args[1], args[2], args[6]
     if starts is None:
         return []  # a rectangle: what it has meanwhile is not counted
@@ -36,8 +38,21 @@ def _flash_backward(args: Sequence[Any]) -> list[Buffer]:
     return buffers
 
 
-WORKSPACES: Final[dict[str, Callable[[Sequence[Any]], list[Buffer]]]] = {
+def cast_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Buffer]:
+    """What a reduction such as a sum makes of its input before it reads it."""
+    x, dtype = args[0], kwargs.get("dtype")
+    if dtype is None and not (x.is_floating_point() or x.is_complex()):
+        dtype = torch.int64
+    read_as_they_are = (torch.float16, torch.bfloat16) if dtype == torch.float32 else ()
+    return [] if dtype in (None, x.dtype) or x.dtype in read_as_they_are else [(x.shape, dtype)]
+
+
+WORKSPACES: Final[dict[str, Callable[[Sequence[Any], Mapping[str, Any]], list[Buffer]]]] = {
     "aten::_flash_attention_backward": _flash_backward,
     "torch_attn::_varlen_attn_backward": _flash_backward,
+    "aten::linalg_vector_norm": cast_input,
+    "aten::mean": cast_input,
+    "aten::prod": cast_input,
+    "aten::sum": cast_input,
 }
 """What gives the buffers of an operator from its arguments, by its name without the overload."""
