@@ -26,6 +26,7 @@ from hp_platform import (
     all_to_all_wait,
     backend_for,
     current_stream,
+    float64_norms,
     initialize,
     irecv,
     isend,
@@ -240,3 +241,20 @@ def test_weight_gradients_put_off_are_those_of_an_ordinary_backward(dtype: torch
         assert weight.grad is not None
         grads.append(weight.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_in_float64_need_no_copy_and_those_of_torch_do(dtype: torch.dtype) -> None:
+    x = torch.randn(1 << 24, device="cuda").to(dtype)
+    expected = torch.linalg.vector_norm(x.cpu().double())
+
+    def bytes_meanwhile(norm: Callable[[], Tensor]) -> int:
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.testing.assert_close(norm().cpu(), expected, rtol=1e-12, atol=0)
+        return torch.cuda.max_memory_allocated() - held
+
+    assert bytes_meanwhile(lambda: float64_norms([x])[0]) < 1 << 20
+    # Which is what a dry device counts: `workspaces.py`.
+    assert bytes_meanwhile(lambda: torch.linalg.vector_norm(x, dtype=torch.float64)) >= 8 << 24
