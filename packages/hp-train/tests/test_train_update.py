@@ -142,10 +142,30 @@ def sums(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tenso
     return expected, found, [len(tail.parameters)]
 
 
-def test_gradients_are_summed_and_every_norm_has_the_bits_of_its_own() -> None:
+@pytest.mark.parametrize("side_by_side", [1, 20_000, 1 << 28])
+def test_gradients_are_summed_and_every_norm_has_the_bits_of_its_own(
+    side_by_side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hp_train.training.gradients.SIDE_BY_SIDE", side_by_side)
     for expected, found, (count,) in run_in_threads(sums, world_size=2):
         assert len(expected) == len(found) == count
         assert all(map(torch.equal, expected, found))
+
+
+def copies_of_one(group: dist.ProcessGroup) -> list[str]:
+    tail = Tail(group, "debug-llama3", 2)
+    give_gradients(tail.parameters)
+    names: list[str] = []
+    with watch_operators(lambda name, args, kwargs: names.append(name)):  # noqa: ARG005
+        reduce_gradients(tail.parameters, tail.mesh)
+    return [name for name in names if name.startswith(("aten::cat", "aten::_foreach_copy_"))]
+
+
+def test_a_gradient_that_is_summed_by_itself_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hp_train.training.gradients.SIDE_BY_SIDE", 1)
+    assert run_in_threads(copies_of_one, world_size=2) == [[], []]
 
 
 @pytest.fixture

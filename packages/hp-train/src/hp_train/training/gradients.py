@@ -24,7 +24,8 @@ def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor
     """Sum every gradient over the ranks that hold the same values, into ``local.grad``.
 
     Losses are already divided by global counts, so sums are all there is. Gradients of one dtype
-    over the same groups are summed laid side by side, `SIDE_BY_SIDE` bytes at once.
+    over the same groups are summed laid side by side, `SIDE_BY_SIDE` bytes at once; one that is as
+    large by itself is summed where it is.
 
     Returns:
         Norm of each of these on this rank before it was summed: scalars in fp64, on the device.
@@ -43,14 +44,18 @@ def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor
     # All ranks of a group hold the same parameters in the same order, so buckets come in one order.
     for (groups, _), gradients in buckets.items():
         for part in _side_by_side(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in part])
+            flat = part[0]
+            if len(part) > 1 or not flat.is_contiguous():
+                flat = torch.cat([gradient.reshape(-1) for gradient in part])
             norms += float64_norms([flat])
             for group in groups:
                 dist.all_reduce(flat, group=group)
-            parts = flat.split([gradient.numel() for gradient in part])
-            summed = [piece.view_as(to) for piece, to in zip(parts, part, strict=True)]
-            torch._foreach_copy_(part, summed)
-            del flat, parts, summed  # before the next one is made
+            if flat is not part[0]:
+                parts = flat.split([gradient.numel() for gradient in part])
+                summed = [piece.view_as(to) for piece, to in zip(parts, part, strict=True)]
+                torch._foreach_copy_(part, summed)
+                del parts, summed
+            del flat  # before the next one is made
     return norms
 
 
