@@ -73,6 +73,8 @@ JOB = textwrap.dedent(
                 raise SystemExit
             os.waitpid(child, 0)
     if "abort" in sys.argv:
+        if size > 1:
+            dist.barrier()  # or the launcher ends one that is not done
         os.abort()
     if size > 1:
         dist.destroy_process_group()

@@ -30,17 +30,22 @@ def float64_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Ten
     """
     if not tensors:
         return []
-    parts: list[Sequence[Tensor]] = [
-        x.reshape(-1).chunk(-(-x.numel() // _PIECE))
-        if x.numel() > _PIECE and x.device.type == "cpu" and x.dtype != torch.float64
-        else (x if x.numel() or math.isfinite(norm_type) else x.new_zeros(()),)
-        for x in tensors
-    ]
-    pieces = [piece for part in parts for piece in part]
-    norms = iter(torch._foreach_norm(pieces, norm_type, dtype=torch.float64))  # noqa: SLF001
-    return [
-        torch.linalg.vector_norm(torch.stack([*islice(norms, len(part))]), norm_type)
-        if len(part) > 1
-        else next(norms)
-        for part in parts
-    ]
+    pieces: list[Tensor] = []
+    counts = []
+    for x in tensors:
+        count = 1
+        if x.numel() > _PIECE and x.device.type == "cpu" and x.dtype != torch.float64:
+            count = -(-x.numel() // _PIECE)
+            pieces += x.reshape(-1).tensor_split(count)
+        else:
+            pieces.append(x if x.numel() or math.isfinite(norm_type) else x.new_zeros(()))
+        counts.append(count)
+    of_pieces = iter(torch._foreach_norm(pieces, norm_type, dtype=torch.float64))  # noqa: SLF001
+    norms = []
+    for count in counts:
+        norm = next(of_pieces)
+        if count > 1:
+            parts = torch.stack([norm, *islice(of_pieces, count - 1)])
+            norm = torch.linalg.vector_norm(parts, norm_type)
+        norms.append(norm)
+    return norms
