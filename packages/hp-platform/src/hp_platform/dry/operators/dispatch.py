@@ -230,7 +230,7 @@ class Operators(DispatchMode):
             if not op.is_silent:
                 made = tensors_in(out) if op.makes else []
                 wanted = [] if op.workspace is None else op.workspace(args, kwargs)
-                meanwhile = self._buffers(op, wanted)
+                meanwhile = self._buffers(op, wanted) if wanted else []
                 _launch(device, op, (dry, _written(op, args, kwargs), made), cost)
                 del meanwhile
             device.remember(out)
