@@ -394,10 +394,11 @@ def mutations(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def exact(session: nox.Session) -> None:
-    """Search schedules against CP-SAT: bounds, optima, windows; needs OR-Tools, not torch."""
+    """Search schedules against CP-SAT: 5,000 results and all bounds, optima, windows; no torch."""
     _install(session, "hp-schedule[exact]", group="test")
-    tests = ("exact", "orders", "search")
-    _pytest(session, *(f"packages/hp-schedule/tests/test_schedule_{name}.py" for name in tests))
+    names = ("exact", "orders", "search", "bounds")
+    tests = (f"packages/hp-schedule/tests/test_schedule_{name}.py" for name in names)
+    _pytest(session, "-s", *tests, env={"HP_SCHEDULE_BOUNDS": "1000"})
 
 
 @nox.session(default=False)

@@ -394,3 +394,11 @@ def test_wrong_arguments_are_refused_by_name(change: dict[str, object], message:
     arguments: dict[str, object] = {"num_ranks": 2, "num_microbatches": 2} | change
     with pytest.raises(ValueError, match=message):
         search(ModelCosts(), **arguments)  # type: ignore[arg-type]
+
+
+def test_one_number_of_stages_placement_or_way_needs_no_list() -> None:
+    find = partial(search, ModelCosts(), num_ranks=2, num_microbatches=4, num_candidates=3)
+    listed = find(virtual=[2], placements=["v"], memory_limit=2, retention=["recompute"])
+    assert find(virtual=2, placements="v", memory_limit=2, retention="recompute") == listed
+    with pytest.raises(ValueError, match=r"retention \(again\) must be"):
+        find(virtual=1, retention="again")  # type: ignore[arg-type]

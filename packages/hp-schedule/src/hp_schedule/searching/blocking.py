@@ -6,6 +6,7 @@ from math import inf
 
 from hp_schedule.costs import Costs
 from hp_schedule.packing import BWD_INPUT, FWD
+from hp_schedule.searching.problem import Problem
 
 
 def while_sending(costs: Costs, stage_to_rank: Sequence[int], num_microbatches: int) -> Costs:
@@ -41,3 +42,27 @@ def while_sending(costs: Costs, stage_to_rank: Sequence[int], num_microbatches: 
         bandwidth=inf,
         recompute=costs.forward if costs.recompute is None else costs.recompute,
     )
+
+
+def bounded(problem: Problem, free: Problem) -> list[Problem]:
+    """Return problems no plan of which is longer than a plan whose messages hold up their ranks.
+
+    A forward and a backward that are one step send their messages at the same time, so that the
+    rank stands still for the longer of the two, not for both. In each of the two problems the
+    messages of one direction hold up their ranks, and those of the other are only on their way: a
+    pair is no shorter than its half without a hold-up followed by its other half.
+
+    Args:
+        problem: Problem of the steps priced by `while_sending`.
+        free: Problem of the same steps whose messages hold up nobody.
+    """
+    if problem.num_microbatches == 1:
+        return [problem]  # one half of every pair would wait for the other
+    part = problem.part
+    there, back = slice(0, part), slice(part, 2 * part)
+    forward, backward = problem.duration.copy(), problem.duration.copy()
+    forward[back], backward[there] = free.duration[back], free.duration[there]
+    return [
+        problem.with_times(forward, lag=problem.lag, lag_back=free.lag_back),
+        problem.with_times(backward, lag=free.lag, lag_back=problem.lag_back),
+    ]

@@ -137,6 +137,15 @@ class Problem:
             other.follow_with(other.all_successors())
         return other
 
+    def with_times(
+        self, duration: list[float], *, lag: list[float], lag_back: list[float]
+    ) -> "Problem":
+        """Return the problem with other durations of its steps and other times of its messages."""
+        other = self._copy()
+        other.duration, other.lag, other.lag_back = duration, lag, lag_back
+        other.follow_with(other.all_successors())
+        return other
+
     def with_windows(self, windows: Sequence[int]) -> "Problem":
         """Return the problem with at most windows[stage] microbatches in each stage at once."""
         narrow = self._copy()

@@ -118,14 +118,14 @@ def search(
     *,
     num_ranks: int,
     num_microbatches: int,
-    virtual: Sequence[int] = (1, 2),
+    virtual: int | Sequence[int] = (1, 2),
     memory_limit: float = math.inf,
     latency: Latency | None = None,
-    placements: Sequence[PlacementStyle] = ("loop", "v"),
+    placements: PlacementStyle | Sequence[PlacementStyle] = ("loop", "v"),
     split_backward: bool = True,
     keep_order: bool = False,
     blocking: bool = False,
-    retention: Sequence[Retention] = (),
+    retention: Retention | Sequence[Retention] = (),
     num_candidates: int | None = None,
     time_budget: float | None = None,
     exact: float = 0.0,
@@ -142,10 +142,10 @@ def search(
         costs: Costs of the model, or of the stages if `virtual` is one number.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Any number from 1.
-        virtual: Numbers of stages per rank to try.
+        virtual: Number of stages per rank, or numbers to try.
         memory_limit: What the activations of a rank may take at most, in the unit of the costs.
         latency: Latency of messages, in place of that of the costs.
-        placements: Placements to try; with one stage per rank they are the same.
+        placements: Placement or placements to try; with one stage per rank they are the same.
         split_backward: Whether to split backwards into I and W; without, weight gradients are
             computed with the input's.
         keep_order: Whether every stage must take the microbatches in the order of their numbers, so
@@ -170,6 +170,9 @@ def search(
             a way of retention is unknown or comes with `blocking`, nothing fits the memory, or
             `exact` is asked for and OR-Tools is not installed.
     """
+    virtual = (virtual,) if isinstance(virtual, int) else virtual
+    placements = (placements,) if isinstance(placements, str) else placements
+    retention = (retention,) if isinstance(retention, str) else retention
     check_ways(retention)
     if not 0 <= exact < math.inf:
         raise ValueError(f"exact ({exact}) must be >= 0 and finite")

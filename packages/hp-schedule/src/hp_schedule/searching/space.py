@@ -3,13 +3,15 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from math import inf
 from random import Random
 from typing import NamedTuple
 
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
-from hp_schedule.searching.blocking import while_sending
+from hp_schedule.searching.blocking import bounded, while_sending
 from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
 from hp_schedule.searching.exact import rank_bound, solve_in_windows
@@ -105,7 +107,6 @@ class Space:
 
     Attributes:
         costs: Costs as they were given.
-        bound: No plan of the space is shorter.
 
     Raises:
         ValueError: If a rank cannot hold one microbatch in all its stages.
@@ -131,18 +132,22 @@ class Space:
             if blocking
             else self._in_units
         )
-        self._problem = Problem(
-            self._priced,
+        problem = partial(
+            Problem,
             stage_to_rank=stage_to_rank,
             order=orders[0],
             memory_limit=memory_limit / units.memory,
             split_backward=split_backward,
         )
+        self._problem = problem(self._priced)
+        self._bounded = [self._problem]
+        if blocking:
+            self._bounded = bounded(self._problem, problem(self._in_units))
         self._units = units
         self._orders = orders[:1] if keep_order else orders
         self._keep_order = keep_order
         self._known: OrderedDict[Order, Problem] = OrderedDict()
-        self.bound = lower_bound(self._problem)
+        self._bound = max(map(lower_bound, self._bounded))
         self._pool: list[Candidate] = []
         for order in self._orders:
             self._keep(self._first(self._of(order)))
@@ -155,6 +160,11 @@ class Space:
     def best(self) -> Candidate:
         """The shortest candidate so far."""
         return self._pool[0]
+
+    @property
+    def bound(self) -> float:
+        """No plan of the space is shorter; 0 if a plan is, for then the bound was wrong."""
+        return self._bound if self.best.makespan >= self._bound - EPSILON else 0.0
 
     @property
     def mean_latency(self) -> float:
@@ -298,10 +308,11 @@ class Space:
     def solve(self, effort: float) -> None:
         """Raise the bound and shorten the best plan by the exact engine, with so much effort."""
         problem, ranks = self.best.problem, range(self._problem.num_ranks)
-        share = effort * _BOUNDING / len(ranks)
-        for rank in ranks:
-            bound = rank_bound(problem, rank, effort=share, keep_order=self._keep_order)
-            self.bound = max(self.bound, bound)
+        share = effort * _BOUNDING / len(ranks) / len(self._bounded)
+        for task, rank in product(self._bounded, ranks):
+            ordered = task.with_order(problem.order)
+            bound = rank_bound(ordered, rank, effort=share, keep_order=self._keep_order)
+            self._bound = max(self._bound, bound)
         if self.bound >= self.best.makespan - EPSILON:
             return
         old = self.best
@@ -312,7 +323,8 @@ class Space:
         plan = Plan(starts, sequence, old.plan.makespan)
         left = effort * (1 - _BOUNDING)
         found = solve_in_windows(problem, plan, effort=left, keep_order=self._keep_order)
-        self.bound = max(self.bound, found.bound)
+        if self._problem in self._bounded:
+            self._bound = max(self._bound, found.bound)
         if found.plan.makespan < old.makespan - EPSILON:
             origin = f"{old.origin}, solved"
             self._keep(Candidate(found.plan.makespan, origin, problem, found.plan, old.patience))
