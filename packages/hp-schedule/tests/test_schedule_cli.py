@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from hp_schedule import add_send_recv, from_json, interleaved_1f1b, load, one_f_one_b, to_csv
+from hp_schedule import (
+    add_fsdp_reduce_grad,
+    add_send_recv,
+    from_json,
+    interleaved_1f1b,
+    load,
+    one_f_one_b,
+    to_csv,
+    to_json,
+)
 from hp_schedule.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -145,7 +154,7 @@ def test_simulate_prints_numbers_and_writes_pictures(
 def test_simulate_counts_in_shares_of_a_rank(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "four.csv"
     schedule = interleaved_1f1b(8, num_microbatches=16, num_stages_per_rank=4)
-    path.write_text(to_csv(add_send_recv(schedule)))
+    path.write_text(to_csv(add_send_recv(schedule), as_is=True))
     assert main(["simulate", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(53.25)
 
@@ -188,7 +197,7 @@ def test_convert_goes_back_and_forth(good: Path, tmp_path: Path, capsys: Capture
     assert main(["convert", str(good), str(csv), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["format"] == "csv"
     assert main(["convert", str(csv), "--to", "json"]) == 0
-    assert from_json(capsys.readouterr().out) == load(good)
+    assert from_json(capsys.readouterr().out).steps == add_fsdp_reduce_grad(load(good)).steps
 
 
 def test_show_draws_time_or_cells(good: Path, capsys: Capture) -> None:
@@ -262,3 +271,31 @@ def test_planning_works_where_torch_is_not_installed() -> None:
     command = [sys.executable, "-c", program]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     assert found.stdout.startswith("rank 0 | F0")
+
+
+def test_csv_with_messages_has_the_step_in_which_torch_divides_gradients(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "a.csv"
+    words = ["generate", "1f1b", "--ranks", "2", "--microbatches", "3", "--communication", "--csv"]
+    assert main([*words, "--output", str(path)]) == 0
+    assert "REDUCE_GRAD of every stage added" in capsys.readouterr().err
+    assert main(["check", str(path)]) == 0
+    document, again = tmp_path / "a.json", tmp_path / "b.csv"
+    document.write_text(to_json(add_send_recv(one_f_one_b(2, num_microbatches=3))))
+    assert main(["convert", str(document), str(again)]) == 0
+    assert again.read_text() == path.read_text()
+
+
+def test_check_refuses_a_file_without_its_last_microbatch_where_the_number_is_told(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(to_csv(one_f_one_b(2, num_microbatches=3)))
+    told = ["--ranks", "2", "--stages", "2", "--microbatches"]
+    assert main(["check", str(path), "--partial", *told, "3"]) == 0
+    capsys.readouterr()
+    assert main(["check", str(path), "--partial", *told, "4"]) == 2
+    assert "num_microbatches (3) must be 4, as --microbatches says" in capsys.readouterr().err
+    assert main(["check", str(path), "--partial", "--ranks", "3"]) == 2
+    assert "num_ranks (2) must be 3" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import re
 import string
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ _SCHEDULES = [
 ]
 
 
+_AS_CSV = partial(to_csv, as_is=True)
 _SOME_SHARDED = add_fsdp_unshard_reshard(
     add_fsdp_reduce_grad(gpipe(2, num_microbatches=1)), stages=[1]
 )
@@ -62,7 +64,7 @@ def test_json_reads_back_as_the_same_schedule(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("schedule", _SCHEDULES)
 def test_csv_reads_back_as_the_same_schedule(schedule: Schedule) -> None:
-    assert from_csv(to_csv(schedule)) == schedule
+    assert from_csv(to_csv(schedule, as_is=True)) == schedule
 
 
 def test_json_says_which_stages_are_sharded() -> None:
@@ -79,7 +81,7 @@ def test_csv_is_that_of_torch() -> None:
     assert schedule.stage_to_rank == (0, 1)
     assert schedule.num_microbatches == 1
     assert schedule.steps[0][2] is None
-    assert to_csv(schedule) == text
+    assert to_csv(schedule, as_is=True) == text
 
 
 def test_a_byte_order_mark_is_no_step() -> None:
@@ -189,7 +191,7 @@ def test_json_that_is_no_schedule_is_refused(text: str) -> None:
 
 def test_a_file_is_read_in_either_format(tmp_path: Path) -> None:
     schedule = add_send_recv(one_f_one_b(2, num_microbatches=3))
-    for name, text in (("a.json", to_json(schedule)), ("a.csv", to_csv(schedule))):
+    for name, text in (("a.json", to_json(schedule)), ("a.csv", to_csv(schedule, as_is=True))):
         (tmp_path / name).write_text(text)
         assert load(tmp_path / name) == schedule
 
@@ -247,7 +249,7 @@ def test_any_rows_read_back_from_json(rows: list[list[MetaStep | None]], rng: An
 @given(st.data())
 def test_damaged_text_is_refused_or_read_as_what_it_says(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(_SCHEDULES))
-    write, read = data.draw(st.sampled_from([(to_csv, from_csv), (to_json, from_json)]))
+    write, read = data.draw(st.sampled_from([(_AS_CSV, from_csv), (to_json, from_json)]))
     text = write(schedule)
     begin = data.draw(st.integers(0, len(text)))
     end = min(len(text), begin + data.draw(st.integers(0, 3)))
@@ -283,3 +285,29 @@ def test_csv_says_where_torch_waits_if_asked_to(compute: Schedule, backward: str
 def test_csv_with_waits_for_nothing_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=f"step .'{word}'. must be"):
         from_csv(f"0F0,{word}\n")
+
+
+@pytest.mark.parametrize("missing", [[0, 1], [1]])
+def test_csv_by_which_torch_would_not_divide_gradients_is_refused(missing: list[int]) -> None:
+    schedule = add_send_recv(one_f_one_b(2, num_microbatches=3))
+    if missing == [1]:
+        schedule = add_fsdp_reduce_grad(schedule, stages=[0])
+    text = re.escape(f"stages ({missing}) must have REDUCE_GRAD beside messages")
+    with pytest.raises(ValueError, match=text):
+        to_csv(schedule)
+    for fine in (
+        add_fsdp_reduce_grad(add_send_recv(one_f_one_b(2, num_microbatches=3))),
+        add_send_recv(forward_only(2, num_microbatches=3)),
+        one_f_one_b(2, num_microbatches=3),
+    ):
+        assert from_csv(to_csv(fine)).steps == fine.steps
+
+
+def test_blank_lines_at_the_end_of_csv_are_no_ranks() -> None:
+    text = to_csv(one_f_one_b(2, num_microbatches=3))
+    for end in ("\n", "\r\n", "   ", "\n\n\n"):
+        assert from_csv(text + end) == from_csv(text)
+    idle = Schedule.from_steps(
+        [[MetaStep.from_str("0F0")], []], stage_to_rank=[0], num_microbatches=1
+    )
+    assert from_csv(to_csv(idle)).num_ranks == 2

@@ -21,10 +21,12 @@ from hp_schedule import (
     from_json,
     gpipe,
     interleaved_1f1b,
+    one_f_one_b,
     simulate,
     to_csv,
     to_json,
     validate,
+    validate_pipeline_execution,
 )
 
 K = FindingKind
@@ -258,7 +260,7 @@ def test_stages_that_a_schedule_says_are_whole_need_no_steps() -> None:
     assert validate(some).is_runnable
     assert validate(from_json(to_json(some))).is_runnable
     # A CSV cannot say so: there the steps of one stage ask for those of all.
-    assert {f.kind for f in validate(from_csv(to_csv(some))).findings} == {K.FSDP}
+    assert {f.kind for f in validate(from_csv(to_csv(some, as_is=True))).findings} == {K.FSDP}
     other = replace(some, gathered_stages=(0,))
     assert any("stage 1 is not sharded" in f.message for f in validate(other).findings)
     reduced = validate(add_fsdp_reduce_grad(schedule, stages=[1]))
@@ -312,3 +314,14 @@ def test_messages_that_meet_head_on_run_only_with_a_channel_for_each_direction()
     # One side giving way is enough for all.
     given_way = _two_chains("0F0 3RECV_F0 0SEND_F0 3F0 3B0 0RECV_B0 3SEND_B0 0B0", rows[1])
     assert validate(given_way)
+
+
+def test_calls_in_the_form_of_upstream_are_told_the_form_of_this_package() -> None:
+    schedule = one_f_one_b(2, num_microbatches=2)
+    assert validate_pipeline_execution(schedule) == validate(schedule)
+    with pytest.raises(TypeError, match=r"must have 1, a Schedule, which has chunk_num"):
+        validate_pipeline_execution(schedule, 1, "loop")
+    with pytest.raises(TypeError, match=r"schedule \(dict\) must be a Schedule; .*from_steps"):
+        validate_pipeline_execution({0: list(schedule.steps[0])})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"type \(0\) must be a MetaStepType: MetaStep\(type, "):
+        MetaStep(0, MetaStepType.FWD, 1)  # type: ignore[arg-type]

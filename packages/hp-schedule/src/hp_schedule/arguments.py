@@ -109,6 +109,8 @@ def parser() -> argparse.ArgumentParser:
         help="one communicator for each of these, and sends that wait for nobody; default: any "
         "machine",
     )
+    for name in ("ranks", "stages", "microbatches"):
+        check.add_argument(f"--{name}", type=int, help=f"{name} that there must be; default: any")
     check.add_argument("--memory", type=float, help="microbatches a rank may hold; default: all")
     check.add_argument(
         "--max-active-stages", type=int, help="stages a rank may hold gathered; default: all"

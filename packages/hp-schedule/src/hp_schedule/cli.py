@@ -17,8 +17,9 @@ from typing import Any, Final, get_args
 from hp_schedule.arguments import GENERATORS, MODEL, OPTIONS, flag, parser
 from hp_schedule.costs import Costs, ModelCosts, numbers
 from hp_schedule.errors import ScheduleError
-from hp_schedule.notation import parse, to_csv, to_json
-from hp_schedule.passes import Retention, add_send_recv, pair_overlap
+from hp_schedule.notation import not_reduced, parse, to_csv, to_json
+from hp_schedule.packing import FSDP_REDUCE_GRAD
+from hp_schedule.passes import Retention, add_fsdp_reduce_grad, add_send_recv, pair_overlap
 from hp_schedule.profiles import costs_from_json, num_stages_of
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Schedule
@@ -66,7 +67,7 @@ def _generate(options: argparse.Namespace) -> int:
     if options.json:
         text = to_json(schedule)
     elif options.csv:
-        text = to_csv(schedule)
+        text = _csv(schedule)
     else:
         text = timetable(schedule) + "\n"
     _write(options.output, text)
@@ -87,6 +88,10 @@ def _show(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     schedule = _load(options.file)
+    for name in ("ranks", "stages", "microbatches"):
+        expected, found = getattr(options, name), getattr(schedule, f"num_{name}")
+        if expected is not None and found != expected:
+            raise ValueError(f"num_{name} ({found}) must be {expected}, as --{name} says")
     if options.sharded:
         every = tuple(range(schedule.num_stages))
         gathered, reduced = schedule.gathered_stages, schedule.reduced_stages
@@ -242,11 +247,22 @@ def _convert(options: argparse.Namespace) -> int:
     if options.waits and target != "csv":
         raise ValueError("--waits must be given with CSV")
     is_csv = target == "csv"
-    _write(options.output, to_csv(schedule, waits=options.waits) if is_csv else to_json(schedule))
+    text = _csv(schedule, waits=options.waits) if is_csv else to_json(schedule)
+    _write(options.output, text)
     if options.json and not printed:
         written = {"format": target, "output": str(options.output)}
         print(json.dumps({**_summary(schedule), **written}))
     return 0
+
+
+def _csv(schedule: Schedule, *, waits: bool = False) -> str:
+    """Return the CSV of a schedule, with the steps in which torch's runtime divides gradients."""
+    if not_reduced(schedule):
+        if FSDP_REDUCE_GRAD in schedule.kinds:
+            return to_csv(schedule, waits=waits)  # refused: some stages are sharded, others are not
+        schedule = add_fsdp_reduce_grad(schedule)
+        print("REDUCE_GRAD of every stage added: torch divides gradients there", file=sys.stderr)
+    return to_csv(schedule, waits=waits)
 
 
 def _load(path: Path) -> Schedule:

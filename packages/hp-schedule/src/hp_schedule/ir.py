@@ -79,6 +79,7 @@ class MetaStep:
             forward, the other a full or an input backward.
 
     Raises:
+        TypeError: If the type is none, as in upstream's order of the fields.
         ValueError: If the fields do not fit the type.
     """
 
@@ -88,6 +89,11 @@ class MetaStep:
     sub_steps: tuple["MetaStep", ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.type, MetaStepType):
+            raise TypeError(
+                f"type ({self.type!r}) must be a MetaStepType: MetaStep(type, stage_index, "
+                "microbatch_index, sub_steps); upstream has the microbatch first"
+            )
         if self.type.is_overlap:
             self._check_overlap()
             return

@@ -28,25 +28,64 @@ from pathlib import Path
 from typing import Any
 
 from hp_schedule.ir import LEAF_TYPES, MetaStep, MetaStepType
+from hp_schedule.packing import (
+    BWD,
+    BWD_WEIGHT,
+    FSDP_REDUCE_GRAD,
+    KIND_MASK,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    leaves,
+)
 from hp_schedule.schedule import Schedule
 
 _VERSION = 1
 _REQUIRED = ("version", "num_ranks", "num_microbatches", "stage_to_rank", "ranks")
 _DECLARED = ("gathered_stages", "reduced_stages")
+_WEIGHT_GRADS = (BWD, BWD_WEIGHT)
 _WAIT = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)", re.ASCII)
 
 
-def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
+def to_csv(schedule: Schedule, *, waits: bool = False, as_is: bool = False) -> str:
     """Return a schedule as torch's CSV, one line per rank.
+
+    With messages (torch's ``compute_comms``), torch's runtime divides gradients by the number of
+    microbatches in REDUCE_GRAD and nowhere else: without this step they are that many times too
+    large, and the losses say nothing of it. Without messages torch adds the step itself.
 
     Args:
         schedule: Schedule to write, which may have communication steps.
         waits: Whether to say where torch's runtime waits, as torch 2.15 wants it of a schedule with
             messages and older ones do not know it: for the activation of a microbatch after its
             backward, for reduced gradients at once, for all other messages at the end.
+        as_is: Whether to write messages and backwards without REDUCE_GRAD, too: for `from_csv`, or
+            for torch's runtime with ``scale_grads=False``.
+
+    Raises:
+        ValueError: If a schedule with messages has backwards of a stage and no REDUCE_GRAD of it.
     """
+    if not as_is and (missing := not_reduced(schedule)):
+        raise ValueError(
+            f"stages ({missing}) must have REDUCE_GRAD beside messages, or torch's runtime does "
+            "not divide their gradients by the number of microbatches: "
+            "add_fsdp_reduce_grad(schedule) adds it, to_json or as_is=True writes it as it is"
+        )
     rows = (_with_waits(row) if waits else map(_field, row) for row in schedule.steps)
-    return "".join(",".join(row) + "\n" for row in rows)
+    lines = [",".join(row) for row in rows]
+    lines[-1] = lines[-1] or ","  # blank lines at the end are no ranks
+    return "\n".join(lines) + "\n"
+
+
+def not_reduced(schedule: Schedule) -> list[int]:
+    """Return the stages of a schedule with messages whose gradients torch would not divide."""
+    if not schedule.has_communication:
+        return []
+    trained, reduced = set[int](), set[int]()
+    for code in (code for row in schedule.steps for cell in row.codes() for code in leaves(cell)):
+        stages = trained if code & KIND_MASK in _WEIGHT_GRADS else reduced
+        if code & KIND_MASK in {*_WEIGHT_GRADS, FSDP_REDUCE_GRAD}:
+            stages.add(code >> STAGE_SHIFT & STAGE_MASK)
+    return sorted(trained - reduced)
 
 
 def _field(step: MetaStep | None) -> str:
@@ -71,7 +110,7 @@ def _with_waits(row: Iterable[MetaStep | None]) -> Iterator[str]:
 
 
 def from_csv(text: str) -> Schedule:
-    """Read torch's CSV, with or without communication steps.
+    """Read torch's CSV, with or without communication steps; blank lines at the end are no ranks.
 
     Raises:
         ValueError: If a field is no step, a stage stands on two ranks or on none, or there is no
@@ -80,7 +119,7 @@ def from_csv(text: str) -> Schedule:
     rows: list[list[MetaStep | None]] = []
     place: dict[int, int] = {}
     num_microbatches = 0
-    for rank, line in enumerate(text.splitlines()):
+    for rank, line in enumerate(text.rstrip().splitlines()):
         rows.append([])
         for position, field in enumerate(line.split(",") if line.strip() else ()):
             if _WAIT.fullmatch(field.strip()):

@@ -1,10 +1,7 @@
 """Proof that a schedule runs: every step once, in a possible order, without a deadlock."""
 
 from hp_schedule.validation.report import Finding, FindingKind, Lacking, ValidationReport
-from hp_schedule.validation.validate import validate
-
-validate_pipeline_execution = validate
-"""The long name of `validate`."""
+from hp_schedule.validation.validate import validate, validate_pipeline_execution
 
 __all__ = [
     "Finding",

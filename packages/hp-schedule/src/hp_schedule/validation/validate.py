@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain, islice
+from typing import Any
 
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
@@ -63,8 +64,14 @@ def validate(
             microbatch takes 1 on a rank, shared by its stages.
 
     Raises:
+        TypeError: If it is no `Schedule`.
         ValueError: If `channels` is unknown, or the costs do not fit the schedule.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule ({type(schedule).__name__}) must be a Schedule; of lists of steps: "
+            "Schedule.from_steps(lists, stage_to_rank=..., num_microbatches=...)"
+        )
     if channels is not None:
         check_model(channels)
     lacking = tuple(_lacking(schedule, forward_only, communication))
@@ -86,6 +93,29 @@ def validate(
         finding = _deadlock(schedule, channels) if communication else order_deadlock(schedule)
         findings = () if finding is None else (finding,)
     return ValidationReport(schedule, findings, lacking)
+
+
+def validate_pipeline_execution(
+    schedule: Schedule, *upstream: object, **options: Any
+) -> ValidationReport:
+    """Validate a schedule under the name that this has upstream; see `validate`.
+
+    Args:
+        schedule: Any.
+        upstream: Nothing; a schedule knows its number of chunks and its placement.
+        options: See `validate`.
+
+    Raises:
+        TypeError: If upstream's further arguments are given, or it is no `Schedule`.
+        ValueError: See `validate`.
+    """
+    if upstream:
+        raise TypeError(
+            f"validate_pipeline_execution (1 + {len(upstream)} arguments) must have 1, a Schedule, "
+            "which has chunk_num and com_type in stage_to_rank: "
+            "generate_stage_to_rank_mapping(num_ranks, num_stages, style)"
+        )
+    return validate(schedule, **options)
 
 
 def _lacking(

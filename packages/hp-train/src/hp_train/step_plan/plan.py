@@ -89,7 +89,7 @@ def _body(plan: StepPlan) -> str:
                 runs = " ".join(f"{run.start}-{run.stop}" for run in part)
                 lines.append(f"rank {rank}: {runs}")
         lines.append("schedule")
-        lines += to_csv(team.schedule).rstrip("\n").split("\n")
+        lines += to_csv(team.schedule, as_is=True).rstrip("\n").split("\n")
         lines.append("end")
     return "\n".join(lines) + "\n"
 
