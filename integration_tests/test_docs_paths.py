@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,22 @@ def test_a_readme_names_what_shows_its_claims(readme: Path) -> None:
     table = rows.partition("\n\n")[0].splitlines()
     assert len(table) > 4
     assert not [row for row in table if not re.search(r"test_\w+|bench_\w+|`nox -s \w+`", row)]
+
+
+@pytest.mark.parametrize("readme", READMES[1:], ids=lambda page: page.parent.name)
+def test_a_readme_names_all_that_its_package_needs_from_a_clone(readme: Path) -> None:
+    (named,) = re.findall(
+        r"`pip install -c constraints.txt (\./packages/[^`]*)`", readme.read_text()
+    )
+    found = [path for word in named.split() for path in ROOT.glob(word.rstrip("/"))]
+    assert {path.name for path in found} == siblings_of(readme.parent.name)
+
+
+def siblings_of(name: str) -> set[str]:
+    """Return a package and those of this repository that it needs without extras."""
+    project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[\[<>=]", text)[0] for text in project.get("dependencies", [])}
+    return {name}.union(*(siblings_of(other) for other in needed if other.startswith("hp-")))
 
 
 def test_what_is_not_there_is_found() -> None:

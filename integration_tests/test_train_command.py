@@ -204,6 +204,22 @@ def test_a_finished_run_is_left_as_it_is(whole: tuple[Path, str], tmp_path: Path
     assert numbers_of(run) == numbers_of(whole[0])
 
 
+def test_more_steps_than_a_run_had_are_told_with_the_rate_and_the_last_one_is_printed(
+    whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "longer"
+    shutil.copytree(whole[0], run)
+    more = ["--train.steps", "14", "--train.log_every", "100", "--train.eval_every", "0"]
+    status, output = finish(start(["--resume", str(run), *more]))
+    assert status == 0, output
+    before, now = (row["lr"] for row in metrics_of(run)[11:13])
+    assert now > 1.3 * before
+    assert f"note: the learning rate of step 13 is {now:.3g}, and would have been" in output
+    assert "train.steps was 12, is 14; to go on with it: --train.learning_rate" in output
+    assert "step    13  loss" not in output
+    assert "step    14  loss" in output
+
+
 def test_a_rank_of_torchrun_says_that_the_run_directory_is_gone(
     tiny: dict[str, object], tmp_path: Path
 ) -> None:

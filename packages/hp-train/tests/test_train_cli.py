@@ -65,6 +65,13 @@ def test_a_dry_run_shows_the_sizes_of_all_stages(capsys: pytest.CaptureFixture[s
     [
         ("train --steps 5", "--steps is not a known option; did you mean --train.steps?"),
         ("train --lr 1", "--lr is not a known option; did you mean --train.learning_rate?"),
+        ("train --train.lora_rank 8", "unknown key train.lora_rank: hp train changes all weights"),
+        ("train --lora", "--lora is not a known option: hp train changes all weights"),
+        ("train --train.ema 1", "unknown key train.ema: hp train keeps no average"),
+        ("train --data.weights 1", "unknown key data.weights: all of data.paths is read once"),
+        ("train --lr_scheduler x", "--lr_scheduler is not a known option: the rate goes up in"),
+        ("train --nodes 2", "--nodes is not a known option: torchrun or Slurm"),
+        ("train --train.optimizer muon", "unknown key train.optimizer: the optimizer is AdamW"),
         ("train --batch_size=8", "did you mean --train.global_batch_size?"),
         ("train --train.lr 1", "unknown key train.lr; did you mean train.learning_rate?"),
         ("train --resum x", "--resum is not a known option; did you mean --resume?"),

@@ -300,3 +300,9 @@ def test_a_missing_extra_is_named_with_what_installs_it(
     value = str(file) if key == "data.tokenizer" else "true"
     expected = f"{key} needs the extra {extra}: pip install 'hp-train[{extra}]'"
     assert refusal((key, value)) == expected
+
+
+def test_a_byte_order_mark_before_a_config_is_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "notepad.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 7\r\n")
+    assert resolve(str(path)).config.train.steps == 7

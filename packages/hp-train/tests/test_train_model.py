@@ -1,5 +1,7 @@
 import math
+import re
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import RMSNorm, _RMSNormAgain, _RMSNormOnCPU, dropout
 from hp_train.model.parameters import named_parameters
 from hp_train.model.recompute import Recompute
-from hp_train.training.optimizer import learning_rate
+from hp_train.training.optimizer import changed_rate, learning_rate
 
 CONFIG = ModelConfig(dim=16, num_layers=4, expert_hidden=8, num_experts=4, init_std=0.2)
 
@@ -233,3 +235,25 @@ def test_the_learning_rate_warms_up_and_comes_down() -> None:
     assert rates == sorted(rates[:10]) + sorted(rates[10:], reverse=True)
     assert rates[100] == pytest.approx(config.min_learning_rate_ratio)
     assert math.isfinite(learning_rate(10**6, config))
+
+
+def test_a_resumed_run_says_where_its_learning_rate_is_another_and_how_to_keep_it() -> None:
+    before = TrainConfig(steps=150, warmup_steps=10, learning_rate=3e-3)
+    saved = msgspec.structs.asdict(before)
+    assert changed_rate(saved, before, 83) == []
+    assert changed_rate(saved, msgspec.structs.replace(before, log_every=3), 83) == []
+    longer = msgspec.structs.replace(before, steps=300)
+    (line,) = changed_rate(saved, longer, 150)
+    old, new = learning_rate(150, before), learning_rate(150, longer)
+    assert new > 2 * old
+    assert (
+        f"step 151 is {new:.3g}, and would have been {old:.3g}: train.steps was 150, is 300" in line
+    )
+    # As the line says.
+    options = re.findall(r"--train\.(\w+) (\S+)", line)
+    kept = msgspec.structs.replace(longer, **{k: type(saved[k])(float(v)) for k, v in options})
+    assert learning_rate(150, kept) == pytest.approx(old, rel=1e-2)
+    assert learning_rate(290, kept) == learning_rate(150, kept)
+    (line,) = changed_rate(saved, msgspec.structs.replace(before, learning_rate=1e-5), 83)
+    assert "train.learning_rate was 0.003, is 1e-05" in line
+    assert changed_rate({"steps": "many"}, before, 83) == []

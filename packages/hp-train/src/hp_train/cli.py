@@ -12,6 +12,7 @@ from hp_train.base.environment import speaks_for_node
 from hp_train.base.numbers import whole
 from hp_train.compared import command as compared
 from hp_train.config import rules
+from hp_train.config.aliases import absent
 from hp_train.config.options import Resolved, resolve, shipped, split_overrides
 from hp_train.config.render import to_json, to_lines, to_toml
 from hp_train.config.schema import did_you_mean, keys_called
@@ -272,6 +273,8 @@ def _refuse_bare_keys(arguments: Sequence[str], commands: Mapping[str, Parser]) 
         if not flag.startswith("--") or flag in flags:
             continue
         name = flag[2:].replace("-", "_")
+        if reason := absent().get(name.lower()):
+            raise ConfigError(f"{flag} is not a known option: {reason}")
         hint = did_you_mean(name, [flag[2:] for flag in flags]).replace("mean ", "mean --")
         if not hint and (meant := keys_called(name)):
             hint = "; did you mean " + " or ".join(f"--{key}" for key in meant) + "?"

@@ -69,6 +69,39 @@ _CALLED = {
 }
 
 
+_ABSENT = {
+    "lora lora_rank lora_alpha lora_r qlora peft adapter adapters": (
+        "hp train changes all weights; it has no adapters"
+    ),
+    "ema ema_decay averaging swa": "hp train keeps no average of the weights",
+    "optimizer optim optimizer_name optimizer_type muon adafactor lion": (
+        "the optimizer is AdamW, by train.beta1, beta2, adam_eps and weight_decay"
+    ),
+    "weights mixture mix data_weights blend data_blend": (
+        "all of data.paths is read once in each epoch; nothing mixes it by weights"
+    ),
+    "lr_scheduler lr_schedule scheduler lr_decay_style lr_scheduler_type decay_style": (
+        "the rate goes up in train.warmup_steps, and down by a cosine to "
+        "train.min_learning_rate_ratio of train.learning_rate"
+    ),
+    "nodes nnodes num_nodes node_rank master_addr master_port": (
+        "torchrun or Slurm starts hp train on each node; docs/hp-train/nodes.md says how"
+    ),
+    "wandb mlflow tracker trackers report_to wandb_project comet": (
+        "metrics are in metrics.jsonl of the run, and with run.tensorboard in its events"
+    ),
+    "sft chat chat_template dpo grpo instruct": (
+        "hp train learns to predict the next token of text; it has no chats"
+    ),
+}
+
+
+@cache
+def absent() -> dict[str, str]:
+    """Return what people look for that does not exist, by name, each with what there is."""
+    return {name: text for names, text in _ABSENT.items() for name in names.split()}
+
+
 @cache
 def aliases() -> dict[str, str]:
     """Names that keys have elsewhere, without a section, and the keys."""

@@ -259,7 +259,7 @@ def _read_saved(run_dir: Path) -> str:
 
 def _decoded(content: bytes, path: Path) -> str:
     try:
-        return content.decode("utf-8").replace("\r\n", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"config ({path}) must be UTF-8: byte {error.start} is not") from None
 

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from hp_train.config import Config
-from hp_train.config.aliases import aliases
+from hp_train.config.aliases import absent, aliases
 from hp_train.errors import ConfigError
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
@@ -232,6 +232,8 @@ def unknown_key(key: str) -> str:
     'unknown key train.step; did you mean train.steps?'
     """
     section, _, name = key[:_LONGEST_KEY].rpartition(".")
+    if reason := absent().get(name.lower()):
+        return f"unknown key {shown(key)[1:-1]}: {reason}"
     meant = keys_called(name, section) if section else []
     siblings = [field.name for field in fields().values() if field.section == section]
     if meant:

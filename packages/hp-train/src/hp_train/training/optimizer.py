@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -13,6 +14,10 @@ from hp_train.model.parameters import Parameter
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """What Adam averages of each parameter."""
+_RATE_KEYS: Final = ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "steps")
+"""Keys of `TrainConfig` by which `learning_rate` is found."""
+_SAME_RATE: Final = 1e-9
+"""By how much two learning rates may differ that are the same."""
 
 
 class AdamW(torch.optim.AdamW):
@@ -112,3 +117,31 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     share = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
     low = config.min_learning_rate_ratio
     return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def changed_rate(saved: Mapping[str, Any], train: TrainConfig, step: int) -> list[str]:
+    """Say where a resumed run goes on with another learning rate than it would have had.
+
+    More steps stretch the cosine, so that a run that had ended is heated up again.
+
+    Args:
+        saved: Values of the section ``train`` with which the checkpoint was saved; those that are
+            missing, or no numbers, are taken as they are now.
+        train: Configuration of the training from here on.
+        step: Steps that are done.
+
+    Returns:
+        A line for people, or none.
+    """
+    numbers = {name: value for name in _RATE_KEYS if type(value := saved.get(name)) in (int, float)}
+    changed = [name for name, value in numbers.items() if value != getattr(train, name)]
+    new, old = learning_rate(step, train), learning_rate(step, replace(train, **numbers))
+    if math.isclose(old, new, rel_tol=_SAME_RATE):
+        return []
+    causes = ", ".join(f"train.{n} was {numbers[n]:g}, is {getattr(train, n):g}" for n in changed)
+    line = (
+        f"note: the learning rate of step {step + 1} is {new:.3g}, and would have been {old:.3g}: "
+        f"{causes}; to go on with it: --train.learning_rate {old:.3g} "
+        "--train.min_learning_rate_ratio 1 --train.warmup_steps 0"
+    )
+    return [line]

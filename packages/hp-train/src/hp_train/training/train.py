@@ -45,7 +45,7 @@ from hp_train.training.garbage import garbage_collection
 from hp_train.training.generate import continue_text
 from hp_train.training.gradients import GradientNorm, clip_gradients, reduce_gradients
 from hp_train.training.metrics import Console, MemoryUse, MetricsWriter, StepMetrics
-from hp_train.training.optimizer import build_optimizer, learning_rate
+from hp_train.training.optimizer import build_optimizer, changed_rate, learning_rate
 from hp_train.training.planned import PlannedStep, StepPlanning
 from hp_train.training.position import Position
 from hp_train.training.profiler import Profiler
@@ -240,7 +240,8 @@ class Trainer:
             metrics.write(step_metrics)
             console.advance()
             collect_after(self.step)
-            if self._is_due(train.log_every) or step_metrics.eval_loss is not None:
+            is_last = stopped or self.step == train.steps
+            if self._is_due(train.log_every) or is_last or step_metrics.eval_loss is not None:
                 console.print(str(step_metrics))
             # The final save follows the last step at once.
             if self._is_due(train.save_every) and not stopped and self.step < train.steps:
@@ -511,7 +512,9 @@ class Trainer:
         self.step, self.next_sequence = position.step, position.next_sequence
         self.skips = Skips(position.skipped, position.skipped_in_a_row)
         set_optimizer_steps(self.optimizer, self.step - self.skips.total)
-        return [*notes, f"resumed from {loaded.path}"]
+        saved = (loaded.extra.get("config") or {}).get("train", {})
+        rate = changed_rate(saved, self.config.train, self.step)
+        return [*notes, f"resumed from {loaded.path}", *rate]
 
     def _make_checkpointer(self, timeout: timedelta) -> Checkpointer:
         """What saves and loads; it has a group of its own, so that a save can run behind a step."""
