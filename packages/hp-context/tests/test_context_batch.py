@@ -87,7 +87,7 @@ PACKED = torch.cat([torch.arange(5), torch.arange(11)])[None]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "padding on the left": (
         {"attention_mask": (torch.arange(SEQ) > 2).expand(2, -1)},
-        "attention_mask must be 0 on the right only",
+        r"0 on the right only: .*EachSequence\(masks\) .* Causal\(\) & Documents\(\(3, 13\)\)",
     ),
     "a mask of four dims": (
         {"attention_mask": torch.ones(2, 1, SEQ, SEQ)},

@@ -63,7 +63,11 @@ def test_fewer_heads_than_ranks_are_refused_with_the_alternative() -> None:
         ([heads(8)[0].double(), *heads(8)[1:]], r"k \(torch.float32 on cpu\) must match q"),
         ([heads(8, size=6)[0], *heads(8)[1:]], r"head size of k \(8\) must equal that of q \(6\)"),
         ([x[0, 0] for x in heads(8)], "must agree and end with the head size"),
-        ([heads(8, seq=5)[0], *heads(8)[1:]], "all dims but head_dim"),
+        ([x[:1] if i else x.repeat(2, 1, 1, 1) for i, x in enumerate(heads(8))], "all dims but"),
+        (
+            [heads(8, seq=5)[0], *heads(8)[1:]],
+            r"length of k \(4, seq_dim 1\) must equal that of q \(5\); .* keep all of k and v",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_each_other_are_refused(qkv: list[Tensor], message: str) -> None:

@@ -399,6 +399,37 @@ def test_autocast_reaches_the_experts() -> None:
     assert_same({"logits": actual}, {"logits": expected}, bound=3e-2)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_under_autocast_experts_are_summed_in_fp32_as_by_transformers(world_size: int) -> None:
+    theirs = build("mixtral", dtype=torch.float32).model.layers[0].mlp.experts
+    torch.manual_seed(1)
+    x, chosen = torch.randn(40, 16), torch.rand(40, EXPERTS).topk(CHOICES).indices
+    weights = torch.rand(40, CHOICES).softmax(-1)
+
+    def by(implementation: str, experts: Any, rows: Tensor) -> Tensor:
+        experts.config._experts_implementation = implementation
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            return torch.as_tensor(experts(rows, chosen, weights))
+
+    def rank_main(group: dist.ProcessGroup) -> Tensor:
+        model = nn.ModuleDict({"experts": copy.deepcopy(theirs)})
+        apply_to_transformers(model, group if world_size > 1 else None)
+        return by("eager", model["experts"], x)
+
+    found = run_in_threads(rank_main, world_size=world_size)
+    # On a CPU autocast leaves their grouped products alone, so that path gets bf16 as it is.
+    narrow = copy.deepcopy(theirs).to(torch.bfloat16)
+    grouped = by("grouped_mm", narrow, x.to(torch.bfloat16)).float()
+    eager = by("eager", theirs, x)
+    size = eager.norm()
+    for ours in found:
+        assert ours.dtype == eager.dtype == torch.float32
+        assert not torch.equal(ours, ours.to(torch.bfloat16).float())
+        # Between ranks the sum of a rank's experts travels in bf16, rounded once.
+        assert (ours - eager).norm() / size < (1e-6 if world_size == 1 else 4e-3)
+        assert (ours.to(torch.bfloat16).float() - grouped).norm() / size < 4e-3
+
+
 def test_another_dispatcher_can_carry_the_rows() -> None:
     def rank_main(group: dist.ProcessGroup) -> Tensors:
         def plain(group: dist.ProcessGroup, num_experts: int) -> Any:

@@ -48,7 +48,7 @@ def drawn(random: Random) -> tuple[ModelCosts | Costs, dict[str, Any]]:
         message=some(random.uniform(0.0, 1.0)),
         bandwidth=random.choice((1.0, 3.0, math.inf)),
     )
-    arguments = {
+    arguments: dict[str, Any] = {
         "num_ranks": ranks,
         "num_microbatches": random.randint(1, 8),
         "virtual": random.choice(((1,), (2,), (1, 2), (1, 2, 4))),

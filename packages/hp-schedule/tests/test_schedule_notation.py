@@ -3,6 +3,7 @@
 import json
 import re
 import string
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,7 @@ def test_any_rows_read_back_from_json(rows: list[list[MetaStep | None]], rng: An
 @given(st.data())
 def test_damaged_text_is_refused_or_read_as_what_it_says(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(_SCHEDULES))
+    write: Callable[[Schedule], str]
     write, read = data.draw(st.sampled_from([(_AS_CSV, from_csv), (to_json, from_json)]))
     text = write(schedule)
     begin = data.draw(st.integers(0, len(text)))

@@ -12,9 +12,15 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from hp_expert.kernels import kernels_for
 from hp_expert.kernels.triton_sorting import Starts
-from hp_expert.permute import SlotCounts, count_slots, invalid_experts, sort_counted
+from hp_expert.permute import (
+    Permutation,
+    SlotCounts,
+    count_slots,
+    invalid_experts,
+    sort_counted,
+    sum_slots,
+)
 from hp_platform.host_reads import arrived, require_on_device
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -170,9 +176,23 @@ class ExpertBatch(NamedTuple):
         return Places(self.order, row_P, position_NF, ends, partial=partial, padded=padded)
 
     def sum_over_slots(self, values_PD: Tensor, weights_NF: Tensor | None = None) -> Tensor:
-        """Sum weight * value over each row's listed slots [N, D], in fp32 or wider."""
+        """Sum weight * value over each row's listed slots, in fp32 or wider.
+
+        Differentiable, so that experts of one's own can end in it; with weights once.
+
+        Args:
+            values_PD: What the experts made of the row at each position [P, D].
+            weights_NF: What each slot's value counts, such as `weights` [N, F]; None: one.
+
+        Returns:
+            [N, D], of the dtype of the values; zeros for a row that no expert here takes.
+        """
         position_NF, partial = self.positions()
-        return kernels_for(values_PD).sum_rows(values_PD, position_NF, weights_NF, holes=partial)
+        padded, slot_P, row_P = self.counts is None, self.slot_at(-1), self.row_at()
+        if padded:
+            row_P = row_P.where(slot_P >= 0, -1)
+        permutation = Permutation(slot_P, row_P, position_NF, partial=partial, padded=padded)
+        return sum_slots(values_PD, permutation, weights_NF)
 
     def spans(self) -> list[slice]:
         """Positions of each local expert, if the host knows them."""
@@ -282,9 +302,28 @@ def stays_on_device(rows: Tensor) -> bool:
     `torch.nn.functional.grouped_mm` has a kernel for that in bf16 from sm_90 on; elsewhere the
     host reads for each product, or the experts are computed one after the other.
     """
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.version.hip is not None:
+    if not rows.is_cuda or autocast_dtype(rows) != torch.bfloat16 or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(rows.device) >= _GROUPED_PRODUCTS_SINCE
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Cast to what `torch.autocast`, if it is on, wants products to be computed in."""
+    return x.to(autocast_dtype(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which products of `x` are computed, under `torch.autocast` or not."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def summed_dtype(rows: Tensor) -> torch.dtype:
+    """Return the dtype of sums of rows: fp32 or wider where `torch.autocast` made them narrow."""
+    is_narrowed = torch.is_autocast_enabled(rows.device.type) and autocast_dtype(rows) == rows.dtype
+    return torch.promote_types(rows.dtype, torch.float32) if is_narrowed else rows.dtype
 
 
 def wrong_input(x: Tensor, experts: Tensor, weights: Tensor | None) -> ValueError | None:

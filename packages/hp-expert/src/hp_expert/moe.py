@@ -13,8 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from hp_expert.dispatch import LocalDispatcher
-from hp_expert.dispatch.refusal import dispatching, groups_of, refuse, through_experts
-from hp_expert.experts import GroupedExperts, autocast
+from hp_expert.dispatch.refusal import (
+    dispatching,
+    groups_of,
+    refuse,
+    rows_for,
+    through_experts,
+)
+from hp_expert.experts import GroupedExperts
 from hp_expert.routing.router import Routing, TopKRouter
 from hp_platform import doing, failing_together, mark_place, outside_graph, raise_first
 
@@ -53,7 +59,9 @@ class MoE(nn.Module):
                 shared expert computes them as any other.
 
         Returns:
-            y of the same shape, and the routing of the tokens in order [B * S, ...].
+            y of the same shape and dtype, and the routing of the tokens in order [B * S, ...].
+            Under `torch.autocast` the experts multiply in its dtype and the sum over a token's
+            experts is fp32 or wider; between ranks rows travel in the dtype of autocast.
 
         Raises:
             ValueError: If the input is wrong.
@@ -88,7 +96,7 @@ def _through_experts(
     if type(dispatcher) is LocalDispatcher:  # no other rank waits, or must learn of errors
         place = "dispatch"
         try:
-            _, batch = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
+            _, batch = dispatcher.prepare(x_TD, routing.experts, routing.weights)
             place = "experts"
             y: Tensor = experts(batch)
         except Exception as error:
@@ -96,15 +104,17 @@ def _through_experts(
             raise
         return y.view_as(like)
     with dispatching(dispatcher):
-        rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
-    return through_experts(dispatcher, experts, rows, state).view_as(like)
+        rows = rows_for(dispatcher, x_TD)
+        rows, state = dispatcher.prepare(rows, routing.experts, routing.weights)
+    return through_experts(dispatcher, experts, rows, state).view_as(like).to(like.dtype)
 
 
 @outside_graph
 def _send(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Any]:
     dispatcher = experts.dispatcher
     with dispatching(dispatcher):
-        rows, state = dispatcher.prepare(autocast(x_TD), routing.experts, routing.weights)
+        rows = rows_for(dispatcher, x_TD)
+        rows, state = dispatcher.prepare(rows, routing.experts, routing.weights)
     return dispatcher.launch_dispatch(rows, state)
 
 
@@ -119,7 +129,7 @@ def _receive(
             y = experts(batch)
         rows = dispatcher.launch_combine(y, state)
         # What little follows stays here, or it would make up a graph of its own.
-        y = dispatcher.finish_combine(rows, state).view_as(like)
+        y = dispatcher.finish_combine(rows, state).view_as(like).to(like.dtype)
         return y + shared
 
 

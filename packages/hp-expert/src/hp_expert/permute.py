@@ -163,7 +163,11 @@ def gather_slots(
 
 
 def sum_slots(
-    rows_RD: Tensor, permutation: Permutation, weights_TK: Tensor | None = None
+    rows_RD: Tensor,
+    permutation: Permutation,
+    weights_TK: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum the rows of each token's slots, in the order of its choices.
 
@@ -173,13 +177,14 @@ def sum_slots(
         rows_RD: One row per position [R, D].
         permutation: Permutation of the slots.
         weights_TK: What each slot's row counts, any floating dtype [T, K]; None: one.
+        dtype: Dtype of the sums; None: that of the rows. Without weights only.
 
     Returns:
         One row per token [T, D], zeros if none of its slots has a position. Products, and sums of
         more than one row, are computed in fp32 or wider.
     """
     y_TD: Tensor = (
-        _SumSlots.apply(rows_RD, permutation)
+        _SumSlots.apply(rows_RD, permutation, dtype)
         if weights_TK is None
         else _SumWeightedSlots.apply(rows_RD, weights_TK, permutation)
     )
@@ -208,18 +213,22 @@ class _GatherSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SumSlots.apply(wait_tensor(grad), ctx.permutation), None, None
+        return _SumSlots.apply(wait_tensor(grad), ctx.permutation, None), None, None
 
 
 class _SumSlots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return gather_and_sum(rows, permutation.inverse, partial=permutation.partial)
+    def forward(
+        ctx: Any, rows: Tensor, permutation: Permutation, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.permutation, ctx.dtype = permutation, rows.dtype
+        inverse, partial = permutation.inverse, permutation.partial
+        return kernels_for(rows).sum_rows(rows, inverse, None, holes=partial, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _GatherSlots.apply(wait_tensor(grad), ctx.permutation, [None]), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = wait_tensor(grad).to(ctx.dtype)
+        return _GatherSlots.apply(grad, ctx.permutation, [None]), None, None
 
 
 class _SumWeightedSlots(torch.autograd.Function):

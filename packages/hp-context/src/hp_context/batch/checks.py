@@ -58,6 +58,14 @@ def check_local(q: Tensor, k: Tensor, v: Tensor, *, dims: Dims, num_ranks: int) 
             raise ValueError(
                 f"{name} ({x.dtype} on {x.device}) must match q ({q.dtype} on {q.device})"
             )
+        length, queries = x.size(dims.seq), q.size(dims.seq)
+        if length != queries and _without(x, dims.seq) == _without(q, dims.seq):
+            raise ValueError(
+                f"length of {name} ({length}, seq_dim {dims.seq}) must equal that of q "
+                f"({queries}); is the layout seq_dim={dims.head}, head_dim={dims.seq}? "
+                f"Cross-attention exchanges nothing: let every rank keep all of k and v, and call "
+                f"attention on its part of q"
+            )
         if _without(x, dims.head) != _without(q, dims.head):
             raise ValueError(
                 f"{_shapes(named)}: all dims but head_dim ({dims.head}) and the last must agree; "

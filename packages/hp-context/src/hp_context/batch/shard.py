@@ -89,9 +89,12 @@ def _check_padding(mask: Tensor, position_ids: Tensor | None, seq_len: int) -> N
         )
     seen = mask != 0
     if bool((seen[:, 1:] & ~seen[:, :-1]).any()):
+        rest = int(seen.sum(1).min())
         raise ValueError(
             "attention_mask must be 0 on the right only: causal attention leaves out no other "
-            "padding by itself"
+            "padding by itself; for padding on the left leave it out, and pass the model "
+            "context_mask=hp_context.EachSequence(masks) with a mask for each sequence, such as "
+            f"Causal() & Documents(({seq_len - rest}, {rest}))"
         )
     if position_ids is not None and bool((position_ids.diff(dim=1) != 1)[seen[:, 1:]].any()):
         raise ValueError(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, summed_dtype
 from hp_expert.dispatch.cost import deduplication_pays
 from hp_expert.dispatch.deduplicated import (
     Destinations,
@@ -161,7 +161,7 @@ class AllToAllDispatcher:
 
     def finish_combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         """Wait for the outputs and sum those of each token."""
-        return sum_slots(wait_tensor(rows), state.permutation)
+        return sum_slots(wait_tensor(rows), state.permutation, dtype=summed_dtype(rows))
 
 
 def _exchange(x: Tensor, splits: DispatchState | SlotExchange, group: ProcessGroup) -> Tensor:

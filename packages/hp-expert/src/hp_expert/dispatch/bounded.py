@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch, Places
+from hp_expert.batch import ExpertBatch, Places, summed_dtype
 from hp_expert.dispatch.all_to_all import by_expert
 from hp_expert.dispatch.exchange_plan import (
     CODE,
@@ -200,7 +200,9 @@ class BoundedAllToAllDispatcher:
 
     def finish_combine(self, rows: Tensor, state: BoundedState) -> Tensor:
         """Wait for the outputs and sum those of each token; NaN if some are missing."""
-        return sum_slots(wait_tensor(rows), state.permutation) * state.poison
+        return (
+            sum_slots(wait_tensor(rows), state.permutation, dtype=summed_dtype(rows)) * state.poison
+        )
 
     def check(self) -> None:
         """Read what went wrong since the last call, on any rank, and raise the same on all of them.

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast
 from hp_platform import PeerError, doing, failing_together, is_no_failure, mark_agreed
 from hp_platform.groups.groups import global_ranks
 
@@ -39,6 +39,14 @@ def dispatching(dispatcher: Any) -> Iterator[None]:
         except (ValueError, PeerError) as error:
             mark_agreed(error, (rank for group in groups for rank in global_ranks(group)))
             raise
+
+
+def rows_for(dispatcher: Any, x_TD: Tensor) -> Tensor:
+    """Return what `Dispatcher.prepare` gets of tokens: under autocast, what travels is narrow.
+
+    Where nothing travels, the experts narrow the rows themselves, and sum in the dtype of `x_TD`.
+    """
+    return x_TD if type(dispatcher) is LocalDispatcher else autocast(x_TD)
 
 
 def through_experts(

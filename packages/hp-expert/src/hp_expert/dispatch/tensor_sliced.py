@@ -153,6 +153,7 @@ class TensorSlicedDispatcher:
         mine = self.over_ep.finish_combine(rows, state.mine)
         if self.sliced:
             return mine
+        mine = mine.to(rows.dtype)  # what travels is as narrow as what was computed
         y: Tensor = GatherSlices.apply(mine, state.num_tokens, self.group, _gather_now)
         return y
 

@@ -3,7 +3,7 @@
 from hp_expert.experts.activation import Activation, ClampedSwiGLU, SwiGLU
 from hp_expert.experts.grouped import GroupedProducts
 from hp_expert.experts.module import GroupedExperts
-from hp_expert.experts.swiglu import autocast, routed_swiglu, routed_swiglu_fused
+from hp_expert.experts.swiglu import routed_swiglu, routed_swiglu_fused
 
 __all__ = [
     "Activation",
@@ -11,7 +11,6 @@ __all__ = [
     "GroupedExperts",
     "GroupedProducts",
     "SwiGLU",
-    "autocast",
     "routed_swiglu",
     "routed_swiglu_fused",
 ]

@@ -39,6 +39,17 @@ class Activation(Protocol):
         """
 
 
+def require_activation(activation: object) -> None:
+    """Raise ValueError for what has not the methods of an `Activation`."""
+    methods = ("gate", "product", "backward")
+    if not all(callable(getattr(activation, name, None)) for name in methods):
+        raise ValueError(
+            f"activation ({activation!r}) must be an Activation, an object with gate, product and "
+            "backward such as SwiGLU() or ClampedSwiGLU(); other experts end in "
+            "ExpertBatch.sum_over_slots"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SwiGLU:
     """silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""

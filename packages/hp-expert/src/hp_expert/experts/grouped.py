@@ -58,7 +58,7 @@ class Grouped:
     reads_counts: ClassVar[bool] = False
 
     def forward(
-        self, batch: ExpertBatch, experts: ExpertWeights
+        self, batch: ExpertBatch, experts: ExpertWeights, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the output [N, D]; keep the pre-activations."""
         places, multiply = batch.places(), self.products.forward
@@ -72,7 +72,9 @@ class Grouped:
         y_PD = multiply(h_PH, experts.weights.down, ends)
         del h_PH
         _add_bias(y_PD, experts.output_bias, ends)
-        out = kernels.sum_rows(y_PD, places.position, batch.weights, holes=places.partial)
+        out = kernels.sum_rows(
+            y_PD, places.position, batch.weights, holes=places.partial, dtype=dtype
+        )
         return out, pre
 
     def backward(

@@ -26,7 +26,9 @@ reads_counts: Final = True
 _ROWS = 1024
 
 
-def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[Tensor, ...]]:
+def forward(
+    batch: ExpertBatch, experts: ExpertWeights, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute the output [N, D]; keep where slots are, and the pre-activations of each chunk."""
     rows, kernels = batch.rows, kernels_for(batch.rows)
     row_P, (position_NF, holes) = batch.row_at(), batch.positions(batch.narrow)
@@ -49,7 +51,7 @@ def forward(batch: ExpertBatch, experts: ExpertWeights) -> tuple[Tensor, tuple[T
         if output_bias is not None:
             _add_bias(y_RD, output_bias, run)
         kept += pre
-    out = kernels.sum_rows(y_PD, position_NF, batch.weights, holes=holes)
+    out = kernels.sum_rows(y_PD, position_NF, batch.weights, holes=holes, dtype=dtype)
     return out, tuple(kept)
 
 

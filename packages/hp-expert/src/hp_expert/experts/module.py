@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, autocast
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
 from hp_expert.dispatch.refusal import dispatching, through_experts
-from hp_expert.experts.activation import SWIGLU, Activation
+from hp_expert.experts.activation import SWIGLU, Activation, require_activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
-from hp_expert.experts.swiglu import autocast, routed_swiglu_by
+from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import ExpertWeights, Projections
 from hp_platform import outside_graph
 
@@ -59,6 +59,9 @@ class GroupedExperts(nn.Module):
         activation: What is put between the projections; `ClampedSwiGLU` for gpt-oss.
         device: Device of the weights.
         dtype: Dtype of the weights.
+
+    Raises:
+        ValueError: If the activation is none.
     """
 
     hidden_dims: ClassVar[Mapping[str, int | None]] = MappingProxyType(
@@ -80,6 +83,7 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        require_activation(activation)
         self.num_experts = self.num_local_experts = num_experts
         self.first_expert = 0
         self.adds_output_bias = True

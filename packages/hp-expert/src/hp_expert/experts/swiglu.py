@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hp_expert.batch import ExpertBatch, Places
+from hp_expert.batch import ExpertBatch, Places, autocast
 from hp_expert.experts import loop
-from hp_expert.experts.activation import SWIGLU, Activation
+from hp_expert.experts.activation import SWIGLU, Activation, require_activation
 from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.types import (
     Backend,
@@ -42,11 +42,12 @@ _PLACED: Final = 4  # tensors, which `Places` begins with
 
 
 class _Options(NamedTuple):
-    """What is no tensor: of `ExpertWeights`, and where casts of the parameters are found."""
+    """What is no tensor: of `ExpertWeights`, where casts are found, and the output's dtype."""
 
     adds_output_bias: bool
     activation: Activation
     cast_of: CastOf | None
+    dtype: torch.dtype
 
 
 def routed_swiglu(
@@ -81,7 +82,8 @@ def routed_swiglu(
         activation: What is put between the projections; `ClampedSwiGLU` for gpt-oss.
 
     Returns:
-        [N, D], of the dtype of the rows.
+        [N, D], of the dtype of the rows. Under `torch.autocast` the products are of its dtype, and
+        the sums over the slots of a row are not rounded to it.
 
     Raises:
         ValueError: If the rows or weights do not fit each other, or rows are of a dtype that is
@@ -139,27 +141,21 @@ def routed_swiglu_by(
         experts: Parameters.
         cast_of: Gives them in the dtype of the rows; None: forward casts them, and backward again.
     """
+    dtype = batch.rows.dtype
     batch = batch._replace(rows=autocast(batch.rows))
     weights, biases = experts.weights, experts.biases
     parameters = (*weights.gate_up, weights.down, *biases.gate_up, biases.down)
+    require_activation(experts.activation)
     _require_fit(batch, parameters)
     backend = _fastest(batch, weights.down) if backend is None else backend
     if batch.counts is None and (backend.reads_counts or batch.num_slots == 0):
         batch = _without_padding(batch)
-    options = _Options(experts.adds_output_bias, experts.activation, cast_of)
+    options = _Options(experts.adds_output_bias, experts.activation, cast_of, dtype)
     with torch.autocast(batch.rows.device.type, enabled=False):
         out: Tensor = _RoutedSwiGLU.apply(
             batch.rows, batch.weights, batch, backend, options, *parameters
         )
     return out
-
-
-def autocast(x: Tensor) -> Tensor:
-    """Cast to what `torch.autocast`, if it is on, wants products to be computed in."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
 
 
 class _RoutedSwiGLU(torch.autograd.Function):
@@ -175,7 +171,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
     ) -> Tensor:
         batch = batch._replace(rows=rows, weights=slot_weights)
         experts = _cast(_here(parameters), parameters, rows.dtype, options)
-        out, kept = backend.forward(batch, experts)
+        out, kept = backend.forward(batch, experts, dtype=options.dtype)
         placed = batch.placed
         where = (batch.order.to(batch.narrow),) if placed is None else placed[:_PLACED]
         ctx.save_for_backward(rows, slot_weights, *where, *parameters, *kept)
@@ -215,7 +211,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
                     needed=ctx.needs_input_grad[5 + index],
                 )
         weights, biases = _by_projection(wanted)
-        grad_out = wait_tensor(grad_out).contiguous()
+        grad_out = wait_tensor(grad_out).to(rows.dtype).contiguous()
         with torch.autocast(rows.device.type, enabled=False):
             grads = backend.backward(
                 batch,

@@ -86,9 +86,15 @@ class Backend(Protocol):
         """Whether `counts` must not be None."""
 
     def forward(
-        self, batch: ExpertBatch, experts: ExpertWeights
+        self, batch: ExpertBatch, experts: ExpertWeights, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the output [N, D], and what `backward` needs besides the arguments."""
+        """Compute the output [N, D], and what `backward` needs besides the arguments.
+
+        Args:
+            batch: Rows and their routing.
+            experts: Parameters in the dtype of the rows.
+            dtype: Dtype of the output; None: that of the rows.
+        """
 
     def backward(
         self,

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, autocast_dtype
 from hp_expert.dispatch import Dispatcher, LocalDispatcher
-from hp_expert.dispatch.refusal import dispatching, refuse, through_experts
-from hp_expert.experts import autocast, routed_swiglu_fused
+from hp_expert.dispatch.refusal import dispatching, refuse, rows_for, through_experts
+from hp_expert.experts import routed_swiglu_fused
 from hp_expert.hugging_face.choice import (
     ReplacedChoice,
     current_choice,
@@ -134,8 +134,8 @@ def _compute(
     # Whoever computes in a shorter dtype puts tensors of it in the place of parameters.
     gate_up, down = (getattr(experts, name) for name in WEIGHTS)
     gate_up_bias, down_bias = (getattr(experts, name, None) for name in BIASES)
-    rows = autocast(x_TD)
-    if torch.promote_types(rows.dtype, gate_up.dtype) != gate_up.dtype:
+    rows = rows_for(dispatcher, x_TD)
+    if torch.promote_types(autocast_dtype(rows), gate_up.dtype) != gate_up.dtype:
         # A norm in fp32 before weights in bf16, for example.
         rows = rows.to(gate_up.dtype)
     # What the router computed in fp32 gets a gradient that is rounded to it once, at the end.
@@ -164,7 +164,8 @@ def _by_own_gate(experts: Any, batch: ExpertBatch) -> Tensor:
     gate_up, down = (getattr(experts, name).to(rows.dtype) for name in WEIGHTS)
     biases = [getattr(experts, name, None) for name in BIASES]
     gate_up_bias, down_bias = (None if b is None else b.to(rows.dtype) for b in biases)
-    out = torch.zeros_like(rows)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    out = torch.zeros_like(rows, dtype=wide)
     for index, slots in enumerate(batch.order[: sum(counts)].split(counts)):
         x = F.linear(
             rows[slots // width],
@@ -176,10 +177,11 @@ def _by_own_gate(experts: Any, batch: ExpertBatch) -> Tensor:
             down[index],
             None if down_bias is None else down_bias[index],
         )
+        y = y.to(wide)
         if batch.weights is not None:
-            y = y * batch.weights.flatten()[slots, None].to(y.dtype)
+            y = y * batch.weights.flatten()[slots, None].to(wide)
         out = out.index_add(0, slots // width, y)
-    return out
+    return out.to(rows.dtype)
 
 
 @outside_graph

@@ -11,6 +11,7 @@ import warnings
 from functools import cache
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from hp_expert.kernels import torch_rows, triton_rows
@@ -35,9 +36,11 @@ class RowKernels(Protocol):
         *,
         holes: bool,
         more_RD: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Sum weight * row over the positions of each token [T, D], in order, fp32 or wider.
 
+        The sums are of `dtype`, None: that of the rows.
         One value for each row, [R], is taken for K = 1 and no weights.
         With `more_RD`, a row is the sum of those of both.
 

@@ -20,8 +20,11 @@ def sum_rows(
     *,
     holes: bool,
     more_RD: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum weight * row over the positions of each token [T, D] ([T] for [R], K = 1, no weights)."""
+    if dtype is not None:
+        rows_RD = rows_RD.to(dtype)
     if more_RD is not None:
         rows_RD = rows_RD + more_RD
     if weights_TK is None and inverse_TK.shape[1] == 1:

@@ -15,6 +15,7 @@ Shape symbols: T tokens, K choices per token, R positions, D width.
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hp_expert.kernels.launching import launch_kernel, power_from
@@ -51,15 +52,16 @@ def sum_rows(
     *,
     holes: bool,
     more_RD: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum weight * row, of both where there are more, over each token's positions [T, D].
 
     [T] for [R], K = 1, and neither weights nor more.
     """
     if rows_RD.ndim == 1:
-        return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes)
+        return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes).to(dtype or rows_RD.dtype)
     (num_tokens, num_choices), width = inverse_TK.shape, rows_RD.shape[1]
-    y_TD = rows_RD.new_empty(num_tokens, width)
+    y_TD = rows_RD.new_empty(num_tokens, width, dtype=dtype)
     if y_TD.numel() > 0:
         chosen, tensors = options(width), (rows_RD, more_RD, inverse_TK, weights_TK)
         _launch(

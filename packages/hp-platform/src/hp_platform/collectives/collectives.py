@@ -93,13 +93,18 @@ def launch_all_to_all(
     input_splits: Sequence[int] | None = None,
     group: ProcessGroup | DeviceMesh,
 ) -> Pending[Tensor]:
-    """Start the exchange of `all_to_all` outside autograd; arguments and errors are the same."""
+    """Start the exchange of `all_to_all` outside autograd; arguments and errors are the same.
+
+    What was received has no gradient; `start_all_to_all` starts an exchange that has one.
+    """
     splits, pg = _resolved(x, output_splits, input_splits, group)
     return _launch(x, *splits, pg)[1]
 
 
 def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending[Tensor]:
     """Start to gather the `[N, ...]` of every rank, all of one shape, outside autograd.
+
+    What was gathered has no gradient; that of `all_gather_uneven` has one.
 
     Returns:
         `[ranks * N, ...]` once waited for, in rank order.

@@ -19,7 +19,8 @@ from hp_platform.threads.use import note_use
 def isend(x: Tensor, dst: int, *, group: ProcessGroup, tag: int = 0) -> Pending[None]:
     """Start to send `x` to the global rank `dst`.
 
-    `x` must not be written before the result was waited for; it is kept alive until then.
+    `x` must not be written before the result was waited for; it is kept alive until then. Nothing of
+    it is seen by autograd, as in `torch.distributed`.
 
     Args:
         x: Any shape and dtype; copied first if it is not contiguous.
@@ -36,6 +37,8 @@ def isend(x: Tensor, dst: int, *, group: ProcessGroup, tag: int = 0) -> Pending[
 
 def irecv(buffer: Tensor, src: int, *, group: ProcessGroup, tag: int = 0) -> Pending[Tensor]:
     """Start to receive into `buffer` from the global rank `src`; waiting returns `buffer`.
+
+    What was received has no gradient, as in `torch.distributed`.
 
     Args:
         buffer: Contiguous, of the sender's shape and dtype.
