@@ -19,8 +19,8 @@ from hp_platform.threads.use import note_use
 def isend(x: Tensor, dst: int, *, group: ProcessGroup, tag: int = 0) -> Pending[None]:
     """Start to send `x` to the global rank `dst`.
 
-    `x` must not be written before the result was waited for; it is kept alive until then. Nothing of
-    it is seen by autograd, as in `torch.distributed`.
+    `x` must not be written before the result was waited for; it is kept alive until then.
+    Autograd sees nothing of it, as in `torch.distributed`.
 
     Args:
         x: Any shape and dtype; copied first if it is not contiguous.
