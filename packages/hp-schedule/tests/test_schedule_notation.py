@@ -53,6 +53,10 @@ _SCHEDULES = [
 
 
 _AS_CSV = partial(to_csv, as_is=True)
+_FORMATS: list[tuple[Callable[[Schedule], str], Callable[[str], Schedule]]] = [
+    (_AS_CSV, from_csv),
+    (to_json, from_json),
+]
 _SOME_SHARDED = add_fsdp_unshard_reshard(
     add_fsdp_reduce_grad(gpipe(2, num_microbatches=1)), stages=[1]
 )
@@ -250,8 +254,7 @@ def test_any_rows_read_back_from_json(rows: list[list[MetaStep | None]], rng: An
 @given(st.data())
 def test_damaged_text_is_refused_or_read_as_what_it_says(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(_SCHEDULES))
-    write: Callable[[Schedule], str]
-    write, read = data.draw(st.sampled_from([(_AS_CSV, from_csv), (to_json, from_json)]))
+    write, read = data.draw(st.sampled_from(_FORMATS))
     text = write(schedule)
     begin = data.draw(st.integers(0, len(text)))
     end = min(len(text), begin + data.draw(st.integers(0, 3)))
