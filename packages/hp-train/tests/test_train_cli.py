@@ -53,6 +53,22 @@ def test_a_good_config_is_checked_without_torch() -> None:
     assert "4 processes, pp 2 x dp_replicate 2 (ep 2), 3 steps" in end.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("import-hf", "nope"), '"nope" must be a folder with a config.json'),
+        (("export-hf", "nope", "out"), '("nope") must be a run directory'),
+        (("export-dcp", "nope", "out"), '("nope") must be a run directory'),
+    ],
+)
+def test_a_folder_that_is_missing_is_told_before_torch_is_imported(
+    command: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    end = hp(*command, cwd=tmp_path)
+    assert (end.returncode, end.stdout) == (2, "")
+    assert told in end.stderr
+
+
 def test_a_dry_run_shows_the_sizes_of_all_stages(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["mesh.stage_tp=[1,2]", "mesh.ep=1", "mesh.stage_ep=[1,4]"]
     assert main(["train", "--dry-run", *keys]) == 0

@@ -20,7 +20,7 @@ REQUIRED: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 24,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
+    "num_attention_heads": 32,  # which defaults of other keys divide
 }
 # What this package reads besides the class; and what the class has besides, without a meaning here.
 NOT_OF_THE_CLASS = {"aux_loss_alpha", "rope_theta", "layer_types", "mlp_only_layers"}
@@ -47,7 +47,7 @@ def test_a_file_of_required_keys_alone_is_read_as_transformers_reads_it(
     name: str, tmp_path: Path
 ) -> None:
     # The class has 128 key/value heads for DeepSeek-V3, whose attention knows no number of its own.
-    heads = {"num_key_value_heads": 4} if name == "deepseek_v3" else {}
+    heads = {"num_key_value_heads": 32} if name == "deepseek_v3" else {}
     config = written(tmp_path, {"model_type": name} | REQUIRED | heads)
     whole = tmp_path / "whole"
     config.save_pretrained(whole)  # with every default written out
@@ -59,7 +59,7 @@ def test_a_file_of_required_keys_alone_is_read_as_transformers_reads_it(
     assert least.norm_eps == config.rms_norm_eps
     assert least.tie_embeddings == config.tie_word_embeddings
     if least.attention == "gqa":
-        width = getattr(config, "head_dim", None) or config.hidden_size // 4
+        width = getattr(config, "head_dim", None) or config.hidden_size // 32
         assert (least.head_dim, least.num_kv_heads) == (width, config.num_key_value_heads)
 
 

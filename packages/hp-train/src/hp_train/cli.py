@@ -179,6 +179,11 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _hugging_face(options: argparse.Namespace) -> int:
+    # What is not there is told before torch is imported, which takes seconds.
+    if options.command == "import-hf":
+        rules.require_model_folder(options.folder)
+    else:
+        rules.require_run_directory(options.run)
     from hp_train.hugging_face import command  # noqa: PLC0415 - imports torch
     from hp_train.transformers_model.export import write_folder  # noqa: PLC0415 - likewise
 
@@ -230,6 +235,8 @@ def _add_export(commands: "argparse._SubParsersAction[Parser]", name: str, *, wh
 
 
 def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    if options.command == "export-dcp":  # before torch is imported
+        rules.require_run_directory(options.run)
     from hp_train.dcp import command  # noqa: PLC0415 - imports torch
 
     folder, run = Path(options.folder), Path(options.run)

@@ -23,6 +23,7 @@ from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.config import model_config, read_config, train_dtype
 from hp_train.hugging_face.load import check_weights
 from hp_train.hugging_face.save import write_model
+from hp_train.hugging_face.weight_files import first_of, other_forms
 from hp_train.launch.rundir import TOKENIZER
 
 _PREFIX = "model."
@@ -47,6 +48,9 @@ def import_hf(folder: Path, out: Path | None) -> int:
     values = read_config(folder)
     model = model_config(values)
     check_weights(folder)
+    if others := other_forms(folder):
+        are = "is" if len(others) == 1 else "are"
+        sys.stderr.write(f"note: {first_of(others)} {are} not read, as transformers does not\n")
     given: dict[str, Any] = {
         **{f"model.{name}": value for name, value in msgspec.structs.asdict(model).items()},
         "run.init_from": str(folder.absolute()),

@@ -1,11 +1,12 @@
 """`config.json` of Hugging Face and the `[model]` section of a run, one from the other."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import asdict, replace
 
-from hp_train.config import ModelConfig
+from hp_train.config import ModelConfig, rules
 from hp_train.config.options import build
 from hp_train.config.schema import convert, fields, shown
 from hp_train.errors import ConfigError
@@ -31,6 +32,25 @@ _MOST_BYTES = 4 << 20  # of a config.json
 # What training decides, and the weights do not: may differ from what a family reads back.
 _FREE = {"dropout", "balance_coefficient", "correction_rate", "init_std", "mtp_weight"}
 
+# What files call the keys that rules are about.
+_THEIRS = {
+    "dim": ("hidden_size",),
+    "head_dim": ("head_dim",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "num_layers": ("num_hidden_layers",),
+    "num_dense_layers": ("first_k_dense_replace", "mlp_only_layers"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok", "experts_per_token"),
+    "num_expert_groups": ("n_group",),
+    "num_limited_groups": ("topk_group",),
+    "rope_head_dim": ("qk_rope_head_dim",),
+    "rope_low_factor": ("low_freq_factor",),
+    "rope_high_factor": ("high_freq_factor",),
+    "rope_beta_slow": ("beta_slow",),
+    "rope_beta_fast": ("beta_fast",),
+    "rope_factor": ("factor",),
+}
 _EXPERTS = {
     *("num_dense_layers", "num_shared_experts", "num_expert_groups", "num_limited_groups"),
     *("router_score", "router_normalize", "router_scale", "router_bias"),
@@ -60,7 +80,10 @@ def family_of(values: Json) -> Family:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ConfigError(f"config.json: model_type ({shown(model_type)}) must be one of {known}")
+        raise ConfigError(
+            f"config.json: model_type ({shown(model_type)}) must be one of {known}; others are "
+            "trained without import: hp train --model.transformers FOLDER"
+        )
     quantised = values.get("quantization_config")
     if quantised is not None and quantised != {}:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -83,7 +106,20 @@ def model_config(values: Json) -> ModelConfig:
         f"model.{key}": convert(fields()[f"model.{key}"], value, strict=True)
         for key, value in found.items()
     }
-    return build(checked).model
+    model = build(checked).model
+    for problem in rules.part_rules(model):
+        raise ConfigError(f"config.json: {_in_their_words(problem, values, family)}")
+    return model
+
+
+def _in_their_words(problem: str, values: Json, family: Family) -> str:
+    """The sentence about a rule that is broken, with keys of `config.json` instead of ours."""
+
+    def theirs(match: re.Match[str]) -> str:
+        names = _THEIRS.get(match[1], (match[0],))
+        return next((key for key in names if key in values or key in family.defaults), names[0])
+
+    return re.sub(r"model\.([a-z_]+)", theirs, problem)
 
 
 def train_dtype(values: Json) -> str:

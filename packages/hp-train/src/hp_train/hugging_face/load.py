@@ -3,7 +3,6 @@
 Every rank reads the slices of its own tensors straight from the files.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,13 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform.store import Box, CheckpointError, Part
-from hp_platform.store.safetensors import INDEX, MAX_HEADER_BYTES, FileTensor, opened_tensors
+from hp_platform.store.safetensors import FileTensor, opened_tensors
 from hp_train.config import ModelConfig
-from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.all_ranks import on_all_ranks
 from hp_train.hugging_face.config import family_of, model_config, read_config
-from hp_train.hugging_face.json_file import read_json
+from hp_train.hugging_face.copies import is_beside, require_copies
 from hp_train.hugging_face.plan import (
     Stored,
     stacking_of,
@@ -27,12 +25,11 @@ from hp_train.hugging_face.plan import (
     theirs_of,
     to_ours,
 )
+from hp_train.hugging_face.weight_files import first_of, weight_files
 from hp_train.model.declared import Declared
 from hp_train.model.shapes import model_tensors
 
-_SINGLE = "model.safetensors"
 FLOATS = ("BF16", "F16", "F32", "F64")
-_SHOWN = 3
 # Ends of names that mixed-precision formats give to what they keep beside or instead of weights.
 _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "qweight", "qzeros")
 
@@ -65,7 +62,8 @@ def load_weights(
 
         def prepare() -> tuple[dict[str, FileTensor], list[_Read]]:
             files = stack.enter_context(opened_files(folder))
-            return files, list(_reads(tensors, files, folder))
+            share = (0, 1) if group is None else (group.rank(), group.size())
+            return files, list(_reads(tensors, files, folder, share=share))
 
         def read() -> None:
             for target, stored, part, box in reads:
@@ -78,7 +76,9 @@ def load_weights(
 
 
 def check_weights(folder: Path) -> int:
-    """Check, without reading a weight, that a folder has all of a model and no more.
+    """Check that a folder has all of a model and no more.
+
+    Only weights that stand twice in the files are read, and compared.
 
     Returns:
         Number of parameters.
@@ -99,28 +99,20 @@ def opened_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
         ConfigError: When files are missing, damaged, become shorter, or not what the index says.
     """
     try:
-        with opened_tensors(folder / name for name in _file_names(folder)) as files:
+        with opened_tensors(weight_files(folder)) as files:
             yield files
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
 
 
-def _file_names(folder: Path) -> list[str]:
-    if not os.path.lexists(folder / INDEX):
-        return [_SINGLE]
-    listed = read_json(folder / INDEX, most_bytes=MAX_HEADER_BYTES).get("weight_map")
-    if not isinstance(listed, dict):
-        raise ConfigError(f"{INDEX}: weight_map ({shown(listed)}) must be an object")
-    for name in listed.values():
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise ConfigError(f"{INDEX}: file ({shown(name)}) must be a name in the folder")
-    return sorted(set(listed.values()))
-
-
 def _reads(
-    tensors: Mapping[str, Tensor], files: Mapping[str, FileTensor], folder: Path
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, FileTensor],
+    folder: Path,
+    *,
+    share: tuple[int, int],
 ) -> Iterator[_Read]:
-    ours, listed = _checked(files, folder)
+    ours, listed = _checked(files, folder, share=share)
     of_part: dict[str, list[tuple[Stored, int]]] = {}
     for stored in listed:
         if not stored.is_copy:
@@ -144,7 +136,7 @@ def _reads(
 
 
 def _checked(
-    files: Mapping[str, FileTensor], folder: Path
+    files: Mapping[str, FileTensor], folder: Path, *, share: tuple[int, int] = (0, 1)
 ) -> tuple[Mapping[str, Declared], list[Stored]]:
     """Our tensors and those that the files must have of the model of a folder, and do."""
     values = read_config(folder)
@@ -152,6 +144,7 @@ def _checked(
     ours = model_tensors(model)
     listed = stored_tensors(ours, model, family, stacking=stacking_of(files, family))
     _check(files, listed, model)
+    require_copies(files, listed, model, share=share)
     return ours, listed
 
 
@@ -165,8 +158,10 @@ def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelCo
             )
     wanted = {stored.name: stored for stored in listed}
     if missing := [s.name for s in listed if not s.is_copy and s.name not in files]:
-        raise ConfigError(f"files of the model must have {first_of(missing)}")
-    if others := [n for n in files if n not in wanted and not _is_ignored(n, model)]:
+        raise ConfigError(
+            f"files of the model must have {first_of(missing)}{_without_prediction(files, model)}"
+        )
+    if others := [n for n in files if n not in wanted and not is_beside(n, model)]:
         raise ConfigError(f"files of the model must not have {first_of(others)}")
     for name, stored in wanted.items():
         if name in files and files[name].shape != tuple(stored.shape):
@@ -175,14 +170,12 @@ def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelCo
             )
 
 
-def _is_ignored(name: str, model: ModelConfig) -> bool:
-    """What old files have besides weights, and the output matrix that is the embedding as well."""
-    return name.endswith("rotary_emb.inv_freq") or (
-        model.tie_embeddings and name == "lm_head.weight"
+def _without_prediction(files: Mapping[str, FileTensor], model: ModelConfig) -> str:
+    """What to do where all that is missing are modules of prediction, which transformers drops."""
+    layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
+    if not model.num_mtp_modules or str(model.num_layers) in layers:
+        return ""
+    return (
+        f": make num_nextn_predict_layers ({model.num_mtp_modules}) 0 in config.json, as the files "
+        f"have no layer {model.num_layers}"
     )
-
-
-def first_of(names: list[str]) -> str:
-    """Some names for a message: the first ones, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -8,7 +8,7 @@ from hp_train.hugging_face.rope import read_rope, write_rope
 
 
 def _read(settings: Settings) -> dict[str, Any]:
-    settings.require("router_jitter_noise", 0, 0.0)
+    settings.require("router_jitter_noise", 0.0)
     return {
         **common(settings),
         **read_rope(settings),

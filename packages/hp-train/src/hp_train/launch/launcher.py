@@ -45,6 +45,9 @@ from hp_train.launch.task import (
     stack_file,
 )
 
+_NO_GPU = 'launch.device ("cuda") must be cpu or auto where there is no GPU'
+# Of NVIDIA's drivers, on boards of its own and under Windows too, and of AMD's.
+_GPU_DEVICES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
 _ENTRY = "hp_train.training.train:main"
 _LOOK_SECONDS = 0.2  # twenty times a second took 0.6 % of the CPU time of four ranks
 _REAP_SECONDS = 5.0
@@ -145,6 +148,11 @@ def _run_ranks(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -
         warn(f"starting again from {place} ({in_a_row} of {most})")
 
 
+def _may_have_gpu() -> bool:
+    """Whether the system has what a driver of GPUs makes: torch, which knows, takes seconds."""
+    return any(next(Path("/dev").glob(name), None) for name in _GPU_DEVICES)
+
+
 def _newest_checkpoint(run_dir: Path) -> str:
     """Name of the one that ranks look at first; empty: there is none."""
     from hp_train.checkpoint.directory import complete_checkpoints  # noqa: PLC0415 - imports torch
@@ -154,12 +162,14 @@ def _newest_checkpoint(run_dir: Path) -> str:
 
 def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> int:
     config = task.config
+    if config.launch.device == "cuda" and not _may_have_gpu():
+        raise ConfigError(_NO_GPU)
     _start_server(task.entry)
     if config.launch.device == "cuda":
         import torch  # noqa: PLC0415 - seconds, while the server does the same
 
         if not torch.cuda.is_available():
-            raise ConfigError('launch.device ("cuda") must be cpu or auto where there is no GPU')
+            raise ConfigError(_NO_GPU)
     heartbeats = Heartbeats.create(task.heartbeats, num_ranks=config.world_size)
     trap.is_watched = True
     ranks: Ranks | None = None

@@ -7,15 +7,18 @@ from pathlib import Path
 import torch
 
 from hp_platform import Runtime
+from hp_platform.dry import is_dry
 from hp_train import __version__
 from hp_train.config import Config
 from hp_train.hugging_face.json_file import read_json
 from hp_train.hugging_face.proven import doubts
+from hp_train.hugging_face.weight_files import first_of
 from hp_train.layout.mesh import Mesh
 from hp_train.price.gather import in_words
 from hp_train.training.gpu_settings import in_force
 from hp_train.training.gradients import GradientNorm
 from hp_train.training.metrics import METRICS
+from hp_train.transformers_model.load import left_out
 
 _MOST_BYTES = 1 << 20  # of a config
 
@@ -61,4 +64,10 @@ def _doubts(config: Config) -> list[str]:
     """What of a run of `model.transformers` was never compared with one process, in lines."""
     path = Path(config.model.transformers) / "config.json"
     model_type = str(read_json(path, most_bytes=_MOST_BYTES).get("model_type"))
-    return doubts(model_type, config, version("transformers"))
+    lines = doubts(model_type, config, version("transformers"))
+    if not (config.run.resume or is_dry()) and (names := left_out(config.model)):
+        lines.append(
+            f"warning: {first_of(names)} of {path.parent} are of no part of the model in "
+            "transformers: they are not trained"
+        )
+    return lines

@@ -6,11 +6,13 @@ out of single ones. Here each is a `Group`, so that weights are read one group a
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hp_train.errors import ConfigError, told
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,13 @@ class Group:
         sources: Names in files, in the order in which the rule wants them.
         targets: Names in the model.
         rule: Converts; None: source and target are the same values.
+        shapes: Shapes that the rule gives its targets, by name.
     """
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     rule: "_Rule | None" = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,26 @@ def groups_of(model: Any, shapes: Mapping[str, Sequence[int]]) -> list[Group]:
             collected.setdefault(target, {})[source] = pattern
     for name, patterns in collected.items():
         rule = _Rule(by_pattern[next(iter(patterns.values()))], name, patterns, model)
-        empty = {s: torch.empty(tuple(shapes[s]), device="meta") for s in patterns}
-        made.append(Group(tuple(patterns), tuple(rule.apply(empty)), rule))
+        made.append(_converted(rule, shapes))
     return made
+
+
+def _converted(rule: _Rule, shapes: Mapping[str, Sequence[int]]) -> Group:
+    """The group of a rule.
+
+    Raises:
+        hp_train.errors.ConfigError: When the rule cannot make anything of tensors of such shapes.
+    """
+    sources = tuple(rule.patterns)
+    empty = {source: torch.empty(tuple(shapes[source]), device="meta") for source in sources}
+    try:
+        given = {name: tuple(tensor.shape) for name, tensor in rule.apply(empty).items()}
+    except Exception as error:
+        raise ConfigError(
+            f"tensors {sources[0]} and others must be what transformers makes {rule.name} of: "
+            f"{told(error, 200)}"
+        ) from error
+    return Group(sources, tuple(given), rule, given)
 
 
 def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

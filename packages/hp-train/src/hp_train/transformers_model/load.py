@@ -4,7 +4,6 @@ What is in files as it is in the model is read by slice. What a rule of transfor
 as experts that lie one by one in files, is made whole, one tensor at a time, and cut.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_platform.store import Box, Part
+from hp_platform.store import Part
 from hp_platform.store.safetensors import FileTensor
 from hp_train.config import ModelConfig
 from hp_train.config.schema import shown
 from hp_train.errors import ConfigError
-from hp_train.hugging_face.load import FLOATS, first_of, opened_files
+from hp_train.hugging_face.copies import TIED, are_equal, whole
+from hp_train.hugging_face.load import FLOATS, opened_files
+from hp_train.hugging_face.weight_files import first_of
+from hp_train.transformers_model.beside import require_alike
 from hp_train.transformers_model.conversion import Group, groups_of, one_name, saved_tensors
 from hp_train.transformers_model.made import on_meta
 
@@ -47,10 +49,23 @@ def load_folder(
     with opened_files(Path(model.transformers)) as files:
         made = on_meta(model, torch.float32)
         names = one_name(made)
-        groups = groups_of(made, {name: entry.shape for name, entry in files.items()})
-        for each in _checked(made, groups, names, files):
+        groups, _ = _checked(model, made, names, files)
+        for each in groups:
             _read(each, names, files, parts)
             on_progress()
+
+
+def left_out(model: ModelConfig) -> list[str]:
+    """Name weights in the files of the folder of a model that are of no part of it.
+
+    Args:
+        model: Model configuration with the folder.
+    """
+    if not has_weights(model):
+        return []
+    with opened_files(Path(model.transformers)) as files:
+        made = on_meta(model, torch.float32)
+        return _checked(model, made, one_name(made), files)[1]
 
 
 def _read(
@@ -67,41 +82,43 @@ def _read(
         (part,) = here.values()
         part.local.copy_(files[group.sources[0]].read(part.box).view(part.local.shape))
         return
-    values = group.rule.apply({source: _whole(files[source]) for source in group.sources})
+    values = group.rule.apply({source: whole(files[source]) for source in group.sources})
     for target, part in here.items():
         value = values[target]
         part.local.copy_(value[part.box.within(Part.of(value).box)])
 
 
-def _whole(file: FileTensor) -> Tensor:
-    return file.read(Box((0,) * len(file.shape), file.shape))
-
-
 def _checked(
-    model: Any,
-    groups: list[Group],
-    names: Mapping[str, str],
-    files: Mapping[str, FileTensor],
-) -> list[Group]:
-    """Groups of tensors of the model, when all of them are there and nothing else is."""
-    wanted = saved_tensors(model)
-    kept, found = [], set()
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # noqa: SLF001
-    for group in groups:
-        targets = {names.get(target, target) for target in group.targets}
-        if targets <= wanted.keys():
-            kept.append(group)
-            found |= targets
-        elif not any(re.search(p, t) for p in ignored for t in (*group.targets, *group.sources)):
-            raise ConfigError(
-                f"files of {type(model).__name__} must not have {group.sources[0]}, which is no "
-                "tensor of the model"
-            )
-    if missing := [name for name in wanted if name not in found]:
-        raise ConfigError(f"files of {type(model).__name__} must have {first_of(missing)}")
-    for group in kept:
+    config: ModelConfig, made: Any, names: Mapping[str, str], files: Mapping[str, FileTensor]
+) -> tuple[list[Group], list[str]]:
+    """Groups of tensors of the model, when all of them are there, and what is of no part of it."""
+    wanted = saved_tensors(made)
+    kept: dict[frozenset[str], Group] = {}
+    beside: dict[str, tuple[str, FileTensor]] = {}
+    for group in groups_of(made, {name: entry.shape for name, entry in files.items()}):
+        targets = frozenset(names.get(target, target) for target in group.targets)
+        if not targets <= wanted.keys():
+            source = group.sources[0]
+            beside[group.targets[0]] = (source, files[source])
+            continue
         _require_readable(group, names, wanted, files)
-    return kept
+        if targets in kept:
+            _require_tied(kept[targets], group, files)
+        else:
+            kept[targets] = group
+    found = frozenset().union(*kept)
+    if missing := [name for name in wanted if name not in found]:
+        raise ConfigError(f"files of {type(made).__name__} must have {first_of(missing)}")
+    return [*kept.values()], require_alike(config, made, beside)
+
+
+def _require_tied(one: Group, other: Group, files: Mapping[str, FileTensor]) -> None:
+    """Refuse different tensors of files that are one parameter of the model."""
+    a, b = one.sources[0], other.sources[0]
+    if one.rule or other.rule or not are_equal(files[a], files[b]):
+        is_tied = one.targets != other.targets
+        remedy = TIED if is_tied else f"both are {one.targets[0]}; take one out of the files"
+        raise ConfigError(f"tensor {b} must equal {a}: {remedy}")
 
 
 def _require_readable(
@@ -123,4 +140,12 @@ def _require_readable(
         if here != there:
             raise ConfigError(
                 f"tensor {shown(source)} ({list(here)}) must be of shape {list(there)}"
+            )
+        return
+    for target, made in group.shapes.items():
+        there = tuple(wanted[names.get(target, target)].shape)
+        if made != there:
+            raise ConfigError(
+                f"tensors {first_of(group.sources)} make a tensor of shape {list(made)}, which "
+                f"must be {list(there)}"
             )

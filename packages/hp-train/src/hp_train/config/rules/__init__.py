@@ -13,11 +13,12 @@ from hp_train.config.rules.files import (
     extra_rules,
     file_rules,
     has_tokens,
+    require_model_folder,
     require_run_directory,
     saving_rules,
 )
 from hp_train.config.rules.mesh import mesh_rules, stage_list_rules
-from hp_train.config.rules.model import model_rules
+from hp_train.config.rules.model import model_rules, part_rules
 from hp_train.config.rules.pipeline import (
     batch_rules,
     gather_rules,
@@ -37,6 +38,8 @@ __all__ = [
     "allows_stages",
     "check",
     "has_tokens",
+    "part_rules",
+    "require_model_folder",
     "require_run_directory",
 ]
 

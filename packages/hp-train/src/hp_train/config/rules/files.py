@@ -88,6 +88,18 @@ def require_run_directory(path: str) -> None:
         )
 
 
+def require_model_folder(path: str) -> None:
+    """Refuse to read a model from something that is no folder of one.
+
+    Raises:
+        ConfigError: When it has no ``config.json``.
+    """
+    if not _is(f"{path}/config.json", Path.is_file):
+        raise ConfigError(
+            f"{shown_path(path)} must be a folder with a config.json{_neighbour(path)}"
+        )
+
+
 def has_tokens(run: str) -> bool:
     """Whether a run directory has the tokens that it goes on with, wherever the text is now."""
     return bool(run) and _is(f"{run}/data/index.json", Path.is_file)

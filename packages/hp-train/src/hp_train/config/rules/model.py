@@ -14,15 +14,7 @@ def model_rules(config: Config) -> Iterator[str]:
     model = config.model
     if model.is_own:
         yield from _own(config)
-    else:
-        yield from _attention(model)
-        yield from _rotary(model)
-    yield from _experts(model)
-    if model.num_dense_layers > model.num_layers:
-        yield (
-            f"model.num_dense_layers ({model.num_dense_layers}) must be at most "
-            f"model.num_layers ({model.num_layers})"
-        )
+    yield from part_rules(model)
     if 0 < model.max_positions < config.data.seq_len:
         yield (
             f"data.seq_len ({config.data.seq_len}) must be at most "
@@ -32,6 +24,19 @@ def model_rules(config: Config) -> Iterator[str]:
         yield (
             f"model.num_mtp_modules ({model.num_mtp_modules}) must be less than "
             f"data.seq_len ({config.data.seq_len})"
+        )
+
+
+def part_rules(model: ModelConfig) -> Iterator[str]:
+    """The parts of a model must fit each other, whatever it is trained on."""
+    if not model.is_own:
+        yield from _attention(model)
+        yield from _rotary(model)
+    yield from _experts(model)
+    if model.num_dense_layers > model.num_layers:
+        yield (
+            f"model.num_dense_layers ({model.num_dense_layers}) must be at most "
+            f"model.num_layers ({model.num_layers})"
         )
 
 
