@@ -277,10 +277,11 @@ def docs(session: nox.Session) -> None:
 @nox.session(name="models-sample", allow_parallel=True)
 @_recorded
 def models_sample(session: nox.Session) -> None:
-    """Run some cells of the table of models, each also with a mistake that it must find."""
+    """Run some cells of the table of models, each also with a mistake; and mutants of folders."""
     _install(session, "hp-train", group="test-transformers")
-    tests = "packages/hp-train/tests/test_train_transformers_table.py"
-    _pytest(session, tests, *session.posargs)
+    table = "packages/hp-train/tests/test_train_transformers_table.py"
+    folders = "integration_tests/test_transformers_folders.py"
+    _pytest(session, table, folders, *session.posargs)
 
 
 def _comparing_tests() -> list[str]:
@@ -478,6 +479,15 @@ def demo(session: nox.Session) -> None:
     _install(session, "hp-train", group="test-transformers")
     kept = ("--results", str(SCRATCH / "demo"), "--output", str(SCRATCH / "demo.html"))
     session.run("hp", "verify", "--demo", "--all", *kept, *session.posargs)
+
+
+@nox.session(default=False)
+def folders(session: nox.Session) -> None:
+    """Read 200 mutants of folders of models as transformers does, or refuse; it goes on."""
+    _install(session, "hp-train", group="test-transformers")
+    given = session.posargs or ("200", "0")
+    kept = ("--results", str(SCRATCH / "folders.jsonl"))
+    session.run("python", "-m", "integration_tests.reliability.folders", *given, *kept)
 
 
 @nox.session(default=False)
