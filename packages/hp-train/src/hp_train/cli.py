@@ -113,6 +113,11 @@ def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -
     if options.command == "dry-run":
         return dry_run.run(options, given)
     resolved = resolve(options.config, given)
+    data = resolved.config.data
+    if data.tokenizer and options.command != "config":
+        from hp_train.data.encode import try_out  # noqa: PLC0415 - only where there is one
+
+        try_out(data.tokenizer, data.separator)
     if options.command == "verify":
         return verify.run(resolved, options, given)
     return _COMMANDS[options.command](resolved, options)
@@ -122,10 +127,6 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     run, data = resolved.config.run, resolved.config.data
     if run.resume:
         require_same_run(resolved)
-    if data.tokenizer:
-        from hp_train.data import load_tokenizer  # noqa: PLC0415 - only where there is one
-
-        load_tokenizer(data.tokenizer)
     if data.paths and not rules.has_tokens(run.resume):
         from hp_train.data.corpus import look_at  # noqa: PLC0415 - only where there is text
 

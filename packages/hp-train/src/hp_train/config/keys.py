@@ -399,7 +399,17 @@ class DataConfig(Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         _help("Text files, folders or .jsonl files. []: text of Python's standard library."),
     ] = ()
-    tokenizer: Annotated[str, _help('A tokenizer.json of Hugging Face tokenizers. "": bytes.')] = ""
+    tokenizer: Annotated[
+        str,
+        _help('A tokenizer.json of Hugging Face tokenizers, or a folder that has one. "": bytes.'),
+    ] = ""
+    separator: Annotated[
+        str,
+        _help(
+            'Token of data.tokenizer that ends documents. "": the eos_token of '
+            "tokenizer_config.json beside it, else a special token of a usual name."
+        ),
+    ] = ""
     seq_len: Annotated[Count, _help("Tokens per sequence.")] = 128
     documents: Annotated[
         Literal["separate", "joined"],

@@ -130,6 +130,7 @@ def resolve(
     for key, raw in given.items():
         values[key] = _convert_override(fields()[key], raw)
         origins[key] = COMMAND_LINE
+    values["data.tokenizer"] = _tokenizer_file(values.get("data.tokenizer", ""))
     for key, value, origin in shape_of_folder(values):
         values[key], origins[key] = value, origin
     world = external_world(env)
@@ -191,6 +192,15 @@ def for_saving(resolved: Resolved) -> Config:
             plan_costs=data.plan_costs and _absolute(data.plan_costs),
         ),
     )
+
+
+def _tokenizer_file(given: str) -> str:
+    """The file that is meant: that of a folder which has one."""
+    try:
+        inside = Path(given) / rules.TOKENIZER
+        return str(inside) if given and inside.is_file() else given
+    except (OSError, ValueError):  # no name of anything, as a rule says
+        return given
 
 
 def _absolute(path: str) -> str:

@@ -20,15 +20,21 @@ from hp_train.data.index import INDEX, Index, read_index, write_index
 from hp_train.data.tokens import SPLITS, TokenFile
 from hp_train.errors import DataError
 
+_COPIED_BYTES = 1 << 24
 _NAME = re.compile(r"[0-9a-f]{32}")
 _FILES = (INDEX, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "sums")))
 
 
-def key_of(source: str | None, tokenizer: str | None, eval_fraction: float | None) -> str:
-    """Name of an entry: of the text, the tokenizer and the share held out."""
-    return hashlib.blake2b(
-        repr((2, source, tokenizer, eval_fraction)).encode(), digest_size=16
-    ).hexdigest()
+_RULES = 3
+"""Version of how ids are made: 3 takes special tokens in text for text, and cuts change no id."""
+
+
+def key_of(
+    source: str | None, tokenizer: str | None, separator: int, eval_fraction: float | None
+) -> str:
+    """Name of an entry: of the text, the tokenizer, its separator and the share held out."""
+    decides = (_RULES, source, tokenizer, separator, eval_fraction)
+    return hashlib.blake2b(repr(decides).encode(), digest_size=16).hexdigest()
 
 
 class Cache:
@@ -74,7 +80,7 @@ class Cache:
                 os.utime(folder / key)
             return True
 
-    def store(self, directory: Path, index: Index) -> None:
+    def store(self, directory: Path, index: Index, *, on_progress: Callable[[], None]) -> None:
         """Keep a copy of a folder that has just been made, and remove what is too much."""
         if sum((directory / name).stat().st_size for name in _FILES) > self._limit:
             return
@@ -86,7 +92,7 @@ class Cache:
                 remove_unfinished(folder)
                 with new_folder(folder / _key_of(index)) as draft:
                     for name in _FILES:
-                        shutil.copyfile(directory / name, draft / name)
+                        _copy_plain(directory / name, draft / name, on_progress)
                 self._make_room(folder)
 
     @contextmanager
@@ -118,7 +124,15 @@ def _index_of(entry: Path) -> Index:
 
 
 def _key_of(index: Index) -> str:
-    return key_of(index.source, index.tokenizer, index.eval_fraction)
+    return key_of(index.source, index.tokenizer, index.separator, index.eval_fraction)
+
+
+def _copy_plain(path: Path, target: Path, on_progress: Callable[[], None]) -> None:
+    """Copy a file that was just written, piece by piece."""
+    with path.open("rb") as source, target.open("xb") as copy:
+        while data := source.read(_COPIED_BYTES):
+            copy.write(data)
+            on_progress()
 
 
 def _copy(tokens: TokenFile, folder: Path, split: str, on_progress: Callable[[], None]) -> None:

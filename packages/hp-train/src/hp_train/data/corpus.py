@@ -6,8 +6,10 @@ that any number of processes reads the same text, and none of it needs to be in 
 
 import codecs
 import os
+import re
 import stat
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,13 @@ from hp_train.errors import DataError
 
 # Not the library's own prose and code: third-party packages and megabytes of test tables.
 _SKIPPED_PARTS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".jsonl")
+_LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", *_LINE_SUFFIXES[:2])
+_NO_TEXT = {".csv": "a table", ".tsv": "a table", ".parquet": "a table", ".arrow": "a table"}
+_TO_LINES = "make a .jsonl file of it, in which every line is an object with a string under 'text'"
+_PROSE = (".py", ".md", ".rst")  # may begin with anything
+_JSON = re.compile(rb'\s*\[?\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
+_NO_LINES = {re.compile(rb"\s*\["): "an array", re.compile(rb"\s*\{\s*\n"): "spread over lines"}
 _SCAN_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 28
 _LOOKED_AT = 1000
@@ -74,6 +82,11 @@ class Piece(NamedTuple):
         """Whether the file ends with it."""
         return self.end >= self.source.size
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the file."""
+        return self.begin == 0 and self.is_last
+
 
 class _Line(msgspec.Struct):
     """What a line of jsonl must have; all else is left alone."""
@@ -87,20 +100,45 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 def find_sources(paths: Sequence[str]) -> Iterator[Source]:
     """Files of the given files and folders, in the order given; Python's library if there are none.
 
-    A folder is read recursively in name order, files ending in .py, .txt, .md, .rst and .jsonl.
+    A folder is read recursively in name order, files ending in .py, .txt, .md, .rst, .jsonl and
+    .ndjson, and such as end in .json and have a document in their first line.
 
     Raises:
-        DataError: About a file or a folder that cannot be read, and a folder without text.
+        DataError: About a file or a folder that cannot be read, a folder without text, a link to a
+            folder in one, and a file that is a table by its name.
     """
     if not paths:
         yield from _standard_library()
     for given in map(Path, paths):
-        found = _files_below(given) if given.is_dir() else [given]
+        found = _files_below(given)[0] if given.is_dir() else [given]
         for path in found:
-            yield _source(path, "jsonl" if path.suffix == ".jsonl" else "text")
+            yield _source(path, _kind_of(path))
         if not found:
             suffixes = " ".join(_TEXT_SUFFIXES)
             raise DataError(f"data.paths: {printable(given)} must have files of text ({suffixes})")
+
+
+def left_out(paths: Sequence[str]) -> str:
+    """How many files of which names are not read in the folders among some paths; empty: none.
+
+    Raises:
+        DataError: When a folder cannot be read.
+    """
+    counts = Counter(
+        path.suffix.lower() or "no suffix"
+        for given in map(Path, paths)
+        if given.is_dir()
+        for path in _files_below(given)[1]
+    )
+    listed = ", ".join(
+        f"{printable(name)} ({count})" for name, count in counts.most_common(_OPENED)
+    )
+    more = f" and {len(counts) - _OPENED} kinds more" if len(counts) > _OPENED else ""
+    return (
+        f"files of data.paths that are left out, no text by their names: {listed}{more}"
+        if counts
+        else ""
+    )
 
 
 def look_at(paths: Sequence[str]) -> None:
@@ -138,7 +176,7 @@ def read_piece(piece: Piece) -> tuple[int, bytes]:
         DataError: When the file cannot be read, or has become shorter.
     """
     source = piece.source
-    with _opened(source.path) as descriptor:
+    with opened_source(source.path) as descriptor:
         begin, end = (_cut(descriptor, at, source) for at in (piece.begin, piece.end))
         raw = read_span(descriptor, begin, max(begin, end))
         if len(raw) < end - begin:
@@ -159,6 +197,7 @@ def texts_of(source: Source, begin: int, raw: bytes) -> Iterator[str]:
     """
     if begin == 0:
         raw = raw.removeprefix(codecs.BOM_UTF8)
+        _require_kind(source, raw)
     if source.kind != "jsonl":
         yield _plain_text(source, begin, raw)
         return
@@ -179,15 +218,53 @@ def _standard_library() -> Iterator[Source]:
             yield _source(path, "library")
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Files of text, by name; a folder that cannot be read is an error and not empty."""
+def _kind_of(path: Path) -> Literal["text", "jsonl"]:
+    """How a file is read, by its name.
+
+    Raises:
+        DataError: When that is not the name of text.
+    """
+    suffix = path.suffix.lower()
+    if suffix in _NO_TEXT:
+        raise DataError(
+            f"data.paths: {printable(path)} must be text, and is {_NO_TEXT[suffix]}: {_TO_LINES}"
+        )
+    return "jsonl" if suffix in _LINE_SUFFIXES else "text"
+
+
+def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Files of text, by name, and others; a folder that cannot be read is an error and not empty.
+
+    A link to a folder may lead anywhere, also back: whoever wants what is there names it.
+    """
     found: list[Path] = []
+    others: list[Path] = []
     try:
-        for parent, _, names in os.walk(folder, onerror=_raise):
-            found += [Path(parent, name) for name in names if name.endswith(_TEXT_SUFFIXES)]
+        for parent, folders, names in os.walk(folder, onerror=_raise):
+            for link in (Path(parent, name) for name in folders):
+                if link.is_symlink():
+                    raise DataError(
+                        f"data.paths: {printable(link)} must not be a link to a folder: name that "
+                        "folder in data.paths as well, and remove the link"
+                    )
+            for path in (Path(parent, name) for name in names):
+                (found if _is_text(path) else others).append(path)
     except OSError as error:
         raise DataError(f"data.paths: cannot read {printable(folder)}: {error.strerror}") from None
-    return sorted(found)
+    return sorted(found), others
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file of a folder is read; of .json those with a document per line."""
+    if path.suffix.lower() != ".json":
+        return path.suffix.lower() in _TEXT_SUFFIXES
+    try:
+        with opened_source(str(path)) as descriptor:
+            first = os.pread(descriptor, _SCAN_BYTES, 0).removeprefix(codecs.BOM_UTF8).lstrip()
+        _decode_line(first.split(b"\n", 1)[0])
+    except (DataError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _raise(error: OSError) -> None:
@@ -206,7 +283,7 @@ def _source(path: Path, kind: Literal["text", "jsonl", "library"]) -> Source:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[int]:
+def opened_source(path: str) -> Iterator[int]:
     """Descriptor of a regular file; a pipe that took its place does not block."""
     try:
         with closed_at_end(open_named(Path(path))) as descriptor:
@@ -246,7 +323,29 @@ def _plain_text(source: Source, begin: int, raw: bytes) -> str:
         raise DataError(f"{name} must be UTF-8 text: byte {at} is not{_hint(raw)}") from None
     if "\0" in text:
         raise DataError(f"{name} must be text: it has a byte that is zero{_hint(raw)}")
+    return plain_lines(text)
+
+
+def plain_lines(text: str) -> str:
+    """Text whose lines end with a newline, whoever wrote it."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _require_kind(source: Source, raw: bytes) -> None:
+    """Refuse JSON that is no document per line, or would be read as plain text.
+
+    Raises:
+        DataError: Saying what would do.
+    """
+    name, suffix = printable(source.path), Path(source.path).suffix.lower()
+    if suffix == ".json":
+        for beginning, kind in _NO_LINES.items():
+            if beginning.match(raw):
+                raise DataError(
+                    f"{name} must be an object of JSON per line, and is {kind}: {_TO_LINES}"
+                )
+    if source.kind == "text" and suffix not in _PROSE and _JSON.match(raw):
+        raise DataError(f"{name} must be plain text, and is JSON: {_TO_LINES}")
 
 
 def _hint(raw: bytes) -> str:
@@ -270,7 +369,7 @@ def _text_of_line(source: Source, begin: int, number: int, line: bytes) -> str:
 
 
 def _lines_before(source: Source, end: int) -> int:
-    with _opened(source.path) as descriptor:
+    with opened_source(source.path) as descriptor:
         reads = (
             os.pread(descriptor, min(PIECE_BYTES, end - begin), begin)
             for begin in range(0, end, PIECE_BYTES)
@@ -279,7 +378,7 @@ def _lines_before(source: Source, end: int) -> int:
 
 
 def _look_at_beginning(source: Source) -> None:
-    with _opened(source.path) as descriptor:
+    with opened_source(source.path) as descriptor:
         raw = os.pread(descriptor, _SCAN_BYTES, 0)
     if len(raw) < source.size:  # whole lines, or whole characters
         whole = raw[: raw.rfind(b"\n") + 1]

@@ -38,9 +38,18 @@ class HoldOut:
         self._window = min(math.ceil(_TOGETHER / fraction), _LARGEST_WINDOW)
         self._parts: list[TokenArray] = []
         self._size = 0
+        self._in_document = False
 
-    def write(self, tokens: TokenArray) -> None:
-        """Take in more of the stream."""
+    def write(self, tokens: TokenArray) -> int:
+        """Take in more of the stream; a separator that ends a document of no tokens is left out.
+
+        Returns:
+            How many were: only the first can be one.
+        """
+        num_empty = int(not self._in_document and tokens.size > 0 and tokens[0] == self._separator)
+        tokens = tokens[num_empty:]
+        if tokens.size:
+            self._in_document = bool(tokens[-1] != self._separator)
         while self._size + tokens.size >= self._window:
             missing = self._window - self._size
             self._parts.append(tokens[:missing])
@@ -49,6 +58,7 @@ class HoldOut:
         if tokens.size:
             self._parts.append(tokens)
             self._size += tokens.size
+        return num_empty
 
     def finish(self) -> None:
         """Deal out what is left of the stream."""

@@ -139,7 +139,8 @@ def require_made_for(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
         found = getattr(index, name)
         if found != value:
             shown = printable(str(found)[:60])
+            remedy = "; data.separator says which token it is" if name == "separator" else ""
             raise ConfigError(
                 f"data.tokenizer must be the one that {printable(folder)} was made with, "
-                f"whose {name} ({shown}) is not {value}"
+                f"whose {name} ({shown}) is not {value}{remedy}"
             )

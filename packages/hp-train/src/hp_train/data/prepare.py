@@ -8,17 +8,27 @@ from pathlib import Path
 
 from hp_train.base.atomic_write import remove_unfinished
 from hp_train.data.cache import Cache, key_of
-from hp_train.data.corpus import Piece, Source, find_sources, pieces_of, printable, read_piece
+from hp_train.data.corpus import (
+    Piece,
+    Source,
+    find_sources,
+    left_out,
+    pieces_of,
+    printable,
+    read_piece,
+)
 from hp_train.data.encode import count_processes, encode_all
 from hp_train.data.folders import new_folder
 from hp_train.data.holdout import HoldOut
 from hp_train.data.index import INDEX, Index, OldIndex, read_index, require_made_for, write_index
+from hp_train.data.progress import Progress
 from hp_train.data.renewal import renew
 from hp_train.data.tokenizer import Tokenizer
 from hp_train.data.tokens import SPLITS, TokenWriter, new_hasher
 from hp_train.errors import ConfigError, DataError
 
 OnProgress = Callable[[], None]
+Tell = Callable[[str], None]
 
 
 def prepare(
@@ -29,6 +39,7 @@ def prepare(
     eval_fraction: float,
     cache: Cache | None = None,
     on_progress: OnProgress = lambda: None,
+    tell: Tell = lambda _: None,
 ) -> None:
     """Make the tokens of a run, once per run directory; see Note [held-out tokens].
 
@@ -41,7 +52,8 @@ def prepare(
         tokenizer: Its ids are stored in the narrowest dtype that holds them.
         eval_fraction: Share of the tokens held out.
         cache: Cache of tokens that other runs have made; None: neither looked at nor filled.
-        on_progress: Called again and again, for heartbeats.
+        on_progress: Called again and again, every second or so; what it raises ends the work.
+        tell: Told in a line how far it is, every few seconds, and what is left out.
 
     Raises:
         DataError: When the text cannot be read, or what is there is not what was written.
@@ -57,6 +69,7 @@ def prepare(
             tokenizer=tokenizer,
             eval_fraction=eval_fraction,
             on_progress=on_progress,
+            tell=tell,
         )
     index = read_index(directory)
     if isinstance(index, OldIndex):
@@ -103,11 +116,16 @@ def _make(
     tokenizer: Tokenizer,
     eval_fraction: float,
     on_progress: OnProgress,
+    tell: Tell,
 ) -> None:
     """Take the tokens from the cache, or from the text and put them there."""
     sources = list(find_sources(paths))
+    if others := left_out(paths):
+        tell(f"note: {others}")
     if cache is not None and not cache.is_empty:
-        key = key_of(_digest_of(sources, on_progress), tokenizer.identity, eval_fraction)
+        key = key_of(
+            _digest_of(sources, on_progress), tokenizer.identity, tokenizer.separator, eval_fraction
+        )
         if cache.fetch(key, directory, on_progress=on_progress):
             return
     with new_folder(directory) as draft:
@@ -117,10 +135,11 @@ def _make(
             tokenizer=tokenizer,
             eval_fraction=eval_fraction,
             on_progress=on_progress,
+            tell=tell,
         )
         write_index(draft, index)
         if cache is not None:
-            cache.store(draft, index)
+            cache.store(draft, index, on_progress=on_progress)
 
 
 def _tokenize(
@@ -130,21 +149,33 @@ def _tokenize(
     tokenizer: Tokenizer,
     eval_fraction: float,
     on_progress: OnProgress,
+    tell: Tell,
 ) -> Index:
     """Write both splits; returns their index."""
     text = new_hasher()
-    num_processes = count_processes(sum(source.size for source in sources), tokenizer)
-    pieces = (piece for source in sources for piece in pieces_of(source))
+    total = sum(source.size for source in sources)
+    progress = Progress(total, tell)
+    made = encode_all(
+        (piece for source in sources for piece in pieces_of(source)),
+        tokenizer,
+        num_processes=count_processes(total, tokenizer),
+        on_wait=on_progress,
+    )
     with (
+        closing(made),
         closing(TokenWriter(folder, "train", dtype=tokenizer.dtype)) as train,
         closing(TokenWriter(folder, "eval", dtype=tokenizer.dtype)) as held,
     ):
         stream = HoldOut(train, held, tokenizer.separator, fraction=eval_fraction)
-        for piece, digest, tokens in encode_all(pieces, tokenizer, num_processes=num_processes):
+        num_empty = 0
+        for piece, digest, tokens, empty in made:
             _note(text, piece, digest)
-            stream.write(tokens)
+            num_empty += empty + stream.write(tokens)
+            progress.add(piece.end - piece.begin)
             on_progress()
         stream.finish()
+        if num_empty:
+            tell(f"note: {num_empty} documents of data.paths give no tokens, and are left out")
         for split, writer in zip(SPLITS, (train, held), strict=True):
             if not writer.tokens:
                 raise DataError(f"data.paths hold no text for the {split} split")

@@ -93,6 +93,10 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
         RehearsalError: When a run would fail.
     """
     resolved = resolve(options.config, given, fit=fit_to(options.gpus))
+    if resolved.config.data.tokenizer:
+        from hp_train.data.encode import try_out  # noqa: PLC0415 - imports numpy
+
+        try_out(resolved.config.data.tokenizer, resolved.config.data.separator)
     most = resolved.config.data.seq_len
     if options.documents is not None and options.documents > most:
         raise ConfigError(
@@ -296,7 +300,7 @@ def write_data(
     )
 
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, data.separator)
     if data.paths:
         made = folder / "data"
         prepare(made, paths=data.paths, tokenizer=tokenizer, eval_fraction=data.eval_fraction)

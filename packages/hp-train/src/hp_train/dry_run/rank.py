@@ -86,7 +86,7 @@ def run_rank(job: Job) -> Any:
 def _train(job: Job, worker: Worker) -> Any:
     config, device = job.config, active_device()
     runtime = connect(config, worker)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.separator)
     with doing("build"):
         trainer = Trainer(config, worker, runtime, tokenizer)
     device.label((p.local for p in trainer.parameters), PARAMETERS)

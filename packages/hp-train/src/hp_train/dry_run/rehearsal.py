@@ -56,7 +56,8 @@ def rehearse(
         RehearsalError: When a rank fails, or waits for what never comes.
     """
     began = time.monotonic()
-    vocab_size = vocab_size_of(config, load_tokenizer(config.data.tokenizer))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.separator)
+    vocab_size = vocab_size_of(config, tokenizer)
     found: list[Summary] = []
     traces: list[Trace] = []
     for skew in skews:

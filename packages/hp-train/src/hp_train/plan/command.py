@@ -260,7 +260,7 @@ def known_vocab_size(config: Config) -> int:
         return _BYTE_VOCABULARY
     from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
 
-    return load_tokenizer(config.data.tokenizer).vocab_size
+    return load_tokenizer(config.data.tokenizer, config.data.separator).vocab_size
 
 
 def _spread(config: Config, num_devices: int, skew: str) -> Spread:

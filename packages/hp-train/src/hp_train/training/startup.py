@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from hp_platform import Runtime, all_gather_json, initialize, new_group
 from hp_platform.failures.agreement import agreeing
+from hp_train.base.command_line import say
 from hp_train.config import Config
 from hp_train.config.timeouts import Timeouts
 from hp_train.costs.machine import MACHINES, Machine, machine_found
@@ -24,6 +26,7 @@ from hp_train.step_plan import StepCosts
 from hp_train.step_plan.costs_file import read_costs
 from hp_train.step_plan.learned import learned_costs
 from hp_train.training import gpu_settings
+from hp_train.training.waiting import Interrupted, Stopped, Waiting
 
 
 def connect(config: Config, worker: Worker) -> Runtime:
@@ -62,28 +65,47 @@ def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
 
     Returns:
         The tokenizer of the data.
+
+    Raises:
+        Stopped: On every rank, when one was asked to stop meanwhile.
     """
-    prepares = worker.info.local_rank == 0
-
-    def beat() -> None:
-        worker.heartbeats.beat(step=0, phase="prepare data", waiting=not prepares)
-
-    beat()
+    waiting = Waiting(
+        worker,
+        "prepare data",
+        works=worker.info.local_rank == 0,
+        group=runtime.control,
+        timeout=Timeouts.of(config).step,
+    )
     with agreeing(group=runtime.control, where="prepare data"):
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        if worker.data is None:
-            with worker.folder.sub("data", make=True) as data:
-                data.require_files()
-        if prepares:
-            prepare(
-                worker.data_dir,
-                paths=config.data.paths,
-                tokenizer=tokenizer,
-                eval_fraction=config.data.eval_fraction,
-                cache=Cache.of_user(limit_bytes=config.data.cache_gib << 30),
-                on_progress=beat,
-            )
+        has_failed = True
+        try:
+            tokenizer = load_tokenizer(config.data.tokenizer, config.data.separator)
+            with suppress(Interrupted):
+                _make_tokens(config, worker, tokenizer, waiting)
+            has_failed = False
+        finally:
+            waiting.finish(has_failed=has_failed)
+    if waiting.stopped:
+        if worker.info.rank == 0:
+            say("stopped while text was tokenised: what was done is not kept, a resume begins anew")
+        raise Stopped
     return tokenizer
+
+
+def _make_tokens(config: Config, worker: Worker, tokenizer: Tokenizer, waiting: Waiting) -> None:
+    if worker.data is None:
+        with worker.folder.sub("data", make=True) as data:
+            data.require_files()
+    if worker.info.local_rank == 0:
+        prepare(
+            worker.data_dir,
+            paths=config.data.paths,
+            tokenizer=tokenizer,
+            eval_fraction=config.data.eval_fraction,
+            cache=Cache.of_user(limit_bytes=config.data.cache_gib << 30),
+            on_progress=waiting.progress,
+            tell=say if worker.info.rank == 0 else lambda _: None,
+        )
 
 
 def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:

@@ -65,6 +65,7 @@ from hp_train.training.state import (
     set_optimizer_steps,
 )
 from hp_train.training.utilization import Utilization
+from hp_train.training.waiting import Stopped
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -80,7 +81,11 @@ def main(config: Config, *, worker: Worker) -> int:
         nobody would learn of the error. The process is to be ended.
     """
     with failing_together(everything=True):
-        trainer = start(config, worker)
+        try:
+            trainer = start(config, worker)
+        except Stopped:
+            shutdown()
+            return PREEMPTED
         status = trainer.run()
         trainer.close()
     return status
@@ -92,6 +97,9 @@ def start(config: Config, worker: Worker) -> "Trainer":
     Args:
         config: Validated; the same on every rank.
         worker: This process.
+
+    Raises:
+        Stopped: When the ranks were asked to stop before there was anything to save.
     """
     runtime = connect(config, worker)
     with doing("prepare data"):

@@ -10,6 +10,7 @@ from itertools import chain
 from hp_train.base.environment import World
 from hp_train.config import Config
 from hp_train.config.rules.files import (
+    TOKENIZER,
     extra_rules,
     file_rules,
     has_tokens,
@@ -32,6 +33,7 @@ from hp_train.config.rules.sizes import size_rules
 from hp_train.errors import ConfigError
 
 __all__ = [
+    "TOKENIZER",
     "allows_batch",
     "allows_mesh",
     "allows_pipeline",

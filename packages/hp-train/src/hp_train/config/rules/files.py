@@ -10,6 +10,8 @@ from hp_train.config.rules.hints import near_multiples
 from hp_train.config.schema import did_you_mean, shown, shown_path
 from hp_train.errors import ConfigError
 
+TOKENIZER = "tokenizer.json"
+"""What the tokenizer of a folder is called."""
 _OTHER_WEIGHTS = (
     "*.safetensors.index.json",
     "pytorch_model*.bin*",
@@ -30,9 +32,18 @@ def file_rules(config: Config) -> Iterator[str]:
         elif not (_is(path, Path.is_file) or _is(path, Path.is_dir)):
             yield f"data.paths ({shown_path(path)}) must be a regular file or a folder"
     yield from _model_files(config)
-    for key, file in ("data.tokenizer", data.tokenizer), ("data.plan_costs", data.plan_costs):
-        if file and not _is(file, Path.is_file):
-            yield f"{key} ({shown_path(file)}) must be a file{_neighbour(file)}"
+    if data.tokenizer and not _is(data.tokenizer, Path.is_file):
+        yield (
+            f"data.tokenizer ({shown_path(data.tokenizer)}) must be a file, or a folder with a "
+            f"{TOKENIZER}{_neighbour(data.tokenizer)}"
+        )
+    if data.separator and not data.tokenizer:
+        yield f"data.separator ({shown(data.separator)}) needs data.tokenizer: bytes have no names"
+    if data.plan_costs and not _is(data.plan_costs, Path.is_file):
+        yield (
+            f"data.plan_costs ({shown_path(data.plan_costs)}) must be a file"
+            f"{_neighbour(data.plan_costs)}"
+        )
     if run.init_from and not _is(f"{run.init_from}/config.json", Path.is_file):
         yield (
             f"run.init_from ({shown_path(run.init_from)}) must be a folder with a config.json"
