@@ -118,7 +118,7 @@ def test_files_must_exist_and_near_names_are_offered(tmp_path: Path) -> None:
         f'data.paths ("{wrong}") must exist; did you mean corpus.txt?'
     )
     assert refusal(("data.tokenizer", str(tmp_path))) == (
-        f'data.tokenizer ("{tmp_path}") must be a file'
+        f'data.tokenizer ("{tmp_path}") must be a file, or a folder with a tokenizer.json'
     )
     assert "run.resume" in refusal(("run.resume", str(tmp_path)))
     assert "must be a run directory" in refusal(("run.resume", str(tmp_path)))

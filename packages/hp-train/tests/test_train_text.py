@@ -267,3 +267,74 @@ def test_lines_of_any_length_are_read_once_whatever_the_pieces(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "PIECE_BYTES", size)
         assert texts(path) == documents
+
+
+JSON_LINES = '{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.NDJSON", "a.json", "a.Json"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_lines_of_json_are_documents_whatever_the_file_is_called(
+    tmp_path: Path, name: str, is_folder: bool
+) -> None:
+    path = _file(tmp_path, name, JSON_LINES)
+    assert texts(tmp_path if is_folder else path) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", '[{"text": "one"}]', "a.json must be an object of JSON per line, and is an array"),
+        ("a.json", '{\n  "text": "one"\n}', "a.json must be an object of JSON per line, and is spread"),
+        ("a.txt", JSON_LINES, "a.txt must be plain text, and is JSON"),
+        ("a", ' [ {"text": "one"}]', "a must be plain text, and is JSON"),
+        ("a.ipynb", '{\n "cells": []}', "a.ipynb must be plain text, and is JSON"),
+        ("a.csv", "text,n\none,1\n", "a.csv must be text, and is a table"),
+        ("a.TSV", "text\tn\none\t1\n", "a.TSV must be text, and is a table"),
+        ("a.parquet", "PAR1", "a.parquet must be text, and is a table"),
+    ],
+)
+def test_what_is_no_text_to_train_on_is_refused_with_what_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, says: str
+) -> None:
+    path = _file(tmp_path, name, content)
+    with pytest.raises(DataError, match=re.escape(says)) as refusal:
+        texts(path)
+    assert "make a .jsonl file of it" in str(refusal.value)
+    assert main(["train", "--dry-run", "--data", str(path)]) == 3
+    assert says in capsys.readouterr().err
+
+
+def test_prose_and_code_may_begin_with_json(tmp_path: Path) -> None:
+    for name in ("a.md", "a.py"):
+        assert texts(_file(tmp_path, name, JSON_LINES)) == [JSON_LINES]
+
+
+def test_what_a_folder_has_besides_text_is_told(tmp_path: Path) -> None:
+    for name in ("a.txt", "B.TXT", "a.csv", "b.CSV", "a.gz", "Makefile"):
+        _file(tmp_path, name, name)
+    _file(tmp_path, "package.json", '{"name": "x"}')
+    assert texts(tmp_path) == ["B.TXT", "a.txt"]
+    told = corpus.left_out([str(tmp_path), str(tmp_path / "a.txt")])
+    assert told.startswith("files of data.paths that are left out, no text by their names: .csv (2), ")
+    for part in (".gz (1)", ".json (1)", "no suffix (1)"):
+        assert part in told
+    assert corpus.left_out([str(tmp_path / "a.txt")]) == ""
+
+
+@pytest.mark.parametrize("target", ["elsewhere", ".", ".."])
+def test_a_link_to_a_folder_in_a_folder_is_refused_and_not_left_out(
+    tmp_path: Path, target: str
+) -> None:
+    folder = tmp_path / "folder"
+    (tmp_path / "elsewhere").mkdir()
+    folder.mkdir()
+    _file(folder, "a.txt", "a")
+    (folder / "more").symlink_to(f"../{target}" if target == "elsewhere" else target)
+    with pytest.raises(DataError, match=r"more must not be a link to a folder: name that folder"):
+        texts(folder)
+    (tmp_path / "link").symlink_to("folder/real")
+    (folder / "more").rename(tmp_path / "aside")
+    (folder / "real").mkdir()
+    _file(folder / "real", "b.txt", "b")
+    assert texts(tmp_path / "link") == ["b"]

@@ -1,6 +1,7 @@
 """Tokens that are made once for many runs, by as many processes as there are cores."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from hp_train.data.cache import Cache
 from hp_train.data.corpus import Piece, find_sources, pieces_of
 from hp_train.data.encode import encode_all
 from hp_train.data.prepare import prepare
-from hp_train.errors import DataError
+from hp_train.errors import ConfigError, DataError
 
 LIMIT = 1 << 30
 
@@ -90,9 +91,26 @@ def test_a_process_that_dies_is_told(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = _pieces(_text(tmp_path), 700, monkeypatch)
+    whole = Path(tokenizer.path).read_text()
     Path(tokenizer.path).write_text("{}")
-    with pytest.raises(DataError, match="a process that tokenises ended with status"):
+    with pytest.raises(ConfigError, match="must be a tokenizers file"):
         list(encode_all(pieces, tokenizer, num_processes=2))
+    Path(tokenizer.path).write_text(whole + "\n")
+    with pytest.raises(ConfigError, match="changed while it was used"):
+        list(encode_all(pieces, tokenizer, num_processes=2))
+
+
+def test_a_request_to_stop_reaches_no_process_that_tokenises(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = _pieces(_text(tmp_path), 700, monkeypatch)
+    made = encode_all(pieces, tokenizer, num_processes=1)
+    found = [next(made)]
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        if "hp_train.data.encode" in Path(f"/proc/{pid}/cmdline").read_text():
+            assert os.getpgid(int(pid)) != os.getpgid(0)
+            os.kill(int(pid), signal.SIGTERM)
+    assert len([*found, *made]) == len(pieces)
 
 
 def test_processes_that_tokenise_have_nothing_of_torch(tmp_path: Path) -> None:

@@ -392,5 +392,5 @@ def test_a_tokenizer_does_not_cut_texts_off_or_fill_them_up(tmp_path: Path) -> N
 
 
 def test_a_tokenizer_that_knows_no_end_of_a_document_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must have a token among <\|endoftext\|>"):
+    with pytest.raises(ConfigError, match=r"data\.separator must name .*, such as <\|other\|>$"):
         _tokenizer(tmp_path / "tokenizer.json", extra="<|other|>")

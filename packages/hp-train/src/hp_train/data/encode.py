@@ -46,9 +46,8 @@ _CHARACTERS_PER_SECOND, _BYTES_PER_CHARACTER = (
     1 << 14,
     128,
 )  # and what its length may take beyond that
-_TRIAL = 24 * (
-    "aaaa bbbb  AAAA1111.2222 !!!!----====....    \n\n\n\t\t'''' "
-    "caf\u00e9e\u0301 \u4e2d\u6587\u3002((((]]]]"
+_TRIAL = "It's 1 caf\u00e9 (e\u0301). " + "".join(
+    200 * c for c in "aA1 .-=!'(\n\t\u00e9\u4e2d\u3002"
 )
 
 
