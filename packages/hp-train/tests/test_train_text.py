@@ -284,8 +284,8 @@ def test_lines_of_json_are_documents_whatever_the_file_is_called(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.json", '[{"text": "one"}]', "a.json must be an object of JSON per line, and is an array"),
-        ("a.json", '{\n  "text": "one"\n}', "a.json must be an object of JSON per line, and is spread"),
+        ("a.json", '[{"text": "one"}]', "must be an object of JSON per line, and is an array"),
+        ("a.json", '{\n  "text": "one"\n}', "must be an object of JSON per line, and is spread"),
         ("a.txt", JSON_LINES, "a.txt must be plain text, and is JSON"),
         ("a", ' [ {"text": "one"}]', "a must be plain text, and is JSON"),
         ("a.ipynb", '{\n "cells": []}', "a.ipynb must be plain text, and is JSON"),
@@ -316,7 +316,9 @@ def test_what_a_folder_has_besides_text_is_told(tmp_path: Path) -> None:
     _file(tmp_path, "package.json", '{"name": "x"}')
     assert texts(tmp_path) == ["B.TXT", "a.txt"]
     told = corpus.left_out([str(tmp_path), str(tmp_path / "a.txt")])
-    assert told.startswith("files of data.paths that are left out, no text by their names: .csv (2), ")
+    assert told.startswith(
+        "files of data.paths that are left out, no text by their names: .csv (2)"
+    )
     for part in (".gz (1)", ".json (1)", "no suffix (1)"):
         assert part in told
     assert corpus.left_out([str(tmp_path / "a.txt")]) == ""
