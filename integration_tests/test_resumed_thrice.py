@@ -17,6 +17,7 @@ from hp_train.config import Config
 from hp_train.data import load_tokenizer
 from hp_train.data.dataset import Batch, Dataset
 from hp_train.training import train
+from hp_train.training.gradients import reduce_gradients
 from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, worker_of
 
@@ -48,7 +49,10 @@ _SESSIONS = (
 
 def _config(mesh: dict[str, int]) -> Config:
     sizes = {"pp": 1, "dp_replicate": 1, "ep": 1} | mesh
-    layout = {"mesh": sizes, "pipeline": {"schedule": "1f1b", "stages_per_rank": 1}}
+    layout: dict[str, dict[str, Any]] = {
+        "mesh": sizes,
+        "pipeline": {"schedule": "1f1b", "stages_per_rank": 1},
+    }
     return config_of(layout, model={"num_experts": 0, "num_layers": 1}, train=_TRAIN)
 
 
@@ -91,7 +95,6 @@ def _record(patch: pytest.MonkeyPatch, data: Dataset, read: list[list[Any]]) -> 
 
 def _spoil(patch: pytest.MonkeyPatch, trainer: Trainer, step: int) -> None:
     """Let the gradient of a step be none."""
-    reduce_gradients = train.reduce_gradients
 
     def spoilt(parameters: list[Any], mesh: Any) -> Any:
         if trainer.step + 1 == step:

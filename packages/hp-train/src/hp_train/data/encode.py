@@ -20,7 +20,7 @@ import struct
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from itertools import cycle
 from pathlib import Path
 from typing import IO, NamedTuple, Self
@@ -82,8 +82,8 @@ def try_out(path: str, separator: str) -> None:
     Raises:
         ConfigError: When it is none, it is not known what ends a document, or it takes too much.
     """
-    with _Helper(path, separator):
-        pass
+    with _Helper(path, separator) as helper:
+        helper.identity()
 
 
 def encode_all(
@@ -92,7 +92,7 @@ def encode_all(
     *,
     num_processes: int,
     on_wait: Callable[[], None] = lambda: None,
-) -> Iterator[Encoded]:
+) -> Generator[Encoded, None, None]:
     """Encode pieces, of which a few for each process are in memory at a time.
 
     Args:
@@ -113,11 +113,10 @@ def encode_all(
             yield encode_piece(piece, tokenizer)
         return
     with contextlib.ExitStack() as stack:
-        started = [
-            _Helper(tokenizer.path, tokenizer.separator_name, on_wait=on_wait)
+        helpers = [
+            stack.enter_context(_Helper(tokenizer.path, tokenizer.separator_name, on_wait=on_wait))
             for _ in range(num_processes)
         ]
-        helpers = [stack.enter_context(helper) for helper in started]
         for helper in helpers:
             helper.require(tokenizer)
         given: deque[_Helper] = deque()
@@ -188,7 +187,6 @@ class _Helper:
         self, path: str, separator: str, *, on_wait: Callable[[], None] = lambda: None
     ) -> None:
         self._path, self._on_wait = path, on_wait
-        self._identity = ""
         self._given: deque[Piece] = deque()
         folders = os.pathsep.join(entry for entry in sys.path if entry)
         # -P: a file of the folder that this was started in must not be taken for a module.
@@ -207,11 +205,6 @@ class _Helper:
         self._from: IO[bytes] = self._process.stdout
 
     def __enter__(self) -> Self:
-        try:
-            self._identity = self._answer()[2].decode()
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -221,9 +214,13 @@ class _Helper:
         self._from.close()
         self._process.wait()
 
+    def identity(self) -> str:
+        """Wait until the tokenizer is made and tried; its identity."""
+        return self._answer()[2].decode()
+
     def require(self, tokenizer: Tokenizer) -> None:
         """Refuse a file that has changed since a tokenizer was made of it."""
-        if self._identity != tokenizer.identity:
+        if self.identity() != tokenizer.identity:
             raise ConfigError(f"data.tokenizer ({self._path}) changed while it was used")
 
     def give(self, piece: Piece) -> None:
