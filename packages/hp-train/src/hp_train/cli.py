@@ -172,10 +172,15 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[Parser]") -> None:
     exports.add_argument(
         "--dtype",
         choices=("bfloat16", "float32", "float64"),
-        help="of the files (what the run computes in)",
+        help="of the files (what they came in, or what the run computes in)",
     )
     exports.add_argument(
         "--tokenizer", metavar="FILE", help="to be copied (that in the run directory)"
+    )
+    exports.add_argument(
+        "--original",
+        metavar="FOLDER",
+        help="of the model that the run started from, for its other files (what the run has kept)",
     )
 
 
@@ -194,12 +199,16 @@ def _hugging_face(options: argparse.Namespace) -> int:
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     if tokenizer is not None and not tokenizer.is_file():
         raise ConfigError(f"--tokenizer ({tokenizer}) must be a file")
+    original = Path(options.original) if options.original else None
+    if original is not None and not original.is_dir():
+        raise ConfigError(f"--original ({original}) must be a folder")
     return command.export_hf(
         Path(options.run),
         folder,
         step=options.step,
         dtype=options.dtype,
         tokenizer=tokenizer,
+        original=original,
         of_transformers=write_folder,
     )
 

@@ -210,6 +210,7 @@ def _judged(world: World, kind: str, expected: Reference) -> Cell:
         step=None,
         dtype="float64",
         tokenizer=tokenizer,
+        original=world.folder / MODEL,
         of_transformers=write,
     )
     more = {"trust_remote_code": True} if world.trusted else {}

@@ -1,8 +1,9 @@
 """`hp import-hf` and `hp export-hf`."""
 
-import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,28 @@ from hp_train.config.options import build
 from hp_train.config.render import to_toml
 from hp_train.config.schema import fields, shown
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.hugging_face.config import model_config, read_config, train_dtype
+from hp_train.hugging_face.config import (
+    config_after,
+    hf_config,
+    model_config,
+    read_config,
+    train_dtype,
+    with_dtype,
+)
+from hp_train.hugging_face.files import require_no_model
+from hp_train.hugging_face.handed_on import (
+    before_of,
+    parsed,
+    settings_of,
+    tokens_of,
+    told,
+    usual_dtype,
+    write_others,
+)
 from hp_train.hugging_face.load import check_weights
 from hp_train.hugging_face.save import write_model
 from hp_train.hugging_face.weight_files import first_of, other_forms
-from hp_train.launch.rundir import TOKENIZER
+from hp_train.launch.original import SETTINGS, TOKENIZER, Original, kept_original, original_of
 
 _PREFIX = "model."
 _SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less
@@ -84,19 +102,24 @@ def export_hf(
     step: int | None,
     dtype: str | None,
     tokenizer: Path | None = None,
+    original: Path | None = None,
     of_transformers: Callable[..., None],
 ) -> int:
     """Write the weights of a checkpoint as a folder that transformers loads.
 
-    One chunk of the checkpoint is in memory at a time, and is compared with its hash.
+    One chunk of the checkpoint is in memory at a time, and is compared with its hash. All other
+    files of the model that the run started from come along: see Note [files that come along] in
+    :mod:`hp_train.launch.original`.
 
     Args:
         run: Run directory.
         folder: Folder to be made.
         step: Step of the checkpoint; None: the newest.
-        dtype: Dtype of the files; None: what the run computed in.
+        dtype: Dtype of the files; None: that of the files which the run started from if it computed
+            in it or has not begun, else what it computed in.
         tokenizer: Tokenizer file to copy; None: the run's copy, or what it names if that is in its
             directory.
+        original: Folder of the model that the run started from; None: what the run has kept of it.
         of_transformers: What writes a model of `model.transformers`; as `write_model`.
 
     Returns:
@@ -104,7 +127,7 @@ def export_hf(
 
     Raises:
         ConfigError: When there is no such run, no family has its model, `folder` is in use, or the
-            run's tokenizer lies elsewhere.
+            run's tokenizer, or model of transformers, lies elsewhere.
         CheckpointError: When the checkpoint is missing or damaged, or a file cannot be written.
     """
     rules.require_run_directory(str(run))
@@ -115,7 +138,7 @@ def export_hf(
         config = msgspec.convert(decode_extra(manifest.extra)["config"], Config)
     except (KeyError, msgspec.ValidationError) as damage:
         raise CheckpointError(f"{path}: {damage}") from None
-    tokenizer = tokenizer or _tokenizer_of(config.data.tokenizer, run)
+    came = _original_of(run, config, original, tokenizer)
     boxes: dict[str, list[Box]] = {
         name.removeprefix(_PREFIX): [chunk.box for chunk in tensor.chunks]
         for name, tensor in manifest.tensors.items()
@@ -125,17 +148,70 @@ def export_hf(
     def read(name: str, box: Box) -> Tensor:
         return checkpoint.chunk(_PREFIX + name, box.offsets)
 
-    name = dtype or config.train.dtype
-    if config.model.transformers:
-        # What a run directory names is not run: nobody has asked for it here.
-        model, write = replace(config.model, trust_remote_code=False), of_transformers
-    else:
-        model, write = _whole_config(config, manifest), write_model
-    write(folder, boxes, read, model, dtype=getattr(torch, name))
-    if tokenizer is not None:
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    sys.stdout.write(f"wrote {folder} from {path}, {name}\n")
+    name, tokens = dtype or config.train.dtype, tokens_of(came, config)
+    before = before_of(came, config, step=manifest.step, dtype=dtype)
+    stays = before is not None and bool(before.dtype_of)
+    theirs = parsed(came.files[SETTINGS](), SETTINGS) if SETTINGS in came.files else None
+    with ExitStack() as stack:
+        if config.model.transformers:
+            # What a run directory names is not run: nobody has asked for it here.
+            model, write = replace(config.model, trust_remote_code=False), of_transformers
+            values = theirs if theirs is None or stays else with_dtype(theirs, name)
+            if theirs is not None:
+                place = original or stack.enter_context(_alone(came))
+                model = replace(model, transformers=str(place))
+        else:
+            model, write = _whole_config(config, manifest), write_model
+            if theirs is None:
+                values = hf_config(model, dtype=name)
+            else:
+                values = config_after(theirs, model, dtype=None if stays else name)
+        settings = None if values is None else settings_of(came, values | dict(tokens.ids))
+        require_no_model(folder)
+        written = write_others(folder, came, tokens)
+        write(
+            folder,
+            boxes,
+            read,
+            model,
+            dtype=getattr(torch, name),
+            settings=settings,
+            before=before,
+        )
+    said = usual_dtype(before) if stays and before is not None else name
+    lines = told(came, settings, written) if settings else ()
+    sys.stdout.write(
+        "".join(f"{line}\n" for line in (*lines, f"wrote {folder} from {path}, {said}"))
+    )
     return 0
+
+
+def _original_of(
+    run: Path, config: Config, folder: Path | None, tokenizer: Path | None
+) -> Original:
+    """What comes along: what the run has kept, or is told, and nothing that its checkpoint names.
+
+    Raises:
+        ConfigError: When what the export needs is elsewhere.
+    """
+    kept = kept_original(run) if folder is None else original_of(folder)
+    if config.model.transformers and (kept is None or SETTINGS not in kept.files):
+        raise ConfigError(
+            f"model.transformers ({shown(config.model.transformers)}) of the run must be kept in "
+            f"{run}, or be given as --original FOLDER"
+        )
+    found = kept or Original()
+    if tokenizer is None and TOKENIZER not in found.files:
+        tokenizer = _tokenizer_of(config.data.tokenizer, run)
+    return found if tokenizer is None else found.with_tokenizer(tokenizer)
+
+
+@contextmanager
+def _alone(came: Original) -> Iterator[str]:
+    """A folder that has the config of a model, read without following links, and nothing else."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / SETTINGS).write_bytes(came.files[SETTINGS]())
+        yield folder
 
 
 def _tokenizer_of(named: str, run: Path) -> Path | None:

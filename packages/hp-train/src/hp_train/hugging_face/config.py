@@ -1,6 +1,7 @@
 """`config.json` of Hugging Face and the `[model]` section of a run, one from the other."""
 
 import re
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ _THEIRS = {
     "rope_beta_fast": ("beta_fast",),
     "rope_factor": ("factor",),
 }
+_ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 _EXPERTS = {
     *("num_dense_layers", "num_shared_experts", "num_expert_groups", "num_limited_groups"),
     *("router_score", "router_normalize", "router_scale", "router_bias"),
@@ -155,18 +157,56 @@ def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     return head | common_keys(model) | family.write(model)
 
 
+def config_after(theirs: Json, model: ModelConfig, *, dtype: str | None) -> dict[str, Any]:
+    """The `config.json` that a model came with, after training: what is the same stays as it was.
+
+    Args:
+        theirs: Content of that file.
+        model: Configuration of the model, with its vocabulary.
+        dtype: Dtype of the weights; None: what it was.
+
+    Raises:
+        hp_train.errors.ConfigError: When no family of Hugging Face has such a model.
+    """
+    came, family = model_config(theirs), family_of(theirs)
+    before, after = (common_keys(m) | family.write(m) for m in (came, model))
+    changed = {key: value for key, value in after.items() if before.get(key) != value}
+    if _ROPE & changed.keys():
+        changed |= {key: after[key] for key in _ROPE - {"rope_parameters"}}
+    kept = {k: v for k, v in theirs.items() if not (k in _ROPE and _ROPE & changed.keys())}
+    found = kept | changed
+    if _differing(model, model_config(found)):  # such as under two names, or as another family
+        found = theirs | hf_config(model, dtype=dtype or train_dtype(theirs))
+    return found if dtype is None else with_dtype(found, dtype)
+
+
+def with_dtype(values: Json, dtype: str) -> dict[str, Any]:
+    """A `config.json` that says another dtype, also of parts that have had that of the whole."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in values] or ["torch_dtype"]
+    before = values.get(keys[0])
+    parts = {
+        key: with_dtype(part, dtype)
+        for key, part in values.items()
+        if isinstance(part, dict) and before in (part.get("dtype"), part.get("torch_dtype"))
+    }
+    return {**values, **(parts if before else {}), **dict.fromkeys(keys, dtype)}
+
+
+def as_text(values: Json) -> bytes:
+    """The text of a JSON file of a model, as transformers writes it."""
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
 def _matching(model: ModelConfig) -> Family:
     """The family whose files can say all of a model: the one that reads back what it writes."""
-    width = model.head_dim or model.dim // model.num_heads
-    ours = asdict(replace(model, head_dim=width if model.attention == "gqa" else 0))
     nearest: list[tuple[int, str, str]] = []
     for family in FAMILIES.values():
         values = common_keys(model) | family.write(model)
         try:
-            theirs = asdict(model_config({"model_type": family.model_type} | values))
+            theirs = model_config({"model_type": family.model_type} | values)
         except ConfigError:  # such as no experts in a family that always has some
             continue
-        wrong = sorted(k for k in ours.keys() - _unused(model) if theirs[k] != ours[k])
+        wrong = _differing(model, theirs)
         if not wrong:
             return family
         nearest.append((len(wrong), family.model_type, wrong[0]))
@@ -174,9 +214,21 @@ def _matching(model: ModelConfig) -> Family:
         raise ConfigError("model must be what a family of Hugging Face has, and is of none")
     count, name, key = min(nearest)
     raise ConfigError(
-        f"model.{key} ({shown(ours[key])}) must be what a family of Hugging Face has; {name} is "
-        f"nearest, with {count} keys that differ"
+        f"model.{key} ({shown(_whole(model)[key])}) must be what a family of Hugging Face has; "
+        f"{name} is nearest, with {count} keys that differ"
     )
+
+
+def _differing(model: ModelConfig, theirs: ModelConfig) -> list[str]:
+    """Keys in which what is read back from a `config.json` is another model."""
+    ours, found = _whole(model), asdict(theirs)
+    return sorted(k for k in ours.keys() - _unused(model) if found[k] != ours[k])
+
+
+def _whole(model: ModelConfig) -> dict[str, Any]:
+    """All keys of a model, the width of its heads written out."""
+    width = model.head_dim or model.dim // model.num_heads
+    return asdict(replace(model, head_dim=width if model.attention == "gqa" else 0))
 
 
 def _unused(model: ModelConfig) -> set[str]:

@@ -1,5 +1,6 @@
 """Files of a model as transformers cuts them: laid out by names and shapes, filled box by box."""
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,13 +14,29 @@ from torch import Tensor
 from hp_platform.store import Box
 from hp_platform.store.files import created, fsync_directory, write
 from hp_platform.store.safetensors import INDEX, FileTensor, index_of, layout_of
-from hp_train.base.atomic_write import replace_file
-from hp_train.errors import ConfigError
+from hp_train.base.atomic_write import closed_at_end, replace_file
+from hp_train.errors import CheckpointError, ConfigError
 
 SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
+SINGLE = "model.safetensors"
+"""The file of a model that has one and no index."""
 
 Read = Callable[[str, Box], Tensor]
 """Gives the values of a box of a tensor, by global name."""
+
+
+class Before(NamedTuple):
+    """How weights lay in the files that a model came in.
+
+    Attributes:
+        file_of: Names of files, by tensor.
+        dtype_of: Dtypes, by tensor; empty: the tensors get another one, and files of usual size.
+        index: The index of the files, if there was one.
+    """
+
+    file_of: Mapping[str, str]
+    dtype_of: Mapping[str, torch.dtype]
+    index: bytes | None
 
 
 class Place(NamedTuple):
@@ -44,14 +61,22 @@ class Place(NamedTuple):
 
 
 def places_of(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shard_bytes: int
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    shard_bytes: int,
+    before: Before | None = None,
 ) -> dict[str, Place]:
-    """Say where every tensor goes: full files, in the order of the model.
+    """Say where every tensor goes: to its file of before, or to full files in the model's order.
 
     Args:
         tensors: Dtype and shape by published name, in the order of the model.
         shard_bytes: Approximate size of a file, in bytes.
+        before: Files that the model came in; None: it came in none.
     """
+    if before is not None and before.dtype_of and tensors.keys() <= before.file_of.keys():
+        by_file: dict[str, dict[str, Place]] = {}
+        for name, about in tensors.items():
+            by_file.setdefault(before.file_of[name], {})[name] = Place("", 0, *about)
+        return _placed(by_file)
     shards: list[dict[str, Place]] = [{}]
     size = 0
     for name, about in tensors.items():
@@ -61,31 +86,51 @@ def places_of(
             size = 0
         shards[-1][name] = place
         size += place.num_bytes
+    names = (f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1))
+    return _placed(dict(zip(names, shards, strict=True)))
+
+
+def _placed(by_file: Mapping[str, Mapping[str, Place]]) -> dict[str, Place]:
     places: dict[str, Place] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for file, shard in by_file.items():
         _, begins, _ = _layout(shard)
         places |= {n: p._replace(file=file, begin=begins[n]) for n, p in shard.items()}
     return places
 
 
-def make_files(folder: Path, places: Mapping[str, Place]) -> None:
-    """Make the files in full size, each with its header and nothing else.
+def require_no_model(folder: Path) -> None:
+    """Make a folder, if it is missing, and refuse one that has a model.
 
     Raises:
-        hp_train.errors.ConfigError: When the folder has a model.
+        hp_train.errors.ConfigError: When it has one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():
         raise ConfigError(f'folder ("{folder}") must have no safetensors files')
-    by_file: dict[str, dict[str, Place]] = {}
-    for name, place in places.items():
-        by_file.setdefault(place.file, {})[name] = place
-    for file, inside in by_file.items():
+
+
+def make_files(folder: Path, places: Mapping[str, Place]) -> None:
+    """Make the files in full size, each with its header and nothing else.
+
+    One that has no index gets its header at the end: without it, it is no model.
+
+    Raises:
+        hp_train.errors.ConfigError: When the folder has a model.
+    """
+    require_no_model(folder)
+    for file, inside in _by_file(places).items():
         header, _, size = _layout(inside)
         with created(folder / file) as descriptor:
             os.truncate(descriptor, size)
-            write(descriptor, memoryview(header))
+            if file != SINGLE:
+                write(descriptor, memoryview(header))
+
+
+def _by_file(places: Mapping[str, Place]) -> dict[str, dict[str, Place]]:
+    by_file: dict[str, dict[str, Place]] = {}
+    for name, place in places.items():
+        by_file.setdefault(place.file, {})[name] = place
+    return by_file
 
 
 def _layout(inside: Mapping[str, Place]) -> tuple[bytes, dict[str, int], int]:
@@ -114,8 +159,32 @@ def opened_places(
             os.close(descriptor)
 
 
-def write_index(folder: Path, places: Mapping[str, Place]) -> None:
-    """Write what makes a model of the files."""
-    total = sum(place.num_bytes for place in places.values())
-    replace_file(folder / INDEX, index_of({n: place.file for n, place in places.items()}, total))
+def write_index(folder: Path, places: Mapping[str, Place], before: Before | None = None) -> None:
+    """Write what makes a model of the files: the index, or the header of the only file."""
+    file_of = {name: place.file for name, place in places.items()}
+    index = None if before is None else before.index
+    if alone := _by_file(places).get(SINGLE):
+        header, _, _ = _layout(alone)
+        with closed_at_end(os.open(folder / SINGLE, os.O_RDWR)) as descriptor:
+            write(descriptor, memoryview(header))
+            os.fsync(descriptor)
+    if index is not None and json.loads(index)["weight_map"] == file_of:
+        replace_file(folder / INDEX, index)
+    elif not alone or index is not None:
+        total = sum(place.num_bytes for place in places.values())
+        replace_file(folder / INDEX, index_of(file_of, total))
     fsync_directory(folder)
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in the dtype of a file.
+
+    Raises:
+        hp_train.errors.CheckpointError: When one is too large for it.
+    """
+    made = values.to(dtype)
+    if dtype == torch.float16 and not torch.equal(made.isinf(), values.isinf()):
+        raise CheckpointError(
+            f"tensor {name} must fit float16, which it came in; --dtype float32 writes it"
+        )
+    return made

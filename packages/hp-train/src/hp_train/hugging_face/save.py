@@ -3,7 +3,8 @@
 Note [Files that many ranks write]. Which tensor lies where in which file follows from names, shapes
 and dtype alone. The first rank makes the files, in full size; then every rank writes the boxes that
 it has to their places. Nothing is gathered, and no rank holds more than one of its own tensors
-twice. The index is written last: without it the folder is no model.
+twice. The index, or the header of a file without one, is written last: without it the folder is no
+model.
 """
 
 import json
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,18 +26,30 @@ from hp_train.base.dtypes import dtype_name
 from hp_train.config import ModelConfig
 from hp_train.errors import CheckpointError
 from hp_train.hugging_face.all_ranks import on_all_ranks
-from hp_train.hugging_face.config import FAMILIES, hf_config
+from hp_train.hugging_face.config import FAMILIES, as_text, hf_config
+from hp_train.hugging_face.family import Family
 from hp_train.hugging_face.files import (
     SHARD_BYTES,
+    Before,
     Place,
     Read,
+    cast,
     make_files,
     opened_places,
     places_of,
     write_index,
 )
-from hp_train.hugging_face.plan import Stored, stored_tensors, theirs_of, to_theirs
+from hp_train.hugging_face.plan import (
+    Stored,
+    stacking_of,
+    stored_tensors,
+    theirs_of,
+    to_theirs,
+)
 from hp_train.model.shapes import model_tensors
+
+_HEAD: Final = "lm_head.weight"
+_EMBEDDING: Final = "embedding.weight"
 
 
 def save_weights(
@@ -88,6 +101,8 @@ def write_model(
     dtype: torch.dtype,
     group: ProcessGroup | None = None,
     shard_bytes: int = SHARD_BYTES,
+    settings: bytes | None = None,
+    before: Before | None = None,
 ) -> None:
     """Write a folder from boxes of tensors that are read one at a time; see `save_weights`.
 
@@ -99,24 +114,26 @@ def write_model(
         dtype: Dtype of the files.
         group: CPU group of the ranks that call together.
         shard_bytes: Approximate size of a file, in bytes.
+        settings: Content of `config.json`; None: what follows from the model.
+        before: Files that the model came in; None: it came in none.
     """
 
-    def prepare() -> tuple[dict[str, Any], list[Stored], dict[str, Place]]:
-        config = hf_config(model, dtype=dtype_name(dtype))
-        listed = stored_tensors(model_tensors(model), model, FAMILIES[config["model_type"]])
-        shapes = {stored.name: (_dtype_of(stored, dtype), stored.shape) for stored in listed}
-        places = places_of(shapes, shard_bytes)
+    def prepare() -> tuple[bytes, list[Stored], dict[str, Place]]:
+        text = settings or as_text(hf_config(model, dtype=dtype_name(dtype)))
+        listed = _listed(model, FAMILIES[json.loads(text)["model_type"]], before)
+        came = {} if before is None else before.dtype_of
+        shapes = {s.name: (came.get(s.name, _dtype_of(s, dtype)), s.shape) for s in listed}
+        places = places_of(shapes, shard_bytes, before)
         if is_first(group):
             make_files(folder, places)
-        return config, listed, places
+        return text, listed, places
 
     def finish() -> None:
         if is_first(group):
-            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-            replace_file(folder / "config.json", text.encode())
-            write_index(folder, places)
+            replace_file(folder / "config.json", text)
+            write_index(folder, places, before)
 
-    config, listed, places = on_all_ranks(prepare, group=group, where="create the files of a model")
+    text, listed, places = on_all_ranks(prepare, group=group, where="create the files of a model")
     everyone = gathered(dict(boxes), of=dict[str, list[Box]], group=group)
     mine = on_all_ranks(
         lambda: _mine(listed, everyone, 0 if group is None else group.rank()),
@@ -129,6 +146,19 @@ def write_model(
         where="write the files of a model",
     )
     on_all_ranks(finish, group=group, where="write the index of a model")
+
+
+def _listed(model: ModelConfig, family: Family, before: Before | None) -> list[Stored]:
+    """Tensors of the files; copies of others, and stacks, as they were before."""
+    tensors = model_tensors(model)
+    if before is None:
+        return stored_tensors(tensors, model, family)
+    listed = stored_tensors(tensors, model, family, stacking=stacking_of(before.file_of, family))
+    found = [s for s in listed if not s.is_copy or s.name in before.file_of]
+    if model.tie_embeddings and _HEAD in before.file_of:
+        shape = tensors[_EMBEDDING].shape
+        found.append(Stored(_HEAD, shape, (_EMBEDDING,), is_copy=True))
+    return found
 
 
 def _dtype_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:
@@ -202,12 +232,12 @@ def _write_box(
     if stored.expert is not None:
         if offsets[0] <= stored.expert < offsets[0] + sizes[0]:
             row = values[0][stored.expert - offsets[0]]
-            target.write(Box(offsets[1:], sizes[1:]), row.to(dtype))
+            target.write(Box(offsets[1:], sizes[1:]), cast(stored.name, row, dtype))
     elif stored.arrangement == "same":
-        target.write(box, values[0].to(dtype))
+        target.write(box, cast(stored.name, values[0], dtype))
     else:
         # Expert by expert, so that a stack is never there twice.
         for number in range(sizes[0]):
             one = Box((offsets[0] + number, *offsets[1:]), (1, *sizes[1:]))
-            slices = [v[number : number + 1].to(dtype) for v in values]
+            slices = [cast(stored.name, v[number : number + 1], dtype) for v in values]
             target.write(theirs_of(stored, 0, one), to_theirs(stored, slices))

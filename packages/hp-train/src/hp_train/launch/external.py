@@ -27,6 +27,7 @@ from hp_train.launch.agent import (
 )
 from hp_train.launch.hangs import end_when_stuck, print_report
 from hp_train.launch.heartbeats import Heartbeats
+from hp_train.launch.original import keep_original
 from hp_train.launch.rundir import (
     finished,
     make_run_directory,
@@ -74,6 +75,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
     if done := finished(folder, config, rank=info.rank, world_size=info.world_size):
         return say_finished(folder, config, done) if info.rank == 0 else 0
     if info.rank == 0:
+        keep_original(folder, config)
         write_config(folder, resolved)
         if warning := why_no_node_is_replaced(os.environ):
             warn(f"warning: {warning}")

@@ -23,6 +23,7 @@ from hp_train.errors import (
     RunDirectoryError,
 )
 from hp_train.launch.heartbeats import Heartbeats, State
+from hp_train.launch.original import keep_original
 from hp_train.launch.ranks import Ranks
 from hp_train.launch.rundir import (
     CHECKPOINTS,
@@ -103,6 +104,7 @@ def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
     ):
         if done := finished(folder, config):
             return say_finished(folder, config, done)
+        keep_original(folder, config)
         write_config(folder, resolved)
         task = Task(config, folder.path, os.getpid(), _entry)
         return _run_ranks(task, folder, trap, resumable=True)

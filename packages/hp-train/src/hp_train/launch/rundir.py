@@ -14,12 +14,13 @@ from hp_train.config import Config
 from hp_train.config.options import CONFIG, Resolved, for_saving
 from hp_train.config.render import to_toml
 from hp_train.errors import CheckpointError, ConfigError
+from hp_train.launch.original import LISTING, TOKENIZER
 from hp_train.launch.task import ERRORS, HEARTBEAT
 
-CHECKPOINTS, DATA, TOKENIZER = "checkpoints", "data", "tokenizer.json"
+CHECKPOINTS, DATA = "checkpoints", "data"
 _LOCK = ".lock"
 _PICTURES = ("loss.svg", "timeline.svg", "timeline.json")
-_FILES = (CONFIG, TOKENIZER, _LOCK, HEARTBEAT, "metrics.jsonl", *_PICTURES)
+_FILES = (CONFIG, TOKENIZER, LISTING, _LOCK, HEARTBEAT, "metrics.jsonl", *_PICTURES)
 _FOLDERS = (CHECKPOINTS, DATA, ERRORS, "tensorboard")
 
 

@@ -4,7 +4,6 @@ Names and forms of tensors are those of files that transformers itself would wri
 memory at a time, whole.
 """
 
-import shutil
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -14,22 +13,23 @@ import torch
 from torch import Tensor
 
 from hp_platform.store import Box, Part
+from hp_train.base.atomic_write import replace_file
 from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import config_of
 from hp_train.errors import CheckpointError
 from hp_train.hugging_face.files import (
     SHARD_BYTES,
+    Before,
     Read,
+    cast,
     make_files,
     opened_places,
     places_of,
     write_index,
 )
-from hp_train.transformers_model.conversion import reverted, saved_tensors
+from hp_train.transformers_model.conversion import one_name, reverted, saved_tensors
 from hp_train.transformers_model.made import on_meta
 from hp_train.transformers_model.outline import Outline, outline_of
-
-_COPIED = ("generation_config.json", "*.py")
 
 
 def write_folder(
@@ -40,6 +40,8 @@ def write_folder(
     *,
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
+    settings: bytes | None = None,
+    before: Before | None = None,
 ) -> None:
     """Write a folder from boxes of tensors.
 
@@ -50,32 +52,52 @@ def write_folder(
         model: Model configuration with the folder of the original.
         dtype: Dtype of parameters; buffers keep theirs.
         shard_bytes: Approximate size of a file, in bytes.
+        settings: Content of `config.json`; None: what transformers makes of that of the original.
+        before: Files that the model came in; None: it came in none.
 
     Raises:
         hp_train.errors.ConfigError: When the folder is in use, or the model's is gone.
         hp_train.errors.CheckpointError: When a tensor is missing.
     """
+    came = {} if before is None else before.dtype_of
+    if came and dtype != torch.float64:
+        dtype = torch.float32  # of values, until each has the dtype that it came in
     made, outline = on_meta(model, dtype), outline_of(model)
     if dtype == torch.float64:
         made.double()  # what a model keeps in float32, whatever is asked for
     _require_all(saved_tensors(made), boxes)
     listed = {n: t for part in _parts(made, outline) for n, t in reverted(made, part).items()}
-    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in listed.items()}
-    places = places_of(shapes, shard_bytes)
+    copies = _copies(made, listed, before)
+    listed |= {copy: listed[name] for name, several in copies.items() for copy in several}
+    shapes = {name: (came.get(name, t.dtype), tuple(t.shape)) for name, t in listed.items()}
+    places = places_of(shapes, shard_bytes, before)
     make_files(folder, places)
     with opened_places(folder, places) as target:
         for part in _parts(made, outline):
             values = {n: _assembled(n, t, boxes[n], read) for n, t in part.items()}
-            for name, value in reverted(made, values).items():
-                target(name).write(Part.of(value).box, value.contiguous())
-    # Not that of the model: it may be a part, of which `AutoModelForCausalLM` knows nothing.
-    config = config_of(model.transformers, trust=model.trust_remote_code)
-    config.dtype = dtype
-    config.save_pretrained(folder)
-    for pattern in _COPIED:
-        for path in Path(model.transformers).glob(pattern):
-            shutil.copyfile(path, folder / path.name)
-    write_index(folder, places)
+            for first, value in reverted(made, values).items():
+                for name in (first, *copies.get(first, ())):
+                    written = cast(name, value, places[name].dtype)
+                    target(name).write(Part.of(value).box, written.contiguous())
+    if settings is not None:
+        replace_file(folder / "config.json", settings)
+    else:
+        # Not that of the model: it may be a part, of which `AutoModelForCausalLM` knows nothing.
+        config = config_of(model.transformers, trust=model.trust_remote_code)
+        config.dtype = dtype
+        config.save_pretrained(folder)
+    write_index(folder, places, before)
+
+
+def _copies(
+    model: Any, listed: Mapping[str, Tensor], before: Before | None
+) -> dict[str, list[str]]:
+    """Names that files had besides for one parameter, by the name that it is written under."""
+    firsts, found = one_name(model), dict[str, list[str]]()
+    for name in () if before is None else before.file_of.keys() - listed.keys():
+        if (first := firsts.get(name)) in listed:
+            found.setdefault(str(first), []).append(name)
+    return found
 
 
 def _parts(model: Any, outline: Outline) -> Iterator[dict[str, Tensor]]:
