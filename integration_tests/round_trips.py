@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import (
     AddedToken,
     Regex,
@@ -21,6 +22,12 @@ from tokenizers import (
     processors,
     trainers,
 )
+from torch import Tensor
+
+from hp_train.hugging_face import model_config, read_config
+from hp_train.hugging_face.config import FAMILIES
+from hp_train.hugging_face.plan import stored_tensors
+from hp_train.model.shapes import model_tensors
 
 VOCAB, MOST, EOS_ID = 480, 24, 2
 EOS = {"byte-level": "<|endoftext|>", "sentencepiece": "</s>", "wordpiece": "[SEP]"}
@@ -241,7 +248,8 @@ def ids_of(folder: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [*strings()]
     found: list[list[int]] = tokenizer(texts).input_ids
-    return found + tokenizer(texts, add_special_tokens=False).input_ids
+    alone: list[list[int]] = tokenizer(texts, add_special_tokens=False).input_ids
+    return found + alone
 
 
 def generated(folder: Path, *, eos: object = ...) -> list[list[int]]:
@@ -265,10 +273,39 @@ def generated(folder: Path, *, eos: object = ...) -> list[list[int]]:
 def _starts(vocab: int, model: Any) -> None:
     """Spread weights, so that a continuation is no repetition of one token."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn_like(parameter, dtype=torch.float32) * 0.3)
     assert model.config.get_text_config().vocab_size == vocab
+
+
+def add_prediction(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Add what published files of DeepSeek-V3 have and transformers leaves out."""
+    model = model_config(read_config(folder))
+    ours = model_tensors(model)
+    for stored in stored_tensors(ours, model, FAMILIES["deepseek_v3"]):
+        if stored.name.endswith("embed_tokens.weight"):
+            value = tensors["model.embed_tokens.weight"].clone()
+        elif stored.name.endswith("shared_head.head.weight"):
+            value = tensors["lm_head.weight"].clone()
+        else:
+            value = torch.randn(stored.shape) * 0.1
+        is_bias = stored.name.endswith("correction_bias")
+        value = value.to(torch.float32 if is_bias else torch.bfloat16)
+        if is_bias or stored.name not in tensors:
+            tensors[stored.name] = value
+
+
+def keep_norms(tensors: dict[str, Tensor], _folder: Path) -> None:
+    """Have norms in float32, between what half the digits can say."""
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            tensors[name] = torch.linspace(0.5, 1.5, tensor.numel()).view(tensor.shape)
+
+
+def repeat_embedding(tensors: dict[str, Tensor], _folder: Path) -> None:
+    """Have the output matrix in the files as well, though it is the embedding."""
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
 
 def write_model(
@@ -278,6 +315,7 @@ def write_model(
     dtype: str,
     tokenizer: str,
     shard_bytes: int = 10**9,
+    change: Callable[[dict[str, Tensor], Path], None] | None = None,
     **fields: Any,
 ) -> None:
     """Write a model with everything, of which a continuation ends at a token of its own.
@@ -288,6 +326,7 @@ def write_model(
         dtype: Dtype of its files.
         tokenizer: One of `TOKENIZERS`.
         shard_bytes: Largest size of a file of weights.
+        change: Changes the tensors of its only file.
         **fields: Fields of its config, besides those that all have.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - who has it
@@ -306,6 +345,10 @@ def write_model(
     _starts(VOCAB, model)
     config.dtype = dtype
     model.save_pretrained(folder, max_shard_size=shard_bytes)
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors, folder)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     write_tokenizer(tokenizer, folder)
     write_others(folder)
     add_settings(folder, eos_token_id=EOS_ID)

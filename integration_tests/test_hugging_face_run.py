@@ -11,16 +11,21 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
+from hp_train.base.folder import Folder
 from hp_train.checkpoint import save_checkpoint
 from hp_train.cli import main
-from hp_train.config import Config
+from hp_train.config import Config, ModelConfig
 from hp_train.config.options import resolve
 from hp_train.config.render import to_toml
 from hp_train.data import load_tokenizer
-from hp_train.hugging_face import check_weights
+from hp_train.hugging_face import check_weights, save_weights
+from hp_train.launch.original import keep_original
+from hp_train.launch.rundir import write_config
+from hp_train.model.shapes import model_shapes
 from hp_train.training.train import Trainer
 from integration_tests.layouts import _whole, config_of, train_in, worker_of
 
@@ -208,3 +213,86 @@ def test_a_strangers_checkpoint_copies_no_file_of_yours(
     assert ("data.tokenizer" not in error) if passes else ("or be given as --tokenizer" in error)
     assert error.count("\n") == 1
     assert passes or not out.exists()
+
+
+_OTHERS = {
+    "generation_config.json": b'{"eos_token_id": [2, 7], "pad_token_id": 3}',
+    "tokenizer_config.json": b'{"chat_template": "{{ x }}"}',
+    "README.md": b"# mine",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+}
+
+
+def _source(folder: Path, name: str, dtype: torch.dtype, **keys: Any) -> None:
+    """A folder of a model as people publish them, in one file without an index."""
+    model = msgspec.convert(_model(name) | {"vocab_size": 256, "max_positions": 64}, ModelConfig)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        tensor: torch.randn(shape, generator=generator).to(dtype).float()
+        for tensor, shape in model_shapes(model).items()
+    }
+    save_weights(folder, tensors, model, dtype=dtype)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(
+        json.dumps({"a_key_of_mine": {"deep": [1]}} | json.loads(path.read_text()) | keys)
+    )
+    for other, content in _OTHERS.items():
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_bytes(content)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.sample("debug-qwen3")
+@pytest.mark.parametrize("name", ["debug-qwen3", "debug-gpt-oss"])
+def test_what_no_step_changes_comes_out_as_it_came_in(name: str, tmp_path: Path) -> None:
+    source, imported = tmp_path / "source", tmp_path / "in.toml"
+    ids = {"eos_token_id": [2, 7], "bos_token_id": 1, "id2label": {"0": "a"}}
+    _source(source, name, torch.bfloat16, **ids)
+    assert main(["import-hf", str(source), "--out", str(imported)]) == 0
+    keys = {"data.seq_len": 16, "data.eval_fraction": 0.2, "train.steps": 1, "train.eval_every": 0}
+    keys |= {"train.global_batch_size": 2, "train.microbatch_size": 2, "train.learning_rate": 0}
+    resolved = resolve(str(imported), [*keys.items()], env={})
+    run = tmp_path / "run"
+    run.mkdir()
+    with Folder.open(run) as folder:
+        keep_original(folder, resolved)
+        write_config(folder, resolved)
+    train_in(resolved.config, run, until=1)
+    assert main(["export-hf", str(run), str(tmp_path / "out")]) == 0
+    ours, theirs = _files(tmp_path / "out"), _files(source)
+    assert ours.keys() == theirs.keys()
+    weights = "model.safetensors"
+    assert load_file(tmp_path / "out" / weights).keys() == load_file(source / weights).keys()
+    for tensor, value in load_file(source / weights).items():
+        assert torch.equal(load_file(tmp_path / "out" / weights)[tensor], value)
+    assert [n for n in theirs if n != weights and ours[n] != theirs[n]] == []
+    imported.write_text(imported.read_text().replace(str(source), str(tmp_path / "out")))
+    assert main(["import-hf", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("key", ["transformers", "init_from"])
+def test_a_strangers_checkpoint_hands_on_no_folder_of_yours(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, run, out = tmp_path / "mine", tmp_path / "run", tmp_path / "out"
+    _source(mine, "debug-llama3", torch.float32)
+    (mine / "secret.py").write_text("password = 1")
+    run.mkdir()
+    if key == "transformers":
+        config = config_of(model={**MODEL, key: str(mine)})
+    else:
+        config = config_of(model=MODEL, run={key: str(mine)})
+    (run / "config.toml").write_text(to_toml(config))
+    save = partial(_saved_config, msgspec.json.encode(config), str(run / "checkpoints"))
+    run_distributed(save, world_size=1, timeout=60)
+    assert main(["export-hf", str(run), str(out)]) != 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert key == "init_from" or "or be given as --original FOLDER" in error
+    assert not {*_files(out)} & {*_files(mine)}

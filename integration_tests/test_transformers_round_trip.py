@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hp_train.launch.rundir import write_config
 from hp_train.training.train import Trainer
 from integration_tests.layouts import worker_of, write_corpus
 
-pytest.importorskip("transformers", reason="of `nox -s transformers`")
+transformers = pytest.importorskip("transformers", reason="of `nox -s transformers`")
 pytest.importorskip("tokenizers", reason="of `nox -s transformers`")
 from integration_tests import round_trips  # noqa: E402 - needs tokenizers
 
@@ -33,7 +34,10 @@ pytestmark = pytest.mark.filterwarnings("default")  # of transformers
 _MOE = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 _FEW = {"num_key_value_heads": 2}
 _GPT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+_TIED = {"tie_word_embeddings": True, "change": round_trips.repeat_embedding}
 _MLA = {
+    "num_key_value_heads": 4,
+    "change": round_trips.add_prediction,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
@@ -57,16 +61,16 @@ _NEXT = {
 _EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}
 # Type of the model, its tokenizer, the dtype of its files, and fields of its config.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("llama2", "bfloat16", _FEW),
-    "qwen3": ("qwen", "float32", {**_FEW, "head_dim": 8, "tie_word_embeddings": True}),
+    "llama": ("llama2", "bfloat16", {**_FEW, "change": round_trips.keep_norms}),
+    "qwen3": ("qwen", "float32", {**_FEW, **_TIED, "head_dim": 8}),
     "qwen3_moe": ("gpt2", "bfloat16", {**_MOE, **_EXPERTS, "shard_bytes": 20_000}),
     "mixtral": ("gemma", "float16", {**_MOE, "num_local_experts": 4, "sliding_window": None}),
-    "deepseek_v3": ("llama3", "bfloat16", _MLA | {"num_nextn_predict_layers": 0}),
+    "deepseek_v3": ("llama3", "bfloat16", _MLA),
     "gpt_oss": ("unigram", "bfloat16", {**_MOE, "num_local_experts": 4, "head_dim": 8}),
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama3", "bfloat16", {**_FEW, "shard_bytes": 20_000}),
-    "qwen2": ("qwen", "bfloat16", {**_FEW, "tie_word_embeddings": True}),
+    "qwen2": ("qwen", "bfloat16", {**_FEW, **_TIED}),
     "qwen3_moe": ("bert", "float32", {**_MOE, **_EXPERTS}),
     "qwen3_next": ("qwen", "bfloat16", {**_MOE, **_EXPERTS, **_NEXT}),
     "mistral": ("unigram", "float16", _FEW),
@@ -78,8 +82,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": ("llama2", "bfloat16", {**_FEW, "pad_token_id": 3, "resid_pdrop": 0.0}),
     "olmo2": ("unigram", "float32", _FEW),
     "granite": ("llama3", "bfloat16", {**_FEW, "shard_bytes": 20_000}),
-    "stablelm": ("bert", "bfloat16", _FEW),
-    "starcoder2": ("gpt2", "bfloat16", {**_FEW, "residual_dropout": 0.0}),
+    "stablelm": ("bert", "bfloat16", {**_FEW, "change": round_trips.keep_norms}),
+    "starcoder2": ("gpt2", "bfloat16", {**_FEW, "residual_dropout": 0.0, "computed": "float32"}),
     "cohere": ("gemma", "bfloat16", _FEW),
 }
 KEYS = {
@@ -96,8 +100,16 @@ KEYS = {
     "train.keep_checkpoints": 3,
 }
 WEIGHTS = ".safetensors"
-FIGURES: list[dict[str, Any]] = []
-"""What was compared, by test, for the last one."""
+FIGURES: list[dict[str, int]] = []
+"""What was compared of each model."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tell_figures(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    total = {key: sum(each[key] for each in FIGURES) for key in (FIGURES or [{}])[0]}
+    writer = request.config.get_terminal_writer()
+    writer.line(f"\nround trips of {len(FIGURES)} models: {total}")
 
 
 def _two_checkpoints(encoded: bytes, directory: str, address: str) -> None:
@@ -126,7 +138,7 @@ def _run_of(name: str | None, keys: dict[str, Any], directory: Path) -> Path:
     run.mkdir()
     config = resolved.config
     with Folder.open(run) as folder:
-        keep_original(folder, config)
+        keep_original(folder, resolved)
         write_config(folder, resolved)
     tokenizer = load_tokenizer(config.data.tokenizer)
     prepare(run / "data", paths=paths, tokenizer=tokenizer, eval_fraction=0.2)
@@ -232,21 +244,93 @@ def test_a_family_comes_out_as_it_came_in(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.sample("gpt2")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_transformers_comes_out_as_it_came_in(name: str, tmp_path: Path) -> None:
+def test_a_model_of_transformers_comes_out_as_it_came_in(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer, dtype, fields = MODELS[name]
     source = tmp_path / "source"
+    fields = dict(fields)
+    computed = fields.pop("computed", {"float16": "float32"}.get(dtype, dtype))
     round_trips.write_model(name, source, dtype=dtype, tokenizer=tokenizer, **fields)
     keys = {
         "model.transformers": str(source),
         "data.tokenizer": str(source / "tokenizer.json"),
-        "train.dtype": {"float16": "float32"}.get(dtype, dtype),
+        "train.dtype": computed,
     }
     run = _run_of(None, keys, tmp_path / "runs")
     _require_same_model(_exported(run, tmp_path / "out", "--step", "0"), source)
+    capsys.readouterr()
     _require_trained(_exported(run, tmp_path / "trained"), source)
+    is_told = "config.json as well, but for dtype\n" in capsys.readouterr().out
+    assert is_told == (name == "starcoder2")
 
 
-def test_figures_of_all_round_trips() -> None:
-    for key in FIGURES[0] if FIGURES else ():
-        print(key, sum(each[key] for each in FIGURES))
-    print(len(FIGURES), "models")
+@pytest.mark.sample("qwen")
+@pytest.mark.parametrize("name", round_trips.TOKENIZERS)
+def test_a_model_that_came_from_nothing_stops_where_its_documents_end(
+    name: str, tmp_path: Path
+) -> None:
+    """A tokenizer alone, or with its folder: the export gives its ids and ends at its separator."""
+    folder = tmp_path / "tokenizer"
+    round_trips.write_tokenizer(name, folder)
+    if name in ("gpt2", "unigram"):
+        (folder / "tokenizer_config.json").unlink()
+    file = folder / "tokenizer.json"
+    shape = {"model.num_layers": 1, "model.vocab_size": round_trips.VOCAB}
+    run = _run_of("debug-llama3", {"data.tokenizer": str(file), **shape}, tmp_path / "runs")
+    out = _exported(run, tmp_path / "out")
+    used = load_tokenizer(str(file))
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["eos_token_id"] == used.separator
+    loaded = transformers.AutoTokenizer.from_pretrained(out)
+    texts = [*round_trips.strings()]
+    expected = [used.encode(text).tolist() for text in texts]
+    assert loaded(texts, add_special_tokens=False).input_ids == expected
+    made = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert made.generation_config.eos_token_id == used.separator
+    assert made.generation_config.bos_token_id == settings["bos_token_id"]
+    with torch.no_grad():
+        made.lm_head.weight[:] = 0.0
+        made.lm_head.weight[used.separator] = made.model(torch.tensor([[5]]))[0][0, -1]
+    assert made.generate(torch.tensor([[5]]), max_new_tokens=9).tolist() == [[5, used.separator]]
+
+
+def test_another_tokenizer_than_the_models_goes_with_its_own_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, other = tmp_path / "source", tmp_path / "other"
+    round_trips.write_model("llama", source, dtype="float32", tokenizer="llama2")
+    round_trips.add_settings(source, eos_token_id=9)
+    round_trips.write_tokenizer("qwen", other)
+    keys = {"model.transformers": str(source), "data.tokenizer": str(other / "tokenizer.json")}
+    run = _run_of(None, keys, tmp_path / "runs")
+    out = _exported(run, tmp_path / "out", "--step", "0")
+    used = load_tokenizer(str(other / "tokenizer.json"))
+    said = "config.json as well, but for bos_token_id, eos_token_id"
+    assert said in capsys.readouterr().out
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text())["eos_token_id"] == used.separator
+    assert not (out / "tokenizer.model").exists()
+    assert (out / "README.md").exists()
+    files = _files(other)
+    assert {name: content for name, content in _files(out).items() if name in files} == files
+
+
+def test_an_index_names_no_tensor_that_is_not_written(tmp_path: Path) -> None:
+    """A tied model of which the index lists an output matrix that no file has."""
+    source = tmp_path / "source"
+    fields = {"tie_word_embeddings": True, "shard_bytes": 20_000, "num_key_value_heads": 2}
+    round_trips.write_model("qwen2", source, dtype="float32", tokenizer="qwen", **fields)
+    index = source / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"]["lm_head.weight"] = listed["weight_map"]["model.embed_tokens.weight"]
+    index.write_text(json.dumps(listed))
+    keys = {"model.transformers": str(source), "data.tokenizer": str(source / "tokenizer.json")}
+    run = _run_of(None, keys, tmp_path / "runs")
+    out = _exported(run, tmp_path / "out", "--step", "0")
+    written = json.loads((out / index.name).read_text())["weight_map"]
+    assert {name: about[0] for name, about in _tensors(out).items()} == written
+    assert _tensors(out) == _tensors(source)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from hp_platform.store import Box
 from hp_platform.store.safetensors import FileTensor
 from hp_platform.testing import RankError, compare, run_distributed
+from hp_train.cli import main
 from hp_train.config import ModelConfig
 from hp_train.config.options import resolve, shipped
 from hp_train.errors import CheckpointError, ConfigError
@@ -29,6 +30,7 @@ from hp_train.hugging_face import (
     read_config,
     save_weights,
 )
+from hp_train.hugging_face.config import config_after
 from hp_train.hugging_face.load import opened_files
 from hp_train.model.shapes import model_shapes
 
@@ -373,3 +375,67 @@ def test_the_header_is_what_the_library_writes(tmp_path: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert read_config(tmp_path)["architectures"] == ["MixtralForCausalLM"]
+
+
+def _came(name: str) -> tuple[ModelConfig, dict[str, Any]]:
+    """A model, and a `config.json` of it with more than any family reads."""
+    model = _model(name)
+    more = {"eos_token_id": [2, 7], "id2label": {"0": "a"}, "auto_map": None, "mine": {"a": [1.5]}}
+    return model, {**hf_config(model, dtype="bfloat16"), **more}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_that_a_model_came_with_stay_word_for_word(name: str) -> None:
+    model, theirs = _came(name)
+    assert config_after(theirs, model, dtype=None) == theirs
+    assert config_after(theirs, model, dtype="float32") == theirs | {"torch_dtype": "float32"}
+    renamed = {**theirs, "dtype": theirs["torch_dtype"], "text_config": {"dtype": "bfloat16"}}
+    del renamed["torch_dtype"]
+    expected = {**renamed, "dtype": "float32", "text_config": {"dtype": "float32"}}
+    assert config_after(renamed, model, dtype="float32") == expected
+    freed = replace(model, init_std=0.5)
+    assert config_after(theirs, freed, dtype=None) == theirs | {"initializer_range": 0.5}
+
+
+def test_settings_say_what_a_run_has_changed_and_nothing_else() -> None:
+    model, theirs = _came("debug-llama3")
+    tied = replace(model, tie_embeddings=not model.tie_embeddings)
+    expected = theirs | {"tie_word_embeddings": tied.tie_embeddings}
+    assert config_after(theirs, tied, dtype=None) == expected
+    longer = replace(model, max_positions=128, rope_theta=77.0, rope_factor=2.0)
+    found = config_after(theirs, longer, dtype=None)
+    assert {key for key in found if found[key] != theirs[key]} == {
+        *("max_position_embeddings", "rope_theta", "rope_scaling"),
+    }
+    new = {k: v for k, v in theirs.items() if k not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {**theirs["rope_scaling"], "rope_theta": theirs["rope_theta"]}
+    assert config_after(new, model, dtype=None) == new
+    found = config_after(new, longer, dtype=None)
+    assert "rope_parameters" not in found
+    assert model_config(found) == model_config(hf_config(longer, dtype="bfloat16"))
+    model, theirs = _came("debug-qwen3-moe")
+    theirs["num_local_experts"] = theirs["num_experts"]
+    fewer = replace(model, top_k=1)
+    assert config_after(theirs, fewer, dtype=None) == theirs | {"num_experts_per_tok": 1}
+
+
+def test_a_weight_that_does_not_fit_the_files_it_came_in_is_named(tmp_path: Path) -> None:
+    model = _model("debug-llama3")
+    tensors = _tensors(model)
+    tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], 1e5)
+    save_weights(tmp_path / "wide", tensors, model, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"model.norm.weight must fit float16, .*--dtype"):
+        save_weights(tmp_path / "narrow", tensors, model, dtype=torch.float16)
+    assert not (tmp_path / "narrow" / INDEX).exists()
+
+
+def test_a_printed_config_is_for_weights_that_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = _model("debug-llama3")
+    save_weights(tmp_path / "model", _tensors(model), model, dtype=torch.bfloat16)
+    out = tmp_path / "my.toml"
+    assert main(["import-hf", str(tmp_path / "model"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}; to train: hp train {out} --data FILES\n"
+    train = resolve(str(out), env={}).config.train
+    assert (train.learning_rate, train.warmup_steps, train.steps) == (1e-5, 100, 1000)

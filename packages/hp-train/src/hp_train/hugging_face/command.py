@@ -3,7 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ from hp_train.launch.original import SETTINGS, TOKENIZER, Original, kept_origina
 
 _PREFIX = "model."
 _SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less
+# Those of a config that is not given are of a small model that learns from nothing; rates as high
+# undo in some steps what weights have learned.
+_TRAINED_ON = {"train.learning_rate": 1e-5, "train.warmup_steps": 100, "train.steps": 1000}
 
 
 def import_hf(folder: Path, out: Path | None) -> int:
@@ -78,10 +81,11 @@ def import_hf(folder: Path, out: Path | None) -> int:
     }
     if (folder / "tokenizer.json").is_file():
         given["data.tokenizer"] = str((folder / "tokenizer.json").absolute())
-    config = build(given)
+    config = build(given | _TRAINED_ON)
     rules.check(config)
     source = f"{folder.name}/config.json"
-    text = to_toml(config, {key: source if key in given else "default" for key in fields()})
+    origins = dict.fromkeys(fields(), "default") | dict.fromkeys(given, source)
+    text = to_toml(config, origins | dict.fromkeys(_TRAINED_ON, "for weights that are trained"))
     if out is None:
         sys.stdout.write(text)
         return 0
@@ -90,7 +94,7 @@ def import_hf(folder: Path, out: Path | None) -> int:
             file.write(text)
     except OSError as error:
         raise ConfigError(f'--out ("{out}") must be a new file: {error.strerror}') from None
-    sys.stdout.write(f"wrote {out}; to train: hp train {out}\n")
+    sys.stdout.write(f"wrote {out}; to train: hp train {out} --data FILES\n")
     return 0
 
 
@@ -148,27 +152,25 @@ def export_hf(
     def read(name: str, box: Box) -> Tensor:
         return checkpoint.chunk(_PREFIX + name, box.offsets)
 
-    name, tokens = dtype or config.train.dtype, tokens_of(came, config)
+    name = dtype or config.train.dtype
     before = before_of(came, config, step=manifest.step, dtype=dtype)
     stays = before is not None and bool(before.dtype_of)
-    theirs = parsed(came.files[SETTINGS](), SETTINGS) if SETTINGS in came.files else None
-    with ExitStack() as stack:
-        if config.model.transformers:
-            # What a run directory names is not run: nobody has asked for it here.
-            model, write = replace(config.model, trust_remote_code=False), of_transformers
-            values = theirs if theirs is None or stays else with_dtype(theirs, name)
-            if theirs is not None:
-                place = original or stack.enter_context(_alone(came))
-                model = replace(model, transformers=str(place))
+    theirs = parsed(came.text(SETTINGS) or b"{}", SETTINGS)
+    if config.model.transformers:
+        # What a run directory names is not run: nobody has asked for it here.
+        model, write = replace(config.model, trust_remote_code=False), of_transformers
+        values = with_dtype(theirs, None if stays else name)
+    else:
+        model, write = _whole_config(config, manifest), write_model
+        if SETTINGS in came.files:
+            values = config_after(theirs, model, dtype=None if stays else name)
         else:
-            model, write = _whole_config(config, manifest), write_model
-            if theirs is None:
-                values = hf_config(model, dtype=name)
-            else:
-                values = config_after(theirs, model, dtype=None if stays else name)
-        settings = None if values is None else settings_of(came, values | dict(tokens.ids))
-        require_no_model(folder)
-        written = write_others(folder, came, tokens)
+            values = hf_config(model, dtype=name)
+    tokens = tokens_of(came, config)
+    settings = settings_of(came, values | dict(tokens.ids))
+    require_no_model(folder)
+    written = write_others(folder, came, tokens)
+    with _readable(model, came, original) as model:
         write(
             folder,
             boxes,
@@ -179,7 +181,7 @@ def export_hf(
             before=before,
         )
     said = usual_dtype(before) if stays and before is not None else name
-    lines = told(came, settings, written) if settings else ()
+    lines = told(came, settings, written)
     sys.stdout.write(
         "".join(f"{line}\n" for line in (*lines, f"wrote {folder} from {path}, {said}"))
     )
@@ -207,11 +209,16 @@ def _original_of(
 
 
 @contextmanager
-def _alone(came: Original) -> Iterator[str]:
-    """A folder that has the config of a model, read without following links, and nothing else."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / SETTINGS).write_bytes(came.files[SETTINGS]())
-        yield folder
+def _readable(model: ModelConfig, came: Original, folder: Path | None) -> Iterator[ModelConfig]:
+    """Give a model of transformers a folder with its config, of which no link has been followed."""
+    if not model.transformers:
+        yield model
+    elif folder is not None:
+        yield replace(model, transformers=str(folder))
+    else:
+        with tempfile.TemporaryDirectory() as alone:
+            (Path(alone) / SETTINGS).write_bytes(came.files[SETTINGS]())
+            yield replace(model, transformers=alone)
 
 
 def _tokenizer_of(named: str, run: Path) -> Path | None:

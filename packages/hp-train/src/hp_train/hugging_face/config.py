@@ -176,12 +176,19 @@ def config_after(theirs: Json, model: ModelConfig, *, dtype: str | None) -> dict
     kept = {k: v for k, v in theirs.items() if not (k in _ROPE and _ROPE & changed.keys())}
     found = kept | changed
     if _differing(model, model_config(found)):  # such as under two names, or as another family
-        found = theirs | hf_config(model, dtype=dtype or train_dtype(theirs))
-    return found if dtype is None else with_dtype(found, dtype)
+        found = {**theirs, **hf_config(model, dtype=dtype or train_dtype(theirs))}
+    return with_dtype(found, dtype)
 
 
-def with_dtype(values: Json, dtype: str) -> dict[str, Any]:
-    """A `config.json` that says another dtype, also of parts that have had that of the whole."""
+def with_dtype(values: Json, dtype: str | None) -> dict[str, Any]:
+    """A `config.json` that says another dtype, also of parts that have had that of the whole.
+
+    Args:
+        values: The parsed file.
+        dtype: Name of the dtype; None: it stays as it is.
+    """
+    if dtype is None:
+        return dict(values)
     keys = [key for key in ("dtype", "torch_dtype") if key in values] or ["torch_dtype"]
     before = values.get(keys[0])
     parts = {

@@ -31,12 +31,12 @@ class Before(NamedTuple):
     Attributes:
         file_of: Names of files, by tensor.
         dtype_of: Dtypes, by tensor; empty: the tensors get another one, and files of usual size.
-        index: The index of the files, if there was one.
+        listing: The index of the files, if there was one.
     """
 
     file_of: Mapping[str, str]
     dtype_of: Mapping[str, torch.dtype]
-    index: bytes | None
+    listing: bytes | None
 
 
 class Place(NamedTuple):
@@ -162,7 +162,7 @@ def opened_places(
 def write_index(folder: Path, places: Mapping[str, Place], before: Before | None = None) -> None:
     """Write what makes a model of the files: the index, or the header of the only file."""
     file_of = {name: place.file for name, place in places.items()}
-    index = None if before is None else before.index
+    index = None if before is None else before.listing
     if alone := _by_file(places).get(SINGLE):
         header, _, _ = _layout(alone)
         with closed_at_end(os.open(folder / SINGLE, os.O_RDWR)) as descriptor:

@@ -16,7 +16,7 @@ from hp_train.errors import ConfigError
 from hp_train.hugging_face.config import as_text
 from hp_train.hugging_face.family import Json
 from hp_train.hugging_face.files import Before
-from hp_train.hugging_face.load import first_of
+from hp_train.hugging_face.load import FLOATS, first_of
 from hp_train.launch.original import INDEX, OTHER_WEIGHTS, SETTINGS, TOKENIZER, Original
 
 _TOKENIZER_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -64,14 +64,14 @@ def before_of(original: Original, config: Config, *, step: int, dtype: str | Non
         step: Number of steps that the weights have been trained.
         dtype: Dtype that somebody has asked for.
     """
-    if not original.weights:
+    if not any(original.weights.values()):
         return None
     places = [(t, f, d) for f, inside in original.weights.items() for t, d in inside.items()]
-    (most, _), *_ = Counter(d for _, _, d in places).most_common()
+    ((most, _),) = Counter(d for _, _, d in places).most_common(1)
     stay = step == 0 or config.train.dtype == _COMPUTED_IN.get(most)
     return Before(
         {tensor: file for tensor, file, _ in places},
-        {t: DTYPES[d] for t, _, d in places if d in DTYPES} if stay and dtype is None else {},
+        {t: DTYPES[d] for t, _, d in places if d in FLOATS} if stay and dtype is None else {},
         original.text(INDEX),
     )
 
@@ -96,13 +96,13 @@ def tokens_of(original: Original, config: Config) -> Tokens:
     if content is None:
         is_bytes = not config.data.tokenizer
         return Tokens(ids | {"eos_token_id": load_tokenizer("").separator} if is_bytes else {}, {})
+    separator = _separator(original)
     id_of = _ids_of(parsed(content, TOKENIZER))
     said = parsed(original.text(_TOKENIZER_SETTINGS) or b"{}", _TOKENIZER_SETTINGS)
     for name in _SPECIAL:
         given = said.get(name)
         text = given.get("content") if isinstance(given, dict) else given
         ids[f"{name}_id"] = id_of.get(text) if isinstance(text, str) else None
-    separator = _separator(original)
     ids["eos_token_id"] = separator
     text_of = {number: text for text, number in id_of.items()}
     return Tokens(ids, {"eos_token": text_of[separator]} if separator in text_of else {})
@@ -116,7 +116,7 @@ def write_others(folder: Path, original: Original, tokens: Tokens) -> int:
             continue
         content = read()
         if name == _GENERATION and tokens.ids:
-            content = as_text(parsed(content, name) | tokens.ids)
+            content = as_text({**parsed(content, name), **tokens.ids})
         else:
             written += 1
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def write_others(folder: Path, original: Original, tokens: Tokens) -> int:
     if original.has_other_tokenizer and _TOKENIZER_SETTINGS not in original.files:
         # Without it, transformers makes a tokenizer of the kind that models of this type have.
         made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        replace_file(folder / _TOKENIZER_SETTINGS, as_text(made | tokens.texts))
+        replace_file(folder / _TOKENIZER_SETTINGS, as_text({**made, **tokens.texts}))
     return written
 
 
@@ -163,6 +163,8 @@ def _separator(original: Original) -> int:
                 (Path(folder) / name).write_bytes(content)
         try:
             return load_tokenizer(str(Path(folder) / TOKENIZER)).separator
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f"{folder}/", "")) from None
         except ImportError:
             raise ConfigError(
                 "data.tokenizer needs the extra tokenizers: pip install 'hp-train[tokenizers]'"

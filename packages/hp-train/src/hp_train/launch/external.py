@@ -75,7 +75,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
     if done := finished(folder, config, rank=info.rank, world_size=info.world_size):
         return say_finished(folder, config, done) if info.rank == 0 else 0
     if info.rank == 0:
-        keep_original(folder, config)
+        keep_original(folder, resolved)
         write_config(folder, resolved)
         if warning := why_no_node_is_replaced(os.environ):
             warn(f"warning: {warning}")

@@ -104,7 +104,7 @@ def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
     ):
         if done := finished(folder, config):
             return say_finished(folder, config, done)
-        keep_original(folder, config)
+        keep_original(folder, resolved)
         write_config(folder, resolved)
         task = Task(config, folder.path, os.getpid(), _entry)
         return _run_ranks(task, folder, trap, resumable=True)

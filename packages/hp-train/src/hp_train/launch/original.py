@@ -35,7 +35,7 @@ from hp_train.base.folder import (
     read_whole,
     why_not,
 )
-from hp_train.config import Config
+from hp_train.config.options import Resolved
 from hp_train.config.schema import shown
 from hp_train.errors import CheckpointError, ConfigError
 
@@ -130,7 +130,7 @@ def original_of(folder: Path) -> Original:
     return replace(found, weights=_weights_of(folder, found.text(INDEX)))
 
 
-def keep_original(folder: Folder, config: Config) -> None:
+def keep_original(folder: Folder, resolved: Resolved) -> None:
     """Copy what comes along with a new run into its directory, and say what does not.
 
     A resumed run has what it has: its config may be a stranger's.
@@ -138,6 +138,7 @@ def keep_original(folder: Folder, config: Config) -> None:
     Raises:
         ConfigError: When the folder or the tokenizer that the config names cannot be read.
     """
+    config = resolved.config
     start = config.model.transformers or config.run.init_from
     if config.run.resume or folder.has(LISTING):
         return
@@ -148,6 +149,11 @@ def keep_original(folder: Folder, config: Config) -> None:
         for name, why in _keep(folder, original).items():
             if why != OTHER_WEIGHTS:
                 warn(f"note: {start}/{name} is not kept for exports: {why}")
+    if original.weights and resolved.origins["train.learning_rate"] == "default":
+        warn(
+            f"note: train.learning_rate ({config.train.learning_rate:g}) was not given: it is for "
+            "new weights, and those that are trained usually take 1e-5"
+        )
 
 
 def kept_original(run: Path) -> Original | None:
@@ -235,7 +241,9 @@ def _names_beside(folder: Path) -> Iterator[str]:
 
 def _looked_at(folder: Path, names: Iterator[str]) -> Original:
     """Say of each file how it is read, or why it is left out."""
-    root, files, left_out, together = _root_of(folder), {}, {}, 0
+    root, together = _root_of(folder), 0
+    files: dict[str, Callable[[], bytes]] = {}
+    left_out: dict[str, str] = {}
     for name in islice(names, _MOST_LISTED):
         if not _is_name(name):
             left_out[ascii(name)] = "its name is not printable"
