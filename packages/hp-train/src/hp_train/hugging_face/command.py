@@ -79,8 +79,13 @@ def import_hf(folder: Path, out: Path | None) -> int:
         "train.sample_tokens": 0,
         "data.seq_len": min(model.max_positions or _SEQ_LEN, _SEQ_LEN),
     }
-    if (folder / "tokenizer.json").is_file():
-        given["data.tokenizer"] = str((folder / "tokenizer.json").absolute())
+    if (folder / TOKENIZER).is_file():
+        given["data.tokenizer"] = str((folder / TOKENIZER).absolute())
+    else:
+        sys.stderr.write(
+            f"note: {folder} has no {TOKENIZER}: text is read as bytes, unless data.tokenizer "
+            "names one\n"
+        )
     config = build(given | _TRAINED_ON)
     rules.check(config)
     source = f"{folder.name}/config.json"

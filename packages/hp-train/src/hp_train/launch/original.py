@@ -222,13 +222,20 @@ def _verified(run: Path, name: str, sha256: str) -> bytes:
 
 def _names_in(folder: Path, inside: str = "") -> Iterator[str]:
     """Paths of all files of a folder, and of what is too deep; nothing in one like `.git`."""
-    with os.scandir(folder / inside) as entries:
-        for entry in sorted(entries, key=lambda each: each.name):
-            name = f"{inside}{entry.name}"
-            if not entry.is_dir(follow_symlinks=False) or name.count("/") == _DEEPEST:
-                yield name
-            elif not entry.name.startswith("."):
-                yield from _names_in(folder, f"{name}/")
+    try:
+        with os.scandir(folder / inside) as found:
+            entries = sorted(found, key=lambda each: each.name)
+    except OSError:
+        if not inside:
+            raise
+        yield inside.removesuffix("/")
+        return
+    for entry in entries:
+        name = f"{inside}{entry.name}"
+        if not entry.is_dir(follow_symlinks=False) or name.count("/") == _DEEPEST:
+            yield name
+        elif not entry.name.startswith("."):
+            yield from _names_in(folder, f"{name}/")
 
 
 def _names_beside(folder: Path) -> Iterator[str]:
