@@ -277,21 +277,17 @@ def docs(session: nox.Session) -> None:
 @nox.session(name="models-sample", allow_parallel=True)
 @_recorded
 def models_sample(session: nox.Session) -> None:
-    """Run some cells of the table of models, each also with a mistake; and mutants of folders."""
+    """Run cells of the table of models, each also with a mistake; mutants; two round trips."""
     _install(session, "hp-train", group="test-transformers")
     table = "packages/hp-train/tests/test_train_transformers_table.py"
     folders = "integration_tests/test_transformers_folders.py"
-    _pytest(session, table, folders, *session.posargs)
-    """Run some cells of the table of models, each also with a mistake to find; two round trips."""
-    _install(session, "hp-train", group="test-transformers")
-    tests = "packages/hp-train/tests/test_train_transformers_table.py"
     trips = "integration_tests/test_transformers_round_trip.py::test_a_"
     family, model = (
         "family_comes_out_as_it_came_in",
         "model_of_transformers_comes_out_as_it_came_in",
     )
     some = () if session.posargs else (f"{trips}{family}[qwen3]", f"{trips}{model}[gpt2]")
-    _pytest(session, tests, *some, *session.posargs)
+    _pytest(session, table, folders, *some, *session.posargs)
 
 
 def _comparing_tests() -> list[str]:

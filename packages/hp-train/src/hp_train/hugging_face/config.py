@@ -1,7 +1,7 @@
 """`config.json` of Hugging Face and the `[model]` section of a run, one from the other."""
 
-import re
 import json
+import re
 from pathlib import Path
 from typing import Any
 
