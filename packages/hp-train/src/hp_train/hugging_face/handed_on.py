@@ -16,7 +16,8 @@ from hp_train.errors import ConfigError
 from hp_train.hugging_face.config import as_text
 from hp_train.hugging_face.family import Json
 from hp_train.hugging_face.files import Before
-from hp_train.hugging_face.load import FLOATS, first_of
+from hp_train.hugging_face.load import FLOATS
+from hp_train.hugging_face.weight_files import first_of
 from hp_train.launch.original import INDEX, OTHER_WEIGHTS, SETTINGS, TOKENIZER, Original
 
 _TOKENIZER_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
