@@ -19,6 +19,7 @@ from hp_train.checkpoint.verify import open_checkpoint
 from hp_train.config import Config, ModelConfig, rules
 from hp_train.config.options import build
 from hp_train.config.render import to_toml
+from hp_train.config.rules.files import TOKENIZER
 from hp_train.config.schema import fields, shown
 from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face.config import (
@@ -42,7 +43,7 @@ from hp_train.hugging_face.handed_on import (
 from hp_train.hugging_face.load import check_weights
 from hp_train.hugging_face.save import write_model
 from hp_train.hugging_face.weight_files import first_of, other_forms
-from hp_train.launch.original import SETTINGS, TOKENIZER, Original, kept_original, original_of
+from hp_train.launch.original import SETTINGS, Original, kept_original, original_of
 
 _PREFIX = "model."
 _SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less

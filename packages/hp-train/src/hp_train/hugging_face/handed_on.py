@@ -11,6 +11,7 @@ from hp_platform.store.manifest import DTYPES
 from hp_train.base.atomic_write import replace_file
 from hp_train.base.dtypes import dtype_name
 from hp_train.config import Config
+from hp_train.config.rules.files import TOKENIZER
 from hp_train.data import load_tokenizer
 from hp_train.errors import ConfigError
 from hp_train.hugging_face.config import as_text
@@ -18,7 +19,7 @@ from hp_train.hugging_face.family import Json
 from hp_train.hugging_face.files import Before
 from hp_train.hugging_face.load import FLOATS
 from hp_train.hugging_face.weight_files import first_of
-from hp_train.launch.original import INDEX, OTHER_WEIGHTS, SETTINGS, TOKENIZER, Original
+from hp_train.launch.original import INDEX, OTHER_WEIGHTS, SETTINGS, Original
 
 _TOKENIZER_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
@@ -97,7 +98,7 @@ def tokens_of(original: Original, config: Config) -> Tokens:
     if content is None:
         is_bytes = not config.data.tokenizer
         return Tokens(ids | {"eos_token_id": load_tokenizer("").separator} if is_bytes else {}, {})
-    separator = _separator(original)
+    separator = _separator(original, config.data.separator)
     id_of = _ids_of(parsed(content, TOKENIZER))
     said = parsed(original.text(_TOKENIZER_SETTINGS) or b"{}", _TOKENIZER_SETTINGS)
     for name in _SPECIAL:
@@ -156,14 +157,14 @@ def _is_read(name: str, original: Original) -> bool:
     return name in original.weights
 
 
-def _separator(original: Original) -> int:
-    """The id that ended documents in training."""
+def _separator(original: Original, name: str) -> int:
+    """Return the id that ended documents in training, `name` where the config says so."""
     with tempfile.TemporaryDirectory() as folder:
         for name in (TOKENIZER, _TOKENIZER_SETTINGS):
             if (content := original.text(name)) is not None:
                 (Path(folder) / name).write_bytes(content)
         try:
-            return load_tokenizer(str(Path(folder) / TOKENIZER)).separator
+            return load_tokenizer(str(Path(folder) / TOKENIZER), name).separator
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"{folder}/", "")) from None
         except ImportError:

@@ -36,10 +36,11 @@ from hp_train.base.folder import (
     why_not,
 )
 from hp_train.config.options import Resolved
+from hp_train.config.rules.files import TOKENIZER
 from hp_train.config.schema import shown
 from hp_train.errors import CheckpointError, ConfigError
 
-ORIGINAL, LISTING, TOKENIZER = "original", "original.json", "tokenizer.json"
+ORIGINAL, LISTING = "original", "original.json"
 SETTINGS, INDEX = "config.json", "model.safetensors.index.json"
 
 OTHER_WEIGHTS = "weights"

@@ -13,8 +13,9 @@ from hp_train.base.folder import Folder
 from hp_train.config import Config
 from hp_train.config.options import CONFIG, Resolved, for_saving
 from hp_train.config.render import to_toml
+from hp_train.config.rules.files import TOKENIZER
 from hp_train.errors import CheckpointError, ConfigError
-from hp_train.launch.original import LISTING, TOKENIZER
+from hp_train.launch.original import LISTING
 from hp_train.launch.task import ERRORS, HEARTBEAT
 
 CHECKPOINTS, DATA = "checkpoints", "data"
