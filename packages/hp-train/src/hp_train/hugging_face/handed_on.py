@@ -160,9 +160,9 @@ def _is_read(name: str, original: Original) -> bool:
 def _separator(original: Original, name: str) -> int:
     """Return the id that ended documents in training, `name` where the config says so."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in (TOKENIZER, _TOKENIZER_SETTINGS):
-            if (content := original.text(name)) is not None:
-                (Path(folder) / name).write_bytes(content)
+        for file in (TOKENIZER, _TOKENIZER_SETTINGS):
+            if (content := original.text(file)) is not None:
+                (Path(folder) / file).write_bytes(content)
         try:
             return load_tokenizer(str(Path(folder) / TOKENIZER), name).separator
         except ConfigError as error:
