@@ -41,6 +41,16 @@ def collectives(trace: Trace) -> list[Collective]:
     return [event for event in trace.events if isinstance(event, Collective)]
 
 
+def test_ranks_meet_where_the_path_of_temporary_files_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("t" * 200)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    assert run(os.getppid, world_size=2).results == {0: os.getpid(), 1: os.getpid()}
+    assert list(long.iterdir()) == []
+
+
 # What product code asks for
 
 

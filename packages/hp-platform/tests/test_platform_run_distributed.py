@@ -258,3 +258,19 @@ def test_an_unwaited_tensor_is_waited_for_on_its_way() -> None:
     first, second = run_distributed(_returns_an_unwaited_tensor, world_size=2)
     assert is_waited(first)
     assert [first.tolist(), second.tolist()] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.sample
+def test_ranks_start_where_the_path_of_temporary_files_is_long(tmp_path: Path) -> None:
+    long = tmp_path / ("t" * 200)
+    long.mkdir()
+    program = (
+        "import os\n"
+        "from hp_platform.testing import run_distributed\n"
+        "if __name__ == '__main__':\n"
+        "    assert len(run_distributed(os.getpid, world_size=2)) == 2\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    env = os.environ | {"TMPDIR": str(long)}
+    subprocess.run([sys.executable, str(tmp_path / "program.py")], env=env, check=True, timeout=120)
+    assert not list(long.glob("pymp-*"))

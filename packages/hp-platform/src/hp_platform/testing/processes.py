@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,6 +38,7 @@ _PRELOADED = [
 ]
 # Packages of which the server has enough with that.
 _COMMON = {*sys.stdlib_module_names, "torch", "numpy", "sympy", "pytest", "_pytest", "hypothesis"}
+_LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of what a socket is bound to
 _MODULES_BYTES = 100_000  # the system takes a little more; a name cut in two is passed over
 _START_SECONDS = 120.0  # until all ranks are connected; the first call imports torch
 _GRACE_SECONDS = 0.3  # after a failure, for others to report theirs
@@ -266,12 +267,28 @@ def _start_server() -> None:
         and not name.rpartition(".")[2].startswith(("test_", "conftest"))
         and getattr(getattr(module, "__spec__", None), "name", "") == name
     ]
+    _have_short_folder()
     os.environ[MODULES_VARIABLE] = ",".join(names)[-_MODULES_BYTES:]
     multiprocessing.set_forkserver_preload([*_PRELOADED, preload.__name__])
     try:
         forkserver.ensure_running()
     finally:
         del os.environ[MODULES_VARIABLE]
+
+
+def _have_short_folder() -> None:
+    """Let multiprocessing's folder have a path that a socket can be bound to.
+
+    The descriptor of the folder for temporary files, by which its path is short, stays open.
+    """
+    found = tempfile.gettempdir()
+    if len(os.fsencode(found)) <= _LONGEST_FOLDER:
+        return
+    tempfile.tempdir = f"/proc/self/fd/{os.open(found, os.O_RDONLY | os.O_DIRECTORY)}"
+    try:
+        util.get_temp_dir()  # which is kept from then on
+    finally:
+        tempfile.tempdir = found
 
 
 def _pickle(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:

@@ -8,11 +8,12 @@ that nobody has set yet is answered later.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,7 +50,8 @@ class Hub:
         self._broken: list[tuple[str, str]] = []
         self._waiting: list[_Waiting] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(path))
+        with _short(path) as address:
+            self._socket.bind(address)
         self._socket.listen(_BACKLOG)
         self.sources: list[Any] = [self._socket]
 
@@ -152,6 +154,16 @@ def _try_to_send(
         _send(connection, head, pieces)
 
 
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Another path of a socket: that of a Unix socket may have 107 bytes, that of a folder more."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 class HubClient:
     """A process that asks the hub; any of its threads may, each has a connection of its own.
 
@@ -207,6 +219,7 @@ class HubClient:
         found: Connection | None = getattr(self._threads, "connection", None)
         if found is None:
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            plain.connect(str(self._path))
+            with _short(self._path) as address:
+                plain.connect(address)
             found = self._threads.connection = Connection(plain.detach())
         return found
