@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_what_goes_wrong_is_found_and_got_over(tmp_path: Path) -> None:
     counts = {"kills": 1, "flips": 13, "others": 7, "configs": 8, "reloads": 1}
-    counts |= {"rundirs": 7, "mutants": 2, "models": 8}
+    counts |= {"rundirs": 7, "mutants": 2, "models": 8, "environments": 0}
     options = [f"--{name}={count}" for name, count in counts.items()]
     done = subprocess.run(
         [sys.executable, "-m", "integration_tests.reliability", *options, f"--folder={tmp_path}"],

@@ -128,7 +128,7 @@ def _program_of(command: Sequence[str]) -> _Program | None:
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
     """Return what an interpreter, its threads and its allocator read as they start."""
-    later = ("PYTHONPATH", "PYTHONUNBUFFERED")
+    later = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
     names = ("PYTHON", "OMP_", "GLIBC_")
     return {k: v for k, v in env.items() if k.startswith(names) and k not in later}
 
@@ -392,7 +392,7 @@ def _run(program: _Program, installed: Sequence[str]) -> None:
     first = {"-m": program.folder, "-c": "", "": str(Path(program.name).resolve().parent)}
     sys.path[:] = [*given, *installed]
     _customize()
-    if program.has_folder:
+    if program.has_folder and not program.env.get("PYTHONSAFEPATH"):
         sys.path.insert(0, first[program.kind])
     sys.argv[:] = ["-c" if program.kind == "-c" else program.name, *program.arguments]
     if program.is_unbuffered or os.environ.get("PYTHONUNBUFFERED"):

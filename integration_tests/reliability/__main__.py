@@ -9,6 +9,7 @@ from pathlib import Path
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability import (
     damages,
+    environments,
     fuzz,
     kills,
     models,
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=160, help="damaged text and tokens")
     parser.add_argument("--models", type=int, default=1000, help="models of strangers")
     parser.add_argument("--reloads", type=int, default=60, help="layouts to load under")
+    parser.add_argument("--environments", type=int, default=1000, help="environments of a machine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="to be kept; else a temporary one")
     options = parser.parse_args()
@@ -49,6 +51,7 @@ def main() -> int:
             "rundirs": lambda: rundirs.run(options.rundirs, seed=seed),
             "mutants": lambda: mutants.run(options.mutants, seed=seed),
             "models": lambda: models.run(options.models, seed=seed),
+            "environments": lambda: environments.run(folder, most=options.environments),
             "reloads": lambda: reloads.run(options.reloads, folder, seed=seed, data=data),
         }
         failed = False

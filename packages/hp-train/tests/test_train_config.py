@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from train_refusals import refusal
 
-from hp_train.base.environment import World, external_world, slurm_rendezvous
+from hp_train.base.environment import World, external_world, slurm_rendezvous, speaks_for_node
 from hp_train.config import Config, to_dict
 from hp_train.config.options import build, for_saving, resolve, shipped
 from hp_train.config.render import to_json, to_lines, to_toml
@@ -191,6 +191,32 @@ def test_a_slurm_batch_script_starts_its_own_processes() -> None:
     assert external_world(batch) is None
     assert external_world(batch | {"SLURM_STEP_ID": "4294967291"}) is None
     assert external_world(batch | {"SLURM_STEP_ID": "3"}) == World("SLURM_NTASKS", 8)
+    shell = batch | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}  # `srun --pty bash`
+    assert external_world(shell) is None
+
+
+def test_variables_that_another_job_has_left_silence_nobody() -> None:
+    assert speaks_for_node({"LOCAL_RANK": "3"})
+    assert speaks_for_node({"SLURM_LOCALID": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "2"})
+    started = {"RANK": "3", "WORLD_SIZE": "8"}
+    assert not speaks_for_node(started | {"LOCAL_RANK": "3"})
+    assert speaks_for_node(started | {"LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "x"}, "unset RANK WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "unset RANK WORLD_SIZE"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0"}, "unset SLURM_PROCID"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "x", "SLURM_STEP_ID": "0"}, "unset SLURM_PROCID"),
+    ],
+)
+def test_a_world_that_does_not_fit_is_refused_with_what_to_do(
+    given: dict[str, str], hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"; where no .* has started this process: {hint}$"):
+        resolve("quickstart", env=given)
 
 
 @pytest.mark.parametrize(

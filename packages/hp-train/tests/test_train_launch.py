@@ -325,8 +325,9 @@ def test_runs_without_a_name_get_folders_of_their_own(tmp_path: Path) -> None:
 
 def test_a_run_directory_is_used_by_one_launcher(tmp_path: Path) -> None:
     used = pytest.raises(ConfigError, match="in use by another")
-    with Folder.open(tmp_path) as folder, locked(folder), used, locked(folder):
+    with Folder.open(tmp_path) as folder, locked(folder), used as caught, locked(folder):
         pass
+    assert f"process {os.getpid()} of user {os.getuid()} (" in str(caught.value)
 
 
 def test_a_missing_gpu_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

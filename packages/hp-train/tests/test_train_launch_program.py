@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
+from hp_train.config.options import resolve
+from hp_train.errors import ConfigError
+from hp_train.launch import external
 from hp_train.launch.supervise import process_state
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -103,6 +106,59 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         assert_nobody_is_left(launcher.pid)
 
 
+def test_a_server_that_is_killed_is_named_and_no_rank_is_blamed(tmp_path: Path) -> None:
+    with program("trains", tmp_path, "run.name=x", "launch.max_restarts=0") as launcher:
+        wait_until(tmp_path / "x" / "started")
+        rank = int((tmp_path / "x" / "started").read_text())
+        server = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(server, signal.SIGKILL)
+        out, _ = launcher.communicate(timeout=30)
+        assert launcher.returncode == 7
+        assert re.fullmatch(
+            r"error: the server that ranks are forked from was lost at step \d+ \(\w+\): "
+            "killed by SIGKILL\n",
+            out,
+        )
+        assert_nobody_is_left(launcher.pid)
+
+
+def test_a_rank_that_is_killed_leaves_nothing_that_the_end_of_the_run_warns_of(
+    tmp_path: Path,
+) -> None:
+    keys = ("run.name=SIGKILL", "launch.max_restarts=0")
+    with program("draws_a_bar", tmp_path, *keys) as launcher:
+        out, _ = launcher.communicate(timeout=60)
+        assert (launcher.returncode, len(out.splitlines())) == (7, 1), out
+        assert out.startswith("error: rank 1 was lost at step ")
+
+
+@pytest.mark.sample
+def test_a_long_path_for_temporary_files_is_no_reason_to_end(tmp_path: Path) -> None:
+    long = tmp_path / ("t" * 100)
+    long.mkdir()
+    # With a flag it has an interpreter of its own, which reads the variable.
+    with program(
+        "returns", tmp_path, "run.name=x", env={"TMPDIR": str(long)}, flags=("-s",)
+    ) as launcher:
+        out, _ = launcher.communicate(timeout=60)
+        assert (launcher.returncode, out) == (0, f"{tmp_path / 'x'}\n")
+    assert not list(long.glob("pymp-*"))
+
+
+@pytest.mark.sample
+def test_no_file_beside_a_run_is_taken_for_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("multiprocessing", "signal", "socket", "struct"):
+        (tmp_path / f"{name}.py").write_text("open('taken', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    # With a flag it has an interpreter of its own, and so has its server.
+    with program("returns", tmp_path, "run.name=x", flags=("-s",)) as launcher:
+        out, _ = launcher.communicate(timeout=60)
+        assert (launcher.returncode, out) == (0, f"{tmp_path / 'x'}\n")
+    assert not (tmp_path / "taken").exists()
+
+
 @pytest.mark.sample
 def test_what_the_allocator_has_it_keeps_unless_told_otherwise(tmp_path: Path) -> None:
     for given in ("", "glibc.malloc.arena_max=2"):
@@ -176,6 +232,30 @@ def test_a_rank_saves_and_ends_after_its_agent(tmp_path: Path) -> None:
         assert (tmp_path / "x" / "saved-0").exists()
     finally:
         end_session(agent.pid)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "MASTER_ADDR must be set where RANK and WORLD_SIZE are"),
+        ({"MASTER_ADDR": "localhost"}, 'MASTER_PORT ("") must be the number of a port'),
+        (
+            {"MASTER_ADDR": "localhost", "MASTER_PORT": "70000"},
+            'MASTER_PORT ("70000") must be the number of a port',
+        ),
+    ],
+)
+def test_variables_of_another_job_are_refused_with_what_to_do(
+    given: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **given}.items():
+        monkeypatch.setenv(name, value)
+    keys = [("run.output_dir", str(tmp_path)), ("mesh.pp", 1), ("pipeline.stages_per_rank", 1)]
+    with pytest.raises(ConfigError) as caught:
+        external.run(resolve(None, keys), entry="nothing:here")
+    hint = "; where no torchrun has started this process: unset RANK WORLD_SIZE"
+    assert str(caught.value) == said + hint
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("fault", "status"), [("data-error", 3)])

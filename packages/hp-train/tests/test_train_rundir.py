@@ -18,7 +18,7 @@ from hp_train.config.options import resolve
 from hp_train.errors import CheckpointError, ConfigError, RunDirectoryError
 from hp_train.launch import launcher
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.rundir import open_run_directory
+from hp_train.launch.rundir import locked, open_run_directory
 from hp_train.training.metrics import MetricsWriter, read_metrics
 from hp_train.training.position import Position
 
@@ -301,3 +301,33 @@ def test_a_link_to_checkpoints_is_neither_read_nor_written(tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match="must be a directory and no symbolic link"):
             attempt(tmp_path / "checkpoints")
     assert [path.name for path in elsewhere.iterdir()] == ["step-00000009"]
+
+
+@pytest.mark.parametrize(("folder_mode", "mode"), [(0o755, 0o600), (0o775, 0o660)])
+def test_who_only_reads_a_run_cannot_lock_it(folder_mode: int, mode: int, tmp_path: Path) -> None:
+    tmp_path.chmod(folder_mode)
+    lock = tmp_path / ".lock"
+    lock.touch(0o644)  # as runs of earlier versions have it
+    for _ in range(2):
+        with Folder.open(tmp_path) as folder, locked(folder):
+            assert lock.stat().st_mode & 0o777 == mode
+        lock.unlink(missing_ok=True)
+
+
+def test_a_name_that_no_folder_can_have_is_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in ([], ["--dry-run"]):
+        keys = [f"run.output_dir={tmp_path}", f"run.name={'n' * 300}"]
+        assert main(["train", "quickstart", *flags, *keys]) == 2
+        assert "must be letters, digits and _ . + - only, 200 at most" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_of_a_path_that_are_no_text_are_kept_in_the_config_of_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    status, run_dir = new_run(folder)
+    assert status == 0
+    saved = resolve(None, [("run.resume", str(run_dir))], env={}).config
+    assert saved.run.output_dir == str(folder)
+    assert resumed(run_dir) == 0

@@ -16,6 +16,7 @@ from hp_train.config.options import resolve
 from hp_train.errors import PREEMPTED, DataError
 from hp_train.launch.launcher import run
 from hp_train.launch.task import Worker
+from hp_train.training.metrics import Console
 
 STEPS = 100_000
 
@@ -49,6 +50,12 @@ def trains(config: Config, *, worker: Worker) -> int:
             dist.destroy_process_group()
             return PREEMPTED
     return 0
+
+
+def draws_a_bar(config: Config, *, worker: Worker) -> int:
+    """Trains behind a console, as the real loop does."""
+    Console(enabled=True, total=STEPS, done=0)
+    return trains(config, worker=worker)
 
 
 def trains_in_attempts(config: Config, *, worker: Worker) -> int:

@@ -1,15 +1,20 @@
 """The command ``hp``."""
 
 import argparse
+import os
 import re
+import resource
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hp_train import __version__
-from hp_train.base.command_line import Parser
+from hp_train.base.command_line import Parser, warn
 from hp_train.base.environment import speaks_for_node
 from hp_train.base.numbers import whole
+from hp_train.base.own_caches import own_caches, own_temporary_folder
+from hp_train.base.streams import own_streams
 from hp_train.compared import command as compared
 from hp_train.config import rules
 from hp_train.config.aliases import absent
@@ -18,8 +23,9 @@ from hp_train.config.render import to_json, to_lines, to_toml
 from hp_train.config.schema import did_you_mean, keys_called
 from hp_train.demo import command as demo
 from hp_train.dry_run import command as dry_run
-from hp_train.errors import ConfigError, HpError
+from hp_train.errors import ConfigError, HpError, MachineError, told
 from hp_train.jobs import command as jobs
+from hp_train.launch.last_word import leave_last_word
 from hp_train.launch.signals import ignore_stops
 from hp_train.layout.ranks import Layout
 from hp_train.plan import command as plan
@@ -27,6 +33,7 @@ from hp_train.plan import step_command as step_plan
 from hp_train.training.resuming import require_same_run
 from hp_train.verify import command as verify
 
+_LEAST_FILES = 64
 _WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
 _FLAG = re.compile(r"--[\w-]+")
 _JOBS = (
@@ -48,20 +55,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status, see `hp_train.errors`.
     """
+    if argv is None:
+        own_streams()
     try:
-        status = _main(sys.argv[1:] if argv is None else argv)
+        try:
+            if argv is None:
+                _prepare(sys.argv[1:])
+            status = _main(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # also what --help says
     except HpError as error:
-        if speaks_for_node():
-            sys.stderr.write(f"error: {error}\n")
-        status = error.exit_code
+        status = _refused(error)
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:  # `hp config | head`
-        sys.stderr.close()
         status = 141
+    except (OSError, MemoryError, ImportError) as error:
+        status = _refused(MachineError(_of_the_machine(error)))
     if argv is None:
         ignore_stops()
     return status
+
+
+def _prepare(argv: Sequence[str]) -> None:
+    """See to what every process of a command finds on this machine.
+
+    Raises:
+        MachineError: When the current folder is gone: torch itself ends a process there. Or when
+            so few files may be open that libraries abort.
+    """
+    try:
+        os.getcwd()  # noqa: PTH109 - it is looked for, not used
+    except FileNotFoundError:
+        raise MachineError(
+            "the current folder is gone, it was removed: cd to one that is there"
+        ) from None
+    if not os.path.exists("/proc/self/fd"):  # noqa: PTH110
+        raise MachineError("/proc must be mounted: processes of a run meet there")
+    _have_files()
+    # What only says something compiles nothing, and jobs of others have caches of their own.
+    if argv and argv[0] not in ("config", "doctor") and "--" not in argv:
+        own_temporary_folder(os.environ)
+        own_caches(os.environ)
+
+
+def _have_files() -> None:
+    """Let this process, and those that it starts, open a few files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _LEAST_FILES:
+        if 0 <= hard < _LEAST_FILES:
+            raise MachineError(
+                f"the limit of open files ({hard}) must be at least {_LEAST_FILES}: ulimit -n"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_LEAST_FILES, hard))
+
+
+def _refused(error: HpError) -> int:
+    if speaks_for_node():
+        warn(f"error: {error}")
+        leave_last_word(f"error: {error}")
+    return error.exit_code
+
+
+def _of_the_machine(error: Exception) -> str:
+    """What went wrong outside of this program, in a line that says where it met that."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{told(error, 400)} (in {Path(frame.filename).name}:{frame.lineno})"
 
 
 def _main(argv: Sequence[str]) -> int:

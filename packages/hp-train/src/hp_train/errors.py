@@ -10,8 +10,9 @@
     |-- NumericsError    6   a loss or a gradient is not finite
     |-- RankLostError    7   a process of the run is gone
     |-- DifferenceError  8   two layouts do not compute the same (hp verify)
+    |-- RunDirectoryError 9  the run directory is gone, or holds what no run puts there
     |-- RehearsalError  10   a run would fail, or its ranks not fit together (hp dry-run)
-    `-- RunDirectoryError  9 the run directory is gone, or holds what no run puts there
+    `-- MachineError    11   the machine refuses what a command needs: a folder, a process, output
 
 Any other exception ends with 1. A run that was asked to stop and can be resumed ends with
 :data:`PREEMPTED`; one that was stopped at once with 128 + the signal's number, as shells do.
@@ -84,3 +85,9 @@ class RehearsalError(HpError):
     """A dry run found what a run would fail of."""
 
     exit_code = 10
+
+
+class MachineError(HpError):
+    """The machine refuses what a command needs: a folder, a socket, a process, its output."""
+
+    exit_code = 11

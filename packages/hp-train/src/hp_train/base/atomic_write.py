@@ -116,6 +116,25 @@ def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
     return True
 
 
+def lock_holder(descriptor: int) -> str:
+    """Who holds the lock of an open file, in words; empty where the system does not tell.
+
+    Another node of a network file system, for example, or a process of another container.
+    """
+    about = os.fstat(descriptor)
+    place = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+        fields = next(line.split() for line in lines if "FLOCK" in line and place in line.split())
+        pid = int(fields[4])
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        user = Path(f"/proc/{pid}").stat().st_uid
+    except (OSError, StopIteration, ValueError, IndexError):
+        return ""
+    shown = "".join(c if c.isprintable() else " " for c in command).strip()[:120]
+    return f"process {pid} of user {user} ({shown})"
+
+
 @contextmanager
 def closed_at_end(descriptor: int) -> Iterator[int]:
     """An open file or directory, which is closed at the end."""

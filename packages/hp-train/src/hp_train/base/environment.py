@@ -10,6 +10,11 @@ from hp_train.errors import ConfigError
 _FIRST_SPECIAL_STEP = 2**32 - 16
 """Slurm numbers the batch script and other steps that are no ``srun`` from the top down."""
 
+_REMEDIES = {
+    "WORLD_SIZE": "; where no torchrun has started this process: unset RANK WORLD_SIZE",
+    "SLURM_NTASKS": "; where no srun has started this process: unset SLURM_PROCID",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -26,12 +31,17 @@ class World:
     def __str__(self) -> str:
         return f"{self.variable} ({self.size})"
 
+    @property
+    def remedy(self) -> str:
+        """What to do where the variables are left over from another job, to end a message."""
+        return _REMEDIES[self.variable]
+
 
 def external_world(env: Mapping[str, str] = os.environ) -> World | None:
     """The processes started by torchrun or ``srun``; None where this one is to start them.
 
     A Slurm batch script is one process, whatever number of tasks its job asked for, and starts
-    the others itself.
+    the others itself; so does the one task of a step, a shell on a node for example.
 
     Raises:
         ConfigError: When the number of processes is not a number.
@@ -43,8 +53,10 @@ def external_world(env: Mapping[str, str] = os.environ) -> World | None:
     else:
         return None
     if not env[variable].isdecimal():
-        raise ConfigError(f'{variable} ("{env[variable][:60]}") must be a number')
-    return World(variable, int(env[variable]))
+        given = f'{variable} ("{env[variable][:60]}")'
+        raise ConfigError(f"{given} must be a number{_REMEDIES[variable]}")
+    world = World(variable, int(env[variable]))
+    return None if variable == "SLURM_NTASKS" and world.size == 1 else world
 
 
 def require_unstarted(what: str) -> None:
@@ -56,13 +68,32 @@ def require_unstarted(what: str) -> None:
     Raises:
         ConfigError: Under torchrun or ``srun``.
     """
-    if external_world() is not None:
-        raise ConfigError(f"{what} starts processes of its own: not under torchrun or srun")
+    if (world := external_world()) is not None:
+        why = f"{what} starts processes of its own: not under torchrun or srun"
+        raise ConfigError(why + world.remedy)
+
+
+def require_meeting_point(env: Mapping[str, str]) -> None:
+    """Refuse ranks that are told of each other, but not where they meet.
+
+    Raises:
+        ConfigError: Naming the variable, and what to do where it is left over from another job.
+    """
+    remedy = _REMEDIES["WORLD_SIZE"]
+    if not env.get("MASTER_ADDR"):
+        raise ConfigError(f"MASTER_ADDR must be set where RANK and WORLD_SIZE are{remedy}")
+    port = env.get("MASTER_PORT", "")
+    if not (port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f'MASTER_PORT ("{port[:60]}") must be the number of a port{remedy}')
 
 
 def speaks_for_node(env: Mapping[str, str] = os.environ) -> bool:
     """Whether what all processes of a machine have to say is said by this one."""
-    return env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")) == "0"
+    try:
+        is_alone = external_world(env) is None  # whatever another job has left in the variables
+    except ConfigError:
+        is_alone = False
+    return is_alone or env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")) == "0"
 
 
 def slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:

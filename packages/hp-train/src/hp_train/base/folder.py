@@ -123,10 +123,10 @@ class Folder:
         for name in names:
             self.require_file(name)
 
-    def open_file(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """Descriptor of a regular file."""
+    def open_file(self, name: str, flags: int = os.O_RDONLY, *, mode: int = 0o666) -> int:
+        """Descriptor of a regular file; see :func:`open_file`."""
         with self._told("open", name):
-            return open_file(self.descriptor, name, flags)
+            return open_file(self.descriptor, name, flags, mode=mode)
 
     def read(self, name: str, *, limit: int) -> bytes:
         """All bytes of a small file."""
@@ -204,14 +204,20 @@ def opened_directory(path: Path) -> AbstractContextManager[int]:
     return closed_at_end(open_directory(path))
 
 
-def open_file(directory: int, name: str, flags: int = os.O_RDONLY) -> int:
+def open_file(directory: int, name: str, flags: int = os.O_RDONLY, *, mode: int = 0o666) -> int:
     """Descriptor of a regular file in an open directory.
+
+    Args:
+        directory: Descriptor of the directory.
+        name: Name of the file in it.
+        flags: As `os.open` takes them.
+        mode: Of a file that is made, less the umask.
 
     Raises:
         DamageError: If it is missing, a symbolic link, or anything else but a regular file.
     """
     try:
-        descriptor = os.open(name, flags | _NO_TRAPS, 0o666, dir_fd=directory)
+        descriptor = os.open(name, flags | _NO_TRAPS, mode, dir_fd=directory)
     except FileNotFoundError:
         raise DamageError(f"{name} is missing") from None
     except OSError as error:

@@ -43,7 +43,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     output_dir: Annotated[str, _help("Folder in which run directories are made.")] = "runs"
     name: Annotated[
         str,
-        Meta(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.+-]*)?$"),
+        Meta(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.+-]{0,199})?$"),
         _help('Name of the run directory. "": the config\'s name and the time in UTC.'),
     ] = ""
     seed: Annotated[

@@ -264,12 +264,14 @@ def _require_name(resume: object, *, where: str = "") -> None:
 def _read_saved(run_dir: Path) -> str:
     """The config in a run directory, which may be a stranger's."""
     with Folder.open(run_dir) as folder:
-        return _decoded(folder.read(CONFIG, limit=_MOST_BYTES), run_dir / CONFIG)
+        content = folder.read(CONFIG, limit=_MOST_BYTES)
+    # As it was written: a path may have bytes that are no text.
+    return _decoded(content, run_dir / CONFIG, errors="surrogateescape")
 
 
-def _decoded(content: bytes, path: Path) -> str:
+def _decoded(content: bytes, path: Path, *, errors: str = "strict") -> str:
     try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
+        return content.decode("utf-8-sig", errors).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"config ({path}) must be UTF-8: byte {error.start} is not") from None
 

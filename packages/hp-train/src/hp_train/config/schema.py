@@ -106,7 +106,7 @@ class Field:
                 if limit is not None and (value is None or not holds(value, limit)):
                     parts.append(f"{words} {limit:g}" if self.base is float else f"{words} {limit}")
             if meta.pattern:
-                parts.append("letters, digits and _ . + - only")
+                parts.append("letters, digits and _ . + - only, 200 at most")
         return " and ".join(parts)
 
 

@@ -28,7 +28,8 @@ def learned(kind: type[T], key: Key) -> T:
     if not is_dry():
         return _LEARN[kind](key)  # type: ignore[return-value]
     answer = subprocess.run(  # noqa: S603 - itself
-        [sys.executable, "-m", __name__, kind.__name__],
+        # -P: a file of the folder that this was started in must not be taken for a module.
+        [sys.executable, "-P", "-m", __name__, kind.__name__],
         input=msgspec.json.encode(key),
         stdout=subprocess.PIPE,
         check=True,

@@ -2,18 +2,28 @@
 
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from msgspec.structs import replace
+
 from hp_train import __version__
 from hp_train.base.command_line import say
+from hp_train.base.own_caches import CACHES, own_caches, why_not_kept
+from hp_train.config import Config, MeshConfig
+from hp_train.errors import HpError
+from hp_train.launch.launcher import run_entry
+from hp_train.launch.task import Worker
 
 _LOWEST_TORCH = (2, 11)
 _LEAST_DISK = 1 << 30
@@ -61,7 +71,7 @@ def main(*, as_json: bool = False) -> int:
 def diagnose() -> list[Check]:
     """Look at everything; nothing that goes wrong in one check keeps the others from running."""
     found: list[Check] = []
-    for group in (_software, _devices, _machine, _extras):
+    for group in (_software, _ranks, _devices, _machine, _extras):
         try:
             found.extend(group())
         except Exception as error:  # noqa: BLE001 - a doctor reports what it meets
@@ -89,30 +99,45 @@ def _software() -> Iterator[Check]:
         f"{torch.__version__}, {build}",
         "" if new_enough else f"pip install 'torch>={lowest}'",
     )
-    yield _gloo()
 
 
-def _gloo() -> Check:
-    """Whether processes can find each other, by a group of this process alone."""
+def _ranks() -> Iterator[Check]:
+    """Whether ranks start and find each other: two of them, as a run starts its own."""
     import torch.distributed as dist  # noqa: PLC0415
 
     if not dist.is_available() or not dist.is_gloo_available():
-        return Check("Gloo", "missing", "not in this torch", "install a torch with distributed")
-    if dist.is_initialized():
-        return Check("Gloo", "ok", "in use")
-    with tempfile.TemporaryDirectory() as folder:
+        yield Check("Gloo", "missing", "not in this torch", "install a torch with distributed")
+        return
+    said = io.StringIO()
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        what = "no folder can be written to"
+        yield Check("temporary files", "missing", what, "set TMPDIR to one that can")
+        return
+    with tempfile.TemporaryDirectory(prefix="hp-doctor-") as folder, redirect_stderr(said):
+        config = replace(Config(), mesh=MeshConfig(pp=1, dp_replicate=2, ep=1))
         try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
-            )
-            dist.barrier()
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:200]
-            return Check("Gloo", "missing", reason, "set GLOO_SOCKET_IFNAME to a network interface")
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-    return Check("Gloo", "ok", "works")
+            status, reason = run_entry(config, Path(folder), entry=f"{__name__}:meet"), ""
+        except HpError as error:
+            status, reason = error.exit_code, str(error)
+    if status:
+        reason = reason or " ".join(said.getvalue().split())
+        yield Check("Gloo", "missing", reason[:300])
+    else:
+        yield Check("Gloo", "ok", "works: ranks start and find each other")
+
+
+def meet(_config: Config, *, worker: Worker) -> int:
+    """Be a rank that only looks whether all others are there."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from hp_platform import initialize, shutdown  # noqa: PLC0415
+
+    runtime = initialize(worker.info, device_type="cpu", timeout=timedelta(seconds=60))
+    dist.barrier(runtime.control)
+    shutdown()
+    return 0
 
 
 def _devices() -> Iterator[Check]:
@@ -152,6 +177,18 @@ def _machine() -> Iterator[Check]:
     )
     if not os.access(Path.cwd(), os.W_OK):
         yield Check("folder", "optional", f"{Path.cwd()} is not writable", "set run.output_dir")
+    yield _caches()
+
+
+def _caches() -> Check:
+    """Whether compiled code is kept, and nowhere where another user can change it."""
+    try:
+        own_caches({name: os.environ[name] for name in CACHES if name in os.environ})
+    except HpError as error:
+        return Check("compiled code", "missing", str(error))
+    why = why_not_kept()
+    advice = "set XDG_CACHE_HOME to a folder of your own"
+    return Check("compiled code", "optional" if why else "ok", why or "is kept", why and advice)
 
 
 def _extras() -> Iterator[Check]:

@@ -5,7 +5,7 @@ launcher's watch for hangs. What torchrun leaves to be done is in `hp_train.laun
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +15,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import PeerError, RankInfo
 from hp_train.base.command_line import say, warn
-from hp_train.base.environment import slurm_rendezvous
+from hp_train.base.environment import require_meeting_point, slurm_rendezvous
+from hp_train.base.streams import endure
 from hp_train.config.options import Resolved
 from hp_train.config.timeouts import Timeouts
 from hp_train.errors import PREEMPTED, ConfigError
@@ -28,6 +29,7 @@ from hp_train.launch.agent import (
 from hp_train.launch.hangs import end_when_stuck, print_report
 from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.original import keep_original
+from hp_train.launch.last_word import leave_last_word
 from hp_train.launch.rundir import (
     finished,
     make_run_directory,
@@ -56,17 +58,12 @@ def run(resolved: Resolved, *, entry: str) -> int:
     Raises:
         ConfigError: When the environment or the run directory cannot be used.
     """
+    endure()
     launch = resolved.config.launch
     is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ
     stop = StopFlag(when_agent_ends(launch.stop_grace_seconds) if is_torchruns else None)
     stop.install()
-    try:
-        info = RankInfo.from_env()
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    assert info is not None, "the caller has seen that there is a world"
-    if "RANK" not in os.environ:
-        os.environ.update(slurm_rendezvous(os.environ))
+    info = _place(os.environ)
     store: Store | None = None
     if has_agents_store(os.environ) and info.world_size > 1:
         store, _, _ = next(rendezvous("env://", timeout=_STORE_TIMEOUT))
@@ -89,9 +86,27 @@ def run(resolved: Resolved, *, entry: str) -> int:
     drop_empty(folder, [stack_file(info.rank)])
     if isinstance(status, BaseException):
         _end_failed(worker, status)
-    elif info.rank == 0:
-        _say_where(run_dir, status)
+    elif info.local_rank == 0:
+        _say_where(run_dir, status, info)
     return status
+
+
+def _place(env: MutableMapping[str, str]) -> RankInfo:
+    """The place of this process; where ranks meet is in the environment from then on.
+
+    Raises:
+        ConfigError: When the environment does not hold together.
+    """
+    try:
+        info = RankInfo.from_env(env)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    assert info is not None, "the caller has seen that there is a world"
+    if "RANK" not in env:
+        env.update(slurm_rendezvous(env))
+    elif info.world_size > 1:
+        require_meeting_point(env)
+    return info
 
 
 def _end_failed(worker: Worker, error: BaseException) -> NoReturn:
@@ -100,16 +115,21 @@ def _end_failed(worker: Worker, error: BaseException) -> NoReturn:
     if isinstance(error, PeerError):
         print_report(error.report, rank=rank)
     else:
-        warn(f"error: rank {rank} failed at {fate.place}: {one_line(error)}")
+        line = f"error: rank {rank} failed at {fate.place}: {one_line(error)}"
+        warn(line)
+        leave_last_word(line)
         if read_error(worker.folder, error_file(rank)):
             warn(f"traceback: {worker.run_dir / ERRORS / error_file(rank)}")
     os._exit(fate.status)
 
 
-def _say_where(run_dir: Path, status: int) -> None:
+def _say_where(run_dir: Path, status: int, info: RankInfo) -> None:
     if status == PREEMPTED:
-        warn(f"stopped on request; go on with: hp train --resume {run_dir}")
-    elif status == 0:
+        line = f"stopped on request; go on with: hp train --resume {run_dir}"
+        if info.rank == 0:
+            warn(line)
+        leave_last_word(line, is_final=True)
+    elif status == 0 and info.rank == 0:
         say(f"{run_dir}")
 
 

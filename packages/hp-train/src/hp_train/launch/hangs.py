@@ -20,6 +20,7 @@ from hp_platform.failures.liveness import whom_to_blame
 from hp_platform.threads.places import main_place, stand
 from hp_train.base.command_line import warn
 from hp_train.errors import HangError
+from hp_train.launch.last_word import leave_last_word
 from hp_train.launch.task import Worker
 from hp_train.launch.worker import exit_status
 
@@ -45,6 +46,7 @@ def print_report(report: FailureReport, *, rank: int) -> None:
     if report.stack and rank in (0, report.rank):
         lines += [f"the Python stack of rank {report.rank}:", *(f"  {s}" for s in report.stack)]
     warn("\n".join(lines))
+    leave_last_word(lines[0])
 
 
 def _watch(worker: Worker, hang_seconds: float) -> None:

@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -11,7 +12,10 @@ from pathlib import Path
 from hp_train.base.command_line import say, warn
 from hp_train.base.environment import external_world
 from hp_train.base.folder import Folder
-from hp_train.base.lifetime import LAUNCHER_VARIABLE
+from hp_train.base.lifetime import LAUNCHER_VARIABLE, NO_MODULES_HERE, SAFE_PATH
+from hp_train.base.own_caches import why_not_kept
+from hp_train.base.streams import endure
+from hp_train.base.temporary import short_temporary_folder
 from hp_train.config import Config
 from hp_train.config.options import Resolved
 from hp_train.config.timeouts import Timeouts
@@ -19,12 +23,13 @@ from hp_train.errors import (
     PREEMPTED,
     ConfigError,
     HangError,
+    MachineError,
     RankLostError,
     RunDirectoryError,
 )
 from hp_train.launch.heartbeats import Heartbeats, State
 from hp_train.launch.original import keep_original
-from hp_train.launch.ranks import Ranks
+from hp_train.launch.ranks import LOOPBACK, SERVER, Ranks, noticing_server, server_end
 from hp_train.launch.rundir import (
     CHECKPOINTS,
     finished,
@@ -52,6 +57,7 @@ _GPU_DEVICES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
 _ENTRY = "hp_train.training.train:main"
 _LOOK_SECONDS = 0.2  # twenty times a second took 0.6 % of the CPU time of four ranks
 _REAP_SECONDS = 5.0
+_LOST = 255  # multiprocessing's answer where nobody has seen how a process ended
 _STACK_SECONDS = 1.0
 _STACK_LINES = 12
 _RESTARTED = (HangError.exit_code, RankLostError.exit_code)
@@ -66,6 +72,7 @@ _KEEP_MEMORY = ":".join(
 _SERVER_DEFAULTS = {
     "GLIBC_TUNABLES": _KEEP_MEMORY,
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # or a wall of text comes from peers of the dead
+    SAFE_PATH: NO_MODULES_HERE,
 }
 """Variables of the server and of the ranks, where they are not given."""
 
@@ -96,7 +103,10 @@ def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
         from hp_train.launch import external  # noqa: PLC0415 - imports torch
 
         return external.run(resolved, entry=_entry)
+    endure(tells=False)
     config = resolved.config
+    if config.train.compile != "none" and (why := why_not_kept()):
+        warn(f"warning: what is compiled is kept for this run alone: {why}")
     with (
         StopTrap() as trap,
         open_run_directory(make_run_directory(resolved)) as folder,
@@ -211,6 +221,7 @@ def _start_server(entry: str) -> None:
     Measured on 2 busy cores: once it is ready, a run of four ranks that have nothing to do takes
     0.5 s from start to end. Four interpreters that import torch each would take 8 s to begin.
     """
+    _require_loopback()
     theirs = {n: value for n, value in _SERVER_DEFAULTS.items() if n not in os.environ}
     theirs[LAUNCHER_VARIABLE] = str(os.getpid())
     os.environ.update(theirs)
@@ -220,14 +231,26 @@ def _start_server(entry: str) -> None:
     # What is started here inherits blocked signals: the tracker keeps them blocked, the server
     # unblocks them when it is ready to ignore them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    short_temporary_folder()
     try:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # undone in part by the tracker
-        forkserver.ensure_running()
+        with noticing_server():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for name in theirs:
             del os.environ[name]
+
+
+def _require_loopback() -> None:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            # What is not up can be bound to all the same.
+            socket.create_connection(server.getsockname(), timeout=_REAP_SECONDS).close()
+    except OSError as error:
+        what = f"the loopback interface ({LOOPBACK}), over which ranks meet, must be up"
+        raise MachineError(f"{what}: {error.strerror}; ip link set {LOOPBACK} up") from None
 
 
 class _Run:
@@ -316,7 +339,7 @@ class _Run:
             return self._directory_gone()
         stack = self._stack_of(verdict.rank) if verdict.is_hang else []
         self._kill()
-        reason = ""
+        reason, message = "", verdict.message
         if verdict.state is State.FAILED:
             reason = next(iter(read_error(self.folder, error_file(verdict.rank))), "").strip()
         elif not verdict.is_hang:
@@ -324,8 +347,11 @@ class _Run:
             if self.trap.first and code == -self.trap.first:
                 when = "before the first step, nothing to save"
                 return _stopped(self.run_dir, when, self.resumable)
+            if code == _LOST and (server := server_end()) is not None:
+                place = self.heartbeats.slots()[verdict.rank].place
+                message, code = f"{SERVER} was lost at {place}", server
             reason = _describe_exit(code)
-        warn(f"error: {verdict.message}" + (f": {reason}" if reason else ""))
+        warn(f"error: {message}" + (f": {reason}" if reason else ""))
         if verdict.state is State.FAILED:
             warn(f"traceback: {self.run_dir / ERRORS / error_file(verdict.rank)}")
         for line in stack:

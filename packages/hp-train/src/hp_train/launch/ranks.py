@@ -11,14 +11,21 @@ import gc
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
+from hp_train.base.streams import endure, own_streams
 from hp_train.errors import RankLostError
+from hp_train.launch.signals import ending
 from hp_train.launch.task import Task
 
 LOOPBACK = "lo"
+SERVER = "the server that ranks are forked from"
+_SETTLE_SECONDS, _LOOK_SECONDS = 1.0, 0.02
 
 
 class Ranks:
@@ -44,6 +51,8 @@ class Ranks:
                 self._processes.append(process)
         except (OSError, EOFError) as error:
             self.kill()
+            if (code := server_end()) is not None:
+                raise RankLostError(f"{SERVER} {ending(code)}") from None
             raise RankLostError(f"rank {rank} could not be started: {error}") from None
         finally:
             os.close(meeting)
@@ -70,6 +79,43 @@ class Ranks:
             process.kill()
 
 
+_servers: list[int] = []
+
+
+@contextmanager
+def noticing_server() -> Iterator[None]:
+    """Remember the process that is started meanwhile: the server that ranks are forked from."""
+    before = _children()
+    yield
+    _servers.extend(_children() - before)
+
+
+def server_end() -> int | None:
+    """How that server has ended, as `Ranks.ended` has it; None: it lives, or is not known.
+
+    With it all ranks end, and the status of each is lost. A moment is waited for its end, which
+    others see before the system says how it came.
+    """
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while _servers and time.monotonic() < deadline:
+        try:  # not taken from multiprocessing, which starts another one after it has seen this
+            found = os.waitid(os.P_PID, _servers[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None
+        if found is not None:
+            is_status = found.si_code == os.CLD_EXITED
+            return found.si_status if is_status else -found.si_status
+        time.sleep(_LOOK_SECONDS)
+    return None
+
+
+def _children() -> set[int]:
+    with suppress(OSError):  # a kernel that does not list them
+        tasks = Path("/proc/self/task").iterdir()
+        return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    return set()
+
+
 class _Inherited:
     """A file descriptor that goes with the arguments of a process to where that is started.
 
@@ -91,6 +137,8 @@ def _be(task: Task, environment: dict[str, str], meeting: _Inherited) -> int:
     from hp_platform.launch import INIT_METHOD_VARIABLE  # noqa: PLC0415 - the server has them
     from hp_train.launch.worker import work  # noqa: PLC0415
 
+    own_streams()
+    endure()
     gc.freeze()  # what was imported before the fork, or each rank searches and copies it
     os.environ.update(environment)
     os.environ[INIT_METHOD_VARIABLE] = f"file:///proc/self/fd/{meeting.descriptor}"

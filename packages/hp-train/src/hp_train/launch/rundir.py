@@ -1,13 +1,14 @@
 """The folder in which a run keeps what it needs to go on."""
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from hp_train.base.atomic_write import closed_at_end, try_lock
+from hp_train.base.atomic_write import closed_at_end, lock_holder, try_lock
 from hp_train.base.command_line import say
 from hp_train.base.folder import Folder
 from hp_train.config import Config
@@ -84,7 +85,10 @@ def write_config(folder: Folder, resolved: Resolved) -> None:
     """
     config = for_saving(resolved)
     folder.remove_unfinished()
-    folder.replace(CONFIG, to_toml(config, resolved.origins).encode())
+    text = to_toml(config, resolved.origins)
+    folder.replace(
+        CONFIG, text.encode(errors="surrogateescape")
+    )  # bytes of a path stay what they are
     tokenizer = config.data.tokenizer
     if tokenizer:
         try:
@@ -148,7 +152,20 @@ def locked(folder: Folder) -> Iterator[None]:
         ConfigError: When another process holds it.
     """
     # Some network file systems lock only what is opened for writing; nothing is written.
-    with closed_at_end(folder.open_file(_LOCK, os.O_RDWR | os.O_CREAT)) as descriptor:
+    flags = os.O_RDWR | os.O_CREAT
+    with closed_at_end(folder.open_file(_LOCK, flags, mode=0o600)) as descriptor:
+        _require_writers(folder, descriptor)
         if not try_lock(descriptor):
-            raise ConfigError(f'run.resume ("{folder.path}") must not be in use by another process')
+            used = f'run.resume ("{folder.path}") must not be in use by another process'
+            who = lock_holder(descriptor)
+            raise ConfigError(f"{used}: {who}" if who else used)
         yield
+
+
+def _require_writers(folder: Folder, descriptor: int) -> None:
+    """Let only those lock a run who may write in its directory; to lock, reading is enough."""
+    of_group = stat.S_IMODE(os.fstat(folder.descriptor).st_mode) & stat.S_IWGRP
+    mode = 0o660 if of_group else 0o600
+    with suppress(PermissionError):  # of another user, who has made it so
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
+            os.fchmod(descriptor, mode)

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -151,6 +152,9 @@ class Console:
 
     def __init__(self, *, enabled: bool, total: int, done: int) -> None:
         self._enabled = enabled
+        # By itself tqdm takes a lock of several processes, a semaphore that outlives a rank which
+        # is killed, and of which the end of the run would then warn.
+        tqdm.set_lock(threading.RLock())
         self._bar = tqdm(
             total=total,
             initial=done,

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from hp_platform import Runtime, all_gather_json, initialize, new_group
 from hp_platform.failures.agreement import agreeing
 from hp_train.base.command_line import say
+from hp_train.base.environment import external_world
 from hp_train.config import Config
 from hp_train.config.timeouts import Timeouts
 from hp_train.costs.machine import MACHINES, Machine, machine_found
 from hp_train.data import Tokenizer, load_tokenizer
 from hp_train.data.cache import Cache
 from hp_train.data.prepare import prepare
-from hp_train.errors import DataError
+from hp_train.errors import DataError, HangError, told
 from hp_train.launch.task import Worker
 from hp_train.price.gather import decided
 from hp_train.step_plan import StepCosts
@@ -35,16 +36,27 @@ def connect(config: Config, worker: Worker) -> Runtime:
     Args:
         config: Validated; the same on every rank.
         worker: This process.
+
+    Raises:
+        HangError: When ranks that others have started do not meet.
     """
     worker.heartbeats.beat(step=0, phase="connect", waiting=True)
     gpu_settings.apply(config, os.environ)
     launch, timeouts = config.launch, Timeouts.of(config)
-    runtime = initialize(
-        worker.info,
-        device_type=launch.device,
-        timeout=timedelta(seconds=timeouts.init),
-        backend=launch.backend,
-    )
+    try:
+        runtime = initialize(
+            worker.info,
+            device_type=launch.device,
+            timeout=timedelta(seconds=timeouts.init),
+            backend=launch.backend,
+        )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        world = external_world()
+        place = ":".join(os.environ.get(f"MASTER_{part}", "") for part in ("ADDR", "PORT"))
+        raise HangError(
+            f"ranks did not meet at MASTER_ADDR:MASTER_PORT ({place}) within {timeouts.init:g} s: "
+            f"{told(error, 200)}{world.remedy if world else ''}"
+        ) from None
     control = new_group(
         [range(runtime.info.world_size)],
         name="control",

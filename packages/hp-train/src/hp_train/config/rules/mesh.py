@@ -21,9 +21,10 @@ from hp_train.layout.ranks import StageLayout
 def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
     """The mesh must fill the processes, and each of its axes divide what it shares out."""
     mesh, num_processes = config.mesh, config.launch.num_processes
+    remedy = "" if world is None else world.remedy
     if world is not None:
         if num_processes not in (0, world.size):
-            yield f"launch.num_processes ({num_processes}) must equal {world}"
+            yield f"launch.num_processes ({num_processes}) must equal {world}{remedy}"
         num_processes = world.size
     if num_processes not in (0, config.world_size):
         place = str(world) if world is not None else f"launch.num_processes ({num_processes})"
@@ -33,7 +34,7 @@ def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
             ranks = f"mesh.stage_tp ({shown(mesh.stage_tp)}) of {sum(mesh.stage_tp)} ranks"
             others = shown_factors(mesh, *STAGE_AXES[:-1])
             product, hint = f"{ranks} x {others} = {config.world_size}", ""
-        yield f"{product} must equal {place}{hint}"
+        yield f"{product} must equal {place}{hint}{remedy}"
     if config.model.is_own:
         yield from _own_model(config)
     for stage_mesh in _stage_meshes(mesh):
