@@ -28,8 +28,8 @@ from hp_train.launch.agent import (
 )
 from hp_train.launch.hangs import end_when_stuck, print_report
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.original import keep_original
 from hp_train.launch.last_word import leave_last_word
+from hp_train.launch.original import keep_original
 from hp_train.launch.rundir import (
     finished,
     make_run_directory,
