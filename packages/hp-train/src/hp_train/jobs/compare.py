@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from hp_train.jobs import events as ev
 from hp_train.jobs.joined import Digests, Recording, Step, distance, numbers_of, size_of
+from hp_train.jobs.repeated import matched
 from hp_train.jobs.reproduction import Exact, Reproduction
 
 _TIMES = 10.0
@@ -81,6 +82,7 @@ class Comparison:
         num_steps: Steps that both have.
         largest: Phase -> largest error.
         random: Step -> how dropout could explain what differs there.
+        more: Step -> what the job computes that the reference does not.
         exact: The first difference, element by element; None: no second run was made, or it did
             not come again.
         reproduction: A program that shows it; None: none was made.
@@ -93,6 +95,7 @@ class Comparison:
     num_steps: int = 0
     largest: dict[str, float] = field(default_factory=dict)
     random: dict[int, str] = field(default_factory=dict)
+    more: dict[int, list[str]] = field(default_factory=dict)
     exact: Exact | None = None
     reproduction: Reproduction | None = None
     again: str = ""
@@ -168,7 +171,9 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         result.num_steps += theirs.is_update
         if index == 1:
             _phase(result, 1, ev.START, mine, theirs, floor)
-        _batches(result, index, mine, theirs)
+        before = len(result.differences)
+        if more := [*_calls_more(mine, theirs)]:
+            result.more[index] = more
         if reason := _dropout(index, mine, theirs):
             result.random[index] = reason
         for phase in _phases(mine, theirs):
@@ -177,6 +182,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
             elif phase != ev.START:
                 filled = known if phase == ev.GRADIENT else ()
                 _phase(result, index, phase, mine, theirs, floor, filled)
+        _batches(result, index, (mine, theirs), before)
         _list_terms(result, index, theirs, actual.num_ranks)
         earlier = actual.steps.get(index - 1), expected.steps.get(index - 1)
         _find_scaled(result, index, *earlier)
@@ -210,8 +216,7 @@ def _list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) ->
     here = [place for place in result.differences if place.step == index]
     if not here or not all(_is_term(place, num_ranks) for place in here):
         return
-    gradients = theirs.tensors.get(ev.GRADIENT, {})
-    if not gradients or any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients):
+    if not _are_equal(result, index, theirs):
         return
     for place in here:
         parts = f"it is 1/{round(1 / place.factor)} of the reference's on every rank"
@@ -257,7 +262,19 @@ def _dropout(index: int, mine: Step, theirs: Step) -> str:
     return ""
 
 
-def _batches(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
+def _batches(result: Comparison, index: int, steps: tuple[Step, Step], before: int) -> None:
+    """See that both are given the same samples.
+
+    Where gradients agree they were, in another form; where none is missing, what comes of more of
+    them is what is wrong.
+
+    Args:
+        result: What differs up to this step.
+        index: The step.
+        steps: The job's and the reference's.
+        before: How many differences there were before this step.
+    """
+    mine, theirs = steps
     if not theirs.rows or mine.rows == theirs.rows:
         return
     if not mine.rows and mine.is_update:  # compiled as a whole, say
@@ -268,7 +285,41 @@ def _batches(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
         result.unaligned[f"step {index}, {ev.INPUT}"] = "no tokens"
         return
     note = f"{missing} of {len(theirs.rows)} samples are missing, {more} are not the reference's"
-    result.differences.append(Place(index, ev.INPUT, "", 1.0, 0.0, note=note))
+    here = result.differences[before:]
+    if _are_equal(result, index, theirs):
+        result.unaligned[f"step {index}, {ev.INPUT}"] = f"{note}, and all gradients are equal"
+    elif here and not missing:
+        told = f"the job gives its models {more} samples more than the reference"
+        result.more.setdefault(index, []).insert(0, told)
+    else:
+        result.differences.insert(before, Place(index, ev.INPUT, "", 1.0, 0.0, note=note))
+
+
+def _calls_more(mine: Step, theirs: Step) -> Iterator[str]:
+    """Say which modules the job calls more often, and give its calls the reference's names."""
+    for name, count in matched(mine, theirs, _distance).items():
+        what = f"{name or 'the model'} {count} time{'s' * (count > 1)} more"
+        yield f"the job calls {what} than the reference"
+    ours, expected = (step.tensors.get(ev.FORWARD, {}) for step in (mine, theirs))
+    apart = [n for n in expected if n in ours and ours[n].lost and not expected[n].lost]
+    if apart:
+        yield f"the job calls {' and '.join(apart)} apart from what the reference computes"
+
+
+def _are_equal(result: Comparison, index: int, theirs: Step) -> bool:
+    """Whether all gradients of a step were compared, and none differs."""
+    gradients = theirs.tensors.get(ev.GRADIENT, {})
+    is_listed = any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients)
+    places = result.differences
+    return (
+        bool(gradients)
+        and not is_listed
+        and not any((place.step, place.phase) == (index, ev.GRADIENT) for place in places)
+    )
+
+
+def _distance(tensor: Digests, reference: Digests) -> float:
+    return math.nan if _why_not(tensor, reference) else _error(tensor, reference)
 
 
 def _known(recording: Recording) -> set[str]:
@@ -313,6 +364,8 @@ def _phase(  # noqa: PLR0917
         if reason := _why_not(tensor, reference) or _why_mixed(reference, bound):
             result.unaligned.setdefault(where, reason)
             continue
+        if tensor.lost:
+            result.unaligned.setdefault(where, f"of some calls: {tensor.lost}")
         error = _error(tensor, reference, phase)
         if tensor.is_sum and not error <= bound:
             result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
@@ -411,9 +464,12 @@ def _projected(mine: Sequence[float], theirs: Sequence[float]) -> float:
 def _why_not(tensor: Digests, reference: Digests) -> str:
     if tensor.problem or reference.problem:
         return tensor.problem or f"of the reference: {reference.problem}"
-    if tensor.shape != reference.shape:
-        return f"shape {tensor.shape} is not {reference.shape} of the reference"
-    if not tensor.rows.keys() & reference.rows.keys():
+    common = tensor.rows.keys() & reference.rows.keys()
+    for row in common or {""}:
+        shape, expected = tensor.shape_of(row), reference.shape_of(row)
+        if shape != expected:
+            return f"shape {shape} is not {expected} of the reference"
+    if not common:
         return "the samples are not the reference's"
     return ""
 
@@ -491,6 +547,8 @@ def _numbers(  # noqa: PLR0917
         if not error <= bound:
             mean = statistics.fmean(expected) if expected else 0.0
             ratio = statistics.fmean(ours) / mean if mean else math.nan
+            if phase == ev.LOSS:
+                _, ratio = _apart(ours, expected)
             result.differences.append(Place(index, phase, name, error, bound, ratio, 0.0))
 
 
@@ -510,7 +568,7 @@ def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> float:
     """How far numbers of a phase are from the reference's."""
     ours, expected = numbers_of(mine, phase, name), numbers_of(theirs, phase, name)
     if phase == ev.LOSS:
-        return _apart(ours, expected)
+        return _apart(ours, expected)[0]
     lists = [[*step.numbers.get(phase, {}).get(name, {}).values()] for step in (mine, theirs)]
     if len({len(some) for some in lists[0] + lists[1]}) != 1:
         return _farthest(ours, expected)
@@ -529,23 +587,31 @@ def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:
     return max((math.inf if math.isnan(e) else e for e in errors), default=math.inf)
 
 
-def _apart(ours: Sequence[float], expected: Sequence[float]) -> float:
+def _apart(ours: Sequence[float], expected: Sequence[float]) -> tuple[float, float]:
     """Distance of the losses of ranks and microbatches from those of the reference.
 
     They may be terms of a sum or of a mean, and may have been multiplied by a number of ranks or
-    microbatches, or by a power of two: what is made of them is seen in gradients.
+    microbatches, or by a power of two: what is made of them is seen in gradients. Where terms
+    cancel, the distance is relative to these: so is what rounding makes of them.
+
+    Returns:
+        Distance, and the ratio of both beside what they may have been multiplied by.
     """
     mine, theirs = math.fsum(ours), math.fsum(expected)
     if not ours or not expected or math.isfinite(mine) != math.isfinite(theirs):
-        return math.inf
+        return math.inf, math.nan
     if not math.isfinite(mine):
-        return 0.0
+        return 0.0, 1.0
+    lost, gone = (math.fsum(map(abs, some)) - abs(math.fsum(some)) for some in (ours, expected))
     if not mine or not theirs:
-        return abs(mine - theirs)
+        return abs(mine - theirs) / max(1.0, lost, gone), math.nan
     ratio = mine / theirs
     near = Fraction(ratio).limit_denominator(_MOST_TERMS)
     numbers = sorted((abs(near.numerator), near.denominator))
-    is_scale = ratio > 0 and numbers[0] == 1
-    power = 2.0 ** round(math.log2(ratio)) if ratio > 0 else 1.0
-    errors = [abs(ratio - 1), abs(ratio / power - 1)]
-    return min([*errors, abs(ratio / float(near) - 1)] if is_scale else errors)
+    scales = [1.0]
+    if ratio > 0:
+        scales += [2.0 ** round(math.log2(ratio))] + [float(near)] * (numbers[0] == 1)
+    return min(
+        (abs(mine - by * theirs) / (by * abs(theirs) + max(lost, by * gone)), ratio / by)
+        for by in scales
+    )

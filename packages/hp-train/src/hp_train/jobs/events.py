@@ -29,6 +29,8 @@ GRADIENT, NORM, CLIPPED, RATE, WEIGHT, MOMENT = (
     "optimizer state",
 )
 START, EVALUATION = "first weight", "evaluation"
+REAL = "^"
+"""Begins the name of a sample's part that is no padding, where it has padding."""
 OWN = "own gradient"
 """A rank's gradient before it is reduced. It is not compared: a loss may be scaled, and ranks may
 have terms. It tells a wrong backward from a wrong reduction."""
@@ -126,6 +128,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
         tokens: The samples' tokens; empty: the input has none, or too many to be written down.
         phase: `FORWARD` or `EVALUATION`.
         has_tokens: Whether the input is made of tokens, and so no other stage's output.
+        real: First and last + 1 token of each sample that is no padding; empty: there is none.
     """
 
     step: int
@@ -134,6 +137,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[tuple[int, ...], ...] = ()
     phase: str = FORWARD
     has_tokens: bool = False
+    real: tuple[tuple[int, int], ...] = ()
 
     @property
     def has_names(self) -> bool:
@@ -204,14 +208,23 @@ class Log:
 
 
 def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Samples of a recording: step -> sample -> its tokens, if they were written down."""
+    """Samples of a recording: step -> sample -> its tokens, if they were written down.
+
+    Of those that are padded the part that is not is there as well, by a name of its own.
+    """
     known: dict[int, dict[str, tuple[int, ...]]] = {}
     for path in folder.glob(f"{BATCHES}-*{SUFFIX}"):
         for line in read(path):
             if line.rows is not None:
                 tokens = line.rows.tokens or ((),) * len(line.rows.rows)
                 pairs = zip(line.rows.rows, tokens, strict=True)
-                known.setdefault(line.rows.step, {}).update(pairs)
+                here = known.setdefault(line.rows.step, {})
+                here.update(pairs)
+                for row, given, (first, last) in zip(
+                    line.rows.rows, tokens, line.rows.real, strict=False
+                ):
+                    if 0 < last - first < len(given):
+                        here[REAL + row] = given[first:last]
     return known
 
 

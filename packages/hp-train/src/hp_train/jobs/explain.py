@@ -30,7 +30,6 @@ _RANDOM = (ev.FORWARD, ev.LOSS, ev.BACKWARD, ev.EVALUATION)
 """Phases that dropout changes."""
 _STEPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Largest relative error of a sum of two rounded numbers, about."""
-_NEAR = 1e-3
 _MOST = 1024
 
 
@@ -49,7 +48,11 @@ def explain(comparison: Comparison) -> list[str]:
         if place.step == first.step and place.phase == first.phase
     ]
     dropout = [comparison.random[first.step]] if first.step in comparison.random else []
-    return [*(dropout if first.phase in _RANDOM else []), *_reasons(comparison, first, together)]
+    return [
+        *(comparison.more.get(first.step, ()) if first.phase not in _ALONE else ()),
+        *(dropout if first.phase in _RANDOM else []),
+        *_reasons(comparison, first, together),
+    ]
 
 
 def _reasons(comparison: Comparison, first: Place, together: Sequence[Place]) -> Iterator[str]:
@@ -106,16 +109,20 @@ def _of_module(name: str) -> str:
 
 
 def _common_scale(places: Sequence[Place]) -> Fraction | None:
-    """The factor that explains all of them, if there is one that is a ratio of small numbers."""
-    factors = [p.factor for p in places if p.rest <= max(10 * p.bound, _NEAR)]
-    if not factors or len(factors) < len(places):
-        return None
-    mean = math.fsum(factors) / len(factors)
-    if not math.isfinite(mean) or any(abs(f - mean) > _NEAR * abs(mean) for f in factors):
+    """The factor that explains all of them, if there is one that is a ratio of small numbers.
+
+    What is left of an error beside it must be what rounding explains, and it itself must be more.
+    """
+    mean = statistics.fmean(place.factor for place in places)
+    if not math.isfinite(mean):
         return None
     near = Fraction(mean).limit_denominator(_MOST)
     is_simple = min(near.numerator, near.denominator) == 1 or near == 0
-    return near if is_simple and near != 1 and abs(near - mean) <= _NEAR * abs(mean) else None
+    is_all = all(
+        math.hypot(p.rest, p.factor - near) <= p.bound * max(near, 1) and abs(near - 1) > p.bound
+        for p in places
+    )
+    return near if is_simple and near != 1 and is_all else None
 
 
 def _scaled(scale: Fraction, count: int) -> str:

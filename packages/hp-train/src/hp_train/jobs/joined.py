@@ -14,6 +14,7 @@ from hp_train.jobs.events import (
     EVALUATION,
     FORWARD,
     NUM_SIGNS,
+    REAL,
     SUFFIX,
     TENSORS,
     WEIGHT,
@@ -40,6 +41,8 @@ class Digests:
         who: Which processes those are.
         is_sum: Whether parts of several ranks were added up because they were not the same.
         problem: Why it could not be put together; empty: it was.
+        lost: Why what some calls computed is not in it; empty: all is.
+        shapes: Sample -> its shape, of samples that have others than `shape`.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +52,8 @@ class Digests:
     who: str = ""
     is_sum: bool = False
     problem: str = ""
+    lost: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def norm(self) -> float:
@@ -59,6 +64,10 @@ class Digests:
     def is_finite(self) -> bool:
         """Whether all of its numbers are."""
         return all(math.isfinite(norm) for _, norm in self.rows.values())
+
+    def shape_of(self, row: str) -> tuple[int, ...]:
+        """Shape of one of its samples."""
+        return self.shapes.get(row, self.shape)
 
     def scaled(self, factors: Mapping[str, float]) -> "Digests":
         """Its samples times a factor of each; 1 where there is none."""
@@ -164,7 +173,7 @@ def join(folder: Path) -> Recording:
     for who, row in rows:
         if row.phase == FORWARD:
             steps[row.step].rows.update(
-                names.get((who, row.step, row.call, r), r) for r in row.rows
+                names.get((who, row.step, row.call, r), r).removeprefix(REAL) for r in row.rows
             )
     _add_tensors(steps, events, names)
     for who, event in events:
@@ -250,16 +259,17 @@ class _Parts:
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         self._result = Digests(shape, dtype)
         self._pieces: dict[str, dict[Box, tuple[str, Piece]]] = defaultdict(dict)
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def add(self, who: str, event: Event, pieces: Iterable[tuple[str, Piece]]) -> None:
         result = self._result
         if event.note:
-            result.problem = result.problem or event.note
-            return
-        if event.shape != result.shape:
-            result.problem = f"shape {event.shape} of {who} is not {result.shape}"
+            result.lost = result.lost or event.note
             return
         for row, piece in pieces:
+            if event.shape != self._shapes.setdefault(row, event.shape):
+                result.problem = f"shape {event.shape} of {who} is not {self._shapes[row]}"
+                return
             boxes = self._pieces[row]
             if piece.box not in boxes:
                 boxes[piece.box] = who, piece
@@ -277,10 +287,14 @@ class _Parts:
 
     def joined(self) -> Digests:
         result = self._result
+        if not self._pieces:
+            result.problem = result.problem or result.lost
         if result.problem:
             return result
-        size = math.prod(result.shape)
+        shape = result.shape
+        result.shapes = {row: own for row, own in self._shapes.items() if own != shape}
         for row, boxes in self._pieces.items():
+            size = math.prod(self._shapes[row])
             here = sum(math.prod(end - begin for begin, end in box) for box in boxes)
             if here != size:
                 result.problem = f"{here} of {size} values are on a rank, counted once each"

@@ -279,7 +279,8 @@ def _laid(laid: tuple[tuple[int, ...], list[Laid]] | None) -> dict[str, Any]:
     if laid is None:
         return {"shape": (), "laid": []}
     shape, parts = laid
-    return {"shape": shape, "laid": [(p.rows, p.box, _copied(p.values)) for p in parts]}
+    kept = [(p.rows, p.box, _copied(p.values), p.shape or shape) for p in parts]
+    return {"shape": shape, "laid": kept}
 
 
 def _copied(tensor: Tensor) -> Tensor:

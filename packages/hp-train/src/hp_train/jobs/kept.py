@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_train.jobs.events import FORWARD, OWN, Box
+from hp_train.jobs.events import FORWARD, OWN, REAL, Box
 from hp_train.jobs.joined import TERMS, rows_in, sample_names
 from hp_train.jobs.slices import index_of
 
@@ -116,18 +116,18 @@ class Kept:
         step = kept["step"]
         rows = self._parts[step, kept["phase"], kept["name"]]
         adds, call = kept.get("adds", False), kept.get("call", 0)
-        laid = kept["laid"] if "laid" in kept else [([""], kept["box"], [kept["values"]])]
-        for samples, box, values in laid:
+        one = [""], kept.get("box"), [kept.get("values")], kept["shape"]
+        for samples, box, values, shape in kept.get("laid", [one]):
             for row, value in zip(samples, values, strict=True):
                 name = names.get((who, step, call, row), row)
-                rows.setdefault(name, []).append(Part(rank, kept["shape"], box, value, adds, call))
+                rows.setdefault(name, []).append(Part(rank, shape, box, value, adds, call))
 
     def batches(self, step: int) -> dict[int, list[str]]:
         """Rank -> names of the samples that it is given in a step."""
         found: dict[int, list[str]] = defaultdict(list)
         for rank, row in self._rows:
             if row.step == step:
-                found[rank] += row.rows
+                found[rank] += [name.removeprefix(REAL) for name in row.rows]
         return found
 
     def names(self, step: int, phase: str) -> list[str]:
@@ -163,8 +163,8 @@ class Kept:
             if entry["module"] != module or entry["times"] != times:
                 continue
             for leaf in entry["leaves"]:
-                for samples, box, values in leaf["laid"] if leaf["place"] == place else ():
+                for samples, box, values, shape in leaf["laid"] if leaf["place"] == place else ():
                     for row, value in zip(samples, values, strict=True):
                         name = self._names.get((*entry["key"], row), row)
-                        found[name].append(Part(entry["rank"], leaf["shape"], box, value))
+                        found[name].append(Part(entry["rank"], shape, box, value))
         return found

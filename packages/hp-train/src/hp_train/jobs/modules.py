@@ -52,13 +52,23 @@ class Pair:
         """
         theirs = self.expected.parts(self.step, phase, name)
         mine = self.actual.parts(self.step, phase, name)
-        rows = [row for row in theirs if row in mine]
-        if not rows:
+        sides = {
+            row: (self.scaled(phase, row, mine[row], name), _complete(theirs[row], name))
+            for row in theirs
+            if row in mine
+        }
+        if not sides:
             raise CannotError(f"{phase} {name} was not seen again")
-        expected = torch.stack([_complete(theirs[row], name) for row in rows])
-        actual = torch.stack([self.scaled(phase, row, mine[row], name) for row in rows])
-        if actual.shape != expected.shape:
+        if any(ours.shape != expected.shape for ours, expected in sides.values()):
             raise CannotError(f"{phase} {name} has other shapes")
+        far = {
+            row: float((ours - expected).double().norm().nan_to_num(torch.inf))
+            for row, (ours, expected) in sides.items()
+        }
+        worst = max(far, key=far.__getitem__)
+        shape = sides[worst][1].shape  # samples may be of other lengths, where they are padded
+        rows = [row for row, (_, expected) in sides.items() if expected.shape == shape]
+        actual, expected = (torch.stack([sides[row][i] for row in rows]) for i in (0, 1))
         parts = []
         for index, row in enumerate(rows):
             if whole_of(mine[row]).is_sum:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,25 +94,33 @@ class Notes:
             step: The step that gradients before their reduction are of.
         """
         for noted in [*self._tensors, *self._own_tensors(step)]:
-            dtype = dtype_name(noted.dtype or "")
-            pieces = tuple(piece for digest in noted.digests for piece in digest.pieces())
-            self.write(
-                Event(
-                    noted.step,
-                    noted.phase,
-                    noted.name,
-                    noted.shape,
-                    dtype,
-                    pieces,
-                    noted.call,
-                    noted.note,
-                    noted.may_add,
-                )
-            )
+            by_shape: dict[tuple[int, ...], list[Digest]] = {}
+            for digest in noted.digests:
+                by_shape.setdefault(digest.shape or noted.shape, []).append(digest)
+            for shape, digests in (by_shape or {noted.shape: []}).items():
+                self._write_tensor(noted, shape, digests)
         self._tensors.clear()
         self._own.clear()
         if self._log is not None:
             self._log.flush()
+
+    def _write_tensor(
+        self, noted: Noted, shape: tuple[int, ...], digests: Sequence[Digest]
+    ) -> None:
+        """Write what there is of one shape of a tensor."""
+        self.write(
+            Event(
+                noted.step,
+                noted.phase,
+                noted.name,
+                shape,
+                dtype_name(noted.dtype or ""),
+                tuple(piece for digest in digests for piece in digest.pieces()),
+                noted.call,
+                noted.note,
+                noted.may_add,
+            )
+        )
 
     def _own_tensors(self, step: int) -> Iterator[Noted]:
         for (name, _), (shape, dtype, terms) in self._own.items():

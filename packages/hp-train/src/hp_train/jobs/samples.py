@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hp_train.jobs.dtensors import is_dtensor
-from hp_train.jobs.events import Box, Rows
+from hp_train.jobs.events import REAL, Box, Rows
+from hp_train.jobs.padding import Span, Unpadded, real_of
 from hp_train.jobs.sketch import Digest, digest_rows, digests_of_rows
 from hp_train.jobs.slices import placed, whole
 from hp_train.jobs.trees import tensors_in
@@ -69,16 +71,24 @@ class Run:
     """Tokens of a sample here that are some of a reference's sample, in the same order.
 
     Attributes:
-        here: First and last + 1 of them, in every sample of the call.
+        here: First and last + 1 of them, in every sample that this is about.
         start: First of them there.
-        names: The reference's sample of each sample of the call.
+        names: The reference's sample of each of these samples.
         length: Tokens of those.
+        at: Which samples of the call this is about; empty: all.
     """
 
-    here: tuple[int, int]
+    here: Span
     start: int
     names: tuple[str, ...]
     length: int
+    at: tuple[int, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the reference's sample is here."""
+        first, last = self.here
+        return self.start == 0 and last - first == self.length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,11 +99,13 @@ class Laid:
         values: `[samples, ...]`.
         box: Where each is in its whole sample.
         rows: Names of the samples.
+        shape: Shape of each whole sample; empty: that of all of the call.
     """
 
     values: Tensor
     box: Box
     rows: tuple[str, ...]
+    shape: tuple[int, ...] = ()
 
 
 class Samples:
@@ -107,6 +119,7 @@ class Samples:
         given: Names of the samples behind what another root module has made; empty: none has.
         seen: How often samples were evaluated in the update that is under way, for this batch to be
             added to: their names tell evaluations apart. None: no update is under way.
+        kwargs: What else the root module was given.
     """
 
     def __init__(
@@ -117,6 +130,7 @@ class Samples:
         *,
         given: tuple[str, ...] = (),
         seen: Counter[str] | None = None,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         local = batch.to_local() if is_dtensor(batch) else batch
         self._call, self._local = call, local.detach()
@@ -133,21 +147,33 @@ class Samples:
         is_known = known is None or all(name in known for name in names)
         if not self.has_tokens and not is_known:
             names = tuple(f"{call}.{i}" for i in range(len(local)))
-        self.runs = [Run((0, self._length), 0, names, self._length)]
-        if self.has_tokens and known and not is_known:
+        self.runs, self.names = [Run((0, self._length), 0, names, self._length)], names
+        self._real = real_of(self._local, kwargs) if self.has_tokens else ()
+        if known is None:
+            self.runs += _real_parts(names, self._real, self._length)
+        elif self.has_tokens and known and not is_known:
             then = {
                 name: theirs
                 for name, theirs in known.items()
                 if name.endswith(time) and ("~" in name) == bool(time)
             }
-            self.runs = _runs(local.tolist(), then) or self.runs
-        self.names = self.runs[0].names
+            self._look_for(self._local.tolist(), then)
+
+    def _look_for(self, local: list[list[int]], known: Mapping[str, Sequence[int]]) -> None:
+        """Find samples in the reference's, which may be padded otherwise, or longer."""
+        if found := _unpadded(local, self._real, known):
+            self.runs = found
+            by_row = {at: name for run in found for at, name in zip(run.at, run.names, strict=True)}
+            self.names = tuple(by_row[index] for index in range(len(local)))
+        elif runs := _runs(local, known):
+            self.runs, self.names = runs, runs[0].names
 
     def rows(self, step: int, phase: str) -> Rows:
         """What the root module was given."""
         small = self.has_tokens and self._local.numel() <= _SMALL
         tokens = tuple(map(tuple, self._local.tolist())) if small else ()
-        return Rows(step, self._call, self.names, tokens, phase, self.has_tokens)
+        real = self._real if self._is_reference else ()
+        return Rows(step, self._call, self.names, tokens, phase, self.has_tokens, real)
 
     def digest(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
         """Digest a tensor of some module, sample by sample.
@@ -160,7 +186,8 @@ class Samples:
         if laid is None:
             return None
         shape, parts = laid
-        return shape, [digest_rows(part.values, part.box, part.rows) for part in parts]
+        made = [replace(digest_rows(p.values, p.box, p.rows), shape=p.shape) for p in parts]
+        return shape, made
 
     def laid(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Laid]] | None:
         """Lay a tensor of some module out, sample by sample.
@@ -190,17 +217,29 @@ class Samples:
         sizes = values.shape[1:]
         if len(self.runs) == 1 and self.runs[0].length == self._length:
             return tuple(sizes), [Laid(values, whole(sizes), self.names)]
-        if self._length not in sizes:
+        dim = list(sizes).index(self._length) if self._length in sizes else None
+        if dim is None and not all(run.is_whole for run in self.runs):
             return None
-        dim = list(sizes).index(self._length)
-        parts = []
-        for run in self.runs:
-            first, last = run.here
-            spans = list(whole(sizes))
-            spans[dim] = run.start, run.start + last - first
-            part = values.narrow(dim + 1, first, last - first)
-            parts.append(Laid(part, tuple(spans), run.names))
-        return (*sizes[:dim], self.runs[0].length, *sizes[dim + 1 :]), parts
+        parts = [self._of_run(values, run, dim) for run in self.runs]
+        return parts[0].shape, parts
+
+    @staticmethod
+    def _of_run(values: Tensor, run: Run, dim: int | None) -> Laid:
+        """Take what a run is about out of `[samples, ...]`.
+
+        Args:
+            values: What all samples have.
+            run: The run.
+            dim: Which dim of a sample is that of tokens; None: none, and the run is a whole sample.
+        """
+        part = values[list(run.at)] if run.at else values
+        sizes = part.shape[1:]
+        if dim is None:
+            return Laid(part, whole(sizes), run.names, tuple(sizes))
+        (first, last), spans = run.here, list(whole(sizes))
+        spans[dim] = run.start, run.start + last - first
+        shape = *sizes[:dim], run.length, *sizes[dim + 1 :]
+        return Laid(part.narrow(dim + 1, first, last - first), tuple(spans), run.names, shape)
 
     def _by_sample(
         self, values: Tensor, shape: tuple[int, ...]
@@ -223,6 +262,39 @@ def _some_of(values: Tensor) -> Tensor:
     """Elements of each sample, `[N, ...]`, by which samples are told apart."""
     rows = values.reshape(values.shape[0], -1)
     return rows[:, :: max(1, rows.shape[1] // _READ)]
+
+
+def _real_parts(names: tuple[str, ...], real: Sequence[Span], length: int) -> list[Run]:
+    """The parts of a reference's samples that are no padding, of those that are padded."""
+    padded = {index: span for index, span in enumerate(real) if span != (0, length)}
+    return [
+        Run(span, 0, tuple(REAL + names[i] for i in at), span[1] - span[0], at)
+        for span, at in _by_value(padded).items()
+    ]
+
+
+def _unpadded(
+    local: list[list[int]], real: Sequence[Span], known: Mapping[str, Sequence[int]]
+) -> list[Run]:
+    """Find samples without their padding among the reference's; none where one is not there."""
+    among = Unpadded(known)
+    found = [among.find(row, real[i : i + 1]) for i, row in enumerate(local)]
+    names = [one[0] for one in found if one]
+    if len(names) < len(local):
+        return []
+    spans = {index: one[1] for index, one in enumerate(found) if one}
+    return [
+        Run(span, 0, tuple(names[i] for i in at), span[1] - span[0], at)
+        for span, at in _by_value(spans).items()
+    ]
+
+
+def _by_value(spans: Mapping[int, Span]) -> dict[Span, tuple[int, ...]]:
+    """Samples that have the same span."""
+    return {
+        span: tuple(index for index, other in spans.items() if other == span)
+        for span in dict.fromkeys(spans.values())
+    }
 
 
 def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Run]:

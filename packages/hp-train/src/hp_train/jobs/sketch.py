@@ -25,12 +25,14 @@ class Digest:
         rows: Sample of each; empty names: they have none.
         sums: `[N, NUM_SIGNS]`.
         norms: `[N]`.
+        shape: Shape of each whole, where not all parts of a tensor are of the same.
     """
 
     box: Box
     rows: tuple[str, ...]
     sums: Tensor
     norms: Tensor
+    shape: tuple[int, ...] = ()
 
     def pieces(self) -> tuple[Piece, ...]:
         """Read them."""
