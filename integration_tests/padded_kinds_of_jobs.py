@@ -157,7 +157,8 @@ def called_apart(job: Job) -> None:
 
 
 PADDED: dict[str, Callable[[Job], None]] = {
-    loop.__name__: loop for loop in (
+    loop.__name__: loop
+    for loop in (
         padded_right,
         padded_left,
         masked_right,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.demo.zoo.bugs import BUGS
+from hp_train.demo.found import look_for
+from hp_train.demo.zoo.bugs import BUGS, REPORTS, Bug
 from hp_train.demo.zoo.job import PRECISIONS, train
 from hp_train.jobs.compare import Comparison, compare, with_floor
 from hp_train.jobs.events import GRADIENT, OWN
@@ -138,6 +139,15 @@ def test_a_public_bug_is_found_and_named(layout: str, bug: str, referees: Refere
     assert first.phase == wanted.phase, first
     assert re.search(wanted.where, first.name), first
     assert wanted.likely in " ".join(explain(comparison)), explain(comparison)
+
+
+@pytest.mark.sample("scattered", "leftover")
+@pytest.mark.parametrize("bug", REPORTS, ids=lambda bug: bug.layout)
+def test_a_public_report_is_found_and_named_and_its_job_without_it_equal(bug: Bug) -> None:
+    sound, found = look_for([bug], [bug.layout])
+
+    assert sound.is_right, sound
+    assert found.is_right, found
 
 
 # (layout, bug): ranks that are wrong; a word of the sentence; of what the program says at its end

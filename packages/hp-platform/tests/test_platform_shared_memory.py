@@ -69,6 +69,24 @@ def test_more_exchanges_than_slots_bring_everybodys_bytes() -> None:
     assert run_distributed(many_under_way, world_size=3) == [True] * 3
 
 
+def of_other_sizes() -> str:
+    channel = connect()
+    assert channel is not None
+    got: dict[tuple[int, int], list[int]] = {}
+    post(channel, 0, 5000, got).wait()  # its memory is large enough for what follows
+    try:
+        post(channel, 1, 40 + 8 * dist.get_rank(), got).wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_other_sizes_are_refused_and_not_read_as_something_else() -> None:
+    first, second = run_distributed(of_other_sizes, world_size=2)
+    assert first.startswith("bytes here (40) must equal bytes of rank 1 (48) in an exchange")
+    assert second.startswith("bytes here (48) must equal bytes of rank 0 (40) in an exchange")
+
+
 def without_one_rank(how: str) -> tuple[str, float]:
     channel = connect(seconds=0.5 if how == "late" else 600.0)
     assert channel is not None

@@ -1,4 +1,4 @@
-"""What `hp verify -- JOB` makes of the same in another form: padding, terms of losses, more calls."""
+"""What `hp verify -- JOB` makes of the same in another form: padding, terms, more calls."""
 
 from collections.abc import Mapping, Sequence
 
@@ -153,7 +153,7 @@ def test_more_samples_are_told_beside_what_comes_of_them() -> None:
     comparison = judged(recording(given=("x", "y", "z"), gradient=1.5))
     assert comparison.first is not None
     assert comparison.first.phase == GRADIENT
-    assert explain(comparison)[0] == "the job gives its models 1 samples more than the reference"
+    assert explain(comparison)[0] == "the job gives its models 1 sample more than the reference"
 
 
 def test_a_module_that_is_called_more_often_is_compared_in_its_own_calls() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import select
+import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,10 @@ from hp_platform.groups.groups import global_ranks
 
 _TOKEN_BYTES = 16
 _POSTED, _READ = 0, 1
+_MESSAGE = struct.Struct("=BQ")
+"""What happened, and bytes that were posted."""
+_MOST = 400
+"""Messages that are read at once."""
 
 
 class _Offer(NamedTuple):
@@ -107,7 +112,7 @@ class Channel:
         self._rank, self._global_ranks, self._timeout = rank, global_ranks, timeout
         self._memories = memories
         self._inlets, self._outlets = pipes
-        self._heard = {other: [0, 0] for other in self._inlets}
+        self._heard = {other: (deque[int](), deque[int]()) for other in self._inlets}
         self._common_bytes = 0
         self._num_posted = 0
         self._is_free = True  # whether the next exchange can have its slot
@@ -203,7 +208,7 @@ class Channel:
                 latest when another exchange needs the slot.
         """
         fill(self.memory(size))
-        self._tell(_POSTED)
+        self._tell(_POSTED, size)
         num_slots = len(self._memories[self._rank]) - 1
         exchange = Exchange(self, self._num_posted % num_slots, size, read)
         self._under_way.append(exchange)
@@ -216,38 +221,44 @@ class Channel:
         while not exchange.is_done:
             oldest = self._under_way.popleft()
             for other in self._inlets:
-                self._hear(other, _POSTED)
+                size = self._hear(other, _POSTED)
+                if size != oldest.size:  # each would read something else of the other's memory
+                    raise RuntimeError(
+                        f"bytes here ({oldest.size}) must equal bytes of rank "
+                        f"{self._global_ranks[other]} ({size}) in an exchange: ranks must use the "
+                        "same parameters in a microbatch, and have gradients of the same"
+                    )
             oldest.read([slots[oldest.slot].bytes(oldest.size) for slots in self._memories])
             self._tell(_READ)
             oldest.is_done = True
 
-    def _tell(self, what: int) -> None:
+    def _tell(self, what: int, size: int = 0) -> None:
         for outlet in self._outlets.values():
             # Who has ended needs to hear nothing; who needs to hear of it will find out.
             with suppress(BrokenPipeError):
-                os.write(outlet, bytes([what]))
+                os.write(outlet, _MESSAGE.pack(what, size))  # few bytes: all of them, or none
 
-    def _hear(self, other: int, what: int) -> None:
-        """Wait until another rank has told something once more than was asked for."""
+    def _hear(self, other: int, what: int) -> int:
+        """Wait until another rank has told something once more than was asked for; and its size."""
         heard, inlet = self._heard[other], self._inlets[other]
         deadline = time.monotonic() + self._timeout.total_seconds()
         poll = select.poll()
         poll.register(inlet, select.POLLIN)
-        while heard[what] == 0:
+        while not heard[what]:
             try:
                 left = deadline - time.monotonic()
                 if left <= 0 or not poll.poll(left * 1000):
                     raise TimeoutError(f"it did not come within {self._timeout}")
-                told = os.read(inlet, 4096)
+                told = os.read(inlet, _MOST * _MESSAGE.size)
                 if not told:
                     raise BrokenPipeError("it has ended")
             except OSError as error:
                 raise RuntimeError(
                     f"an exchange with rank {self._global_ranks[other]} failed: {error}"
                 ) from error
-            heard[_POSTED] += told.count(_POSTED)
-            heard[_READ] += told.count(_READ)
-        heard[what] -= 1
+            for kind, size in _MESSAGE.iter_unpack(told):
+                heard[kind].append(size)
+        return heard[what].popleft()
 
 
 class Exchange:

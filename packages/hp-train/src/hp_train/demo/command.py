@@ -12,7 +12,7 @@ from hp_train.base.command_line import Parser, require_files, require_folder, sa
 from hp_train.demo.cells import DIFFERENT, DOUBTED, FAILED, Architecture, Bred
 from hp_train.demo.page import page
 from hp_train.demo.table import table
-from hp_train.demo.zoo.bugs import BUGS, SOUND
+from hp_train.demo.zoo.bugs import BUGS, REPORTS, SOUND
 from hp_train.errors import ConfigError, DifferenceError
 
 FLAG = "--demo"
@@ -103,7 +103,7 @@ def summary(zoo: Sequence[Bred], found: Sequence[Architecture]) -> str:
 def _zoo() -> Iterator[Bred]:
     from hp_train.demo.found import look_for  # noqa: PLC0415 - needs torch
 
-    return look_for(BUGS, SOUND)
+    return look_for([*BUGS, *REPORTS], [*SOUND, *(bug.layout for bug in REPORTS)])
 
 
 def _told(found: Iterator[Bred], until: float) -> Iterator[Bred]:

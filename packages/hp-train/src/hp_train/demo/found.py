@@ -9,8 +9,9 @@ from typing import Any
 
 from hp_train.architectures.forks import prepare, run_ranks
 from hp_train.demo.cells import Bred
-from hp_train.demo.zoo.bugs import Bug
+from hp_train.demo.zoo.bugs import FAILS, Bug
 from hp_train.demo.zoo.job import train
+from hp_train.demo.zoo.reports import LOOPS
 from hp_train.jobs.compare import Comparison, Floor, compare, with_floor
 from hp_train.jobs.explain import explain
 from hp_train.jobs.joined import Recording, join
@@ -26,7 +27,7 @@ def look_for(bugs: Iterable[Bug], sound: Iterable[str]) -> Iterator[Bred]:
 
     Args:
         bugs: Bugs, by name.
-        sound: Layouts without a bug, as in `hp_train.demo.zoo.bugs.SOUND`.
+        sound: Layouts, or jobs of reports, without a bug, as in `hp_train.demo.zoo.bugs.SOUND`.
 
     Yields:
         What was found, one after the other.
@@ -39,6 +40,9 @@ def look_for(bugs: Iterable[Bug], sound: Iterable[str]) -> Iterator[Bred]:
             comparison = judge(name, "", tied=bool(tied))
             yield _bred(layout, "", comparison, is_right=comparison.first is None)
         for bug in bugs:
+            if bug.phase == FAILS:
+                yield _failed(bug, judge)
+                continue
             comparison = judge(bug.layout, bug.name, tied=bug.is_tied)
             yield _bred(bug.layout, bug.name, comparison, is_right=_is_named(bug, comparison))
 
@@ -51,6 +55,17 @@ def _is_named(bug: Bug, comparison: Comparison) -> bool:
         and re.search(bug.where, first.name) is not None
         and bug.likely in " ".join(explain(comparison))
     )
+
+
+def _failed(bug: Bug, judge: "_Judge") -> Bred:
+    """Run a job that is to fail, and see that the reason is told."""
+    try:
+        judge(bug.layout, bug.name, tied=False)
+    except RuntimeError as error:
+        told = str(error)
+        is_right = bug.likely in told
+        return Bred(layout=bug.layout, bug=bug.name, is_right=is_right, first=told)
+    return Bred(layout=bug.layout, bug=bug.name, is_right=False, first="it did not fail")
 
 
 def _bred(layout: str, bug: str, seen: Comparison, *, is_right: bool) -> Bred:
@@ -76,20 +91,24 @@ class _Judge:
 
     def __call__(self, layout: str, bug: str, *, tied: bool) -> Comparison:
         """Run a job and compare it."""
-        expected = self._expected(tied)
-        return compare(self._recorded(f"{layout}-{bug}", layout, bug, tied=tied), *expected)
+        group = layout if layout in LOOPS else f"tied-{tied}"
+        expected = self._expected(group)
+        job = partial(train, layout, bug, tied=tied)
+        return compare(self._recorded(f"{layout}-{bug}", group, job), *expected)
 
-    def _reference(self, tied: bool) -> tuple[Recording, Floor]:
-        return with_floor(lambda who, seed: self._recorded(who, "one", tied=tied, disturb=seed))
+    def _reference(self, group: str) -> tuple[Recording, Floor]:
+        """Run what a group of jobs is compared with."""
+        layout = group if group in LOOPS else "one"
+        job = partial(train, layout, tied=group == "tied-True")
+        return with_floor(lambda who, seed: self._recorded(who, group, job, ranks=1, disturb=seed))
 
     def _recorded(
-        self, who: str, layout: str, bug: str = "", *, tied: bool, disturb: int = 0
+        self, who: str, group: str, job: Callable[[], None], *, ranks: int = 2, disturb: int = 0
     ) -> Recording:
-        trains, ranks = partial(train, layout, bug, tied=tied), 1 if layout == "one" else 2
         try:
-            return recorded(self._folder / str(tied) / who, trains, ranks=ranks, disturb=disturb)
+            return recorded(self._folder / group / who, job, ranks=ranks, disturb=disturb)
         except FailedError as error:
-            raise RuntimeError(f"{layout} {bug}: {error}") from None
+            raise RuntimeError(f"{who}: {error}") from None
 
 
 class FailedError(Exception):

@@ -172,8 +172,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         if index == 1:
             _phase(result, 1, ev.START, mine, theirs, floor)
         before = len(result.differences)
-        if more := [*_calls_more(mine, theirs)]:
-            result.more[index] = more
+        result.more[index] = [*_calls_more(mine, theirs)]
         if reason := _dropout(index, mine, theirs):
             result.random[index] = reason
         for phase in _phases(mine, theirs):
@@ -289,8 +288,8 @@ def _batches(result: Comparison, index: int, steps: tuple[Step, Step], before: i
     if _are_equal(result, index, theirs):
         result.unaligned[f"step {index}, {ev.INPUT}"] = f"{note}, and all gradients are equal"
     elif here and not missing:
-        told = f"the job gives its models {more} samples more than the reference"
-        result.more.setdefault(index, []).insert(0, told)
+        told = f"the job gives its models {more} sample{'s' * (more > 1)} more than the reference"
+        result.more[index].insert(0, told)
     else:
         result.differences.insert(before, Place(index, ev.INPUT, "", 1.0, 0.0, note=note))
 
@@ -364,8 +363,6 @@ def _phase(  # noqa: PLR0917
         if reason := _why_not(tensor, reference) or _why_mixed(reference, bound):
             result.unaligned.setdefault(where, reason)
             continue
-        if tensor.lost:
-            result.unaligned.setdefault(where, f"of some calls: {tensor.lost}")
         error = _error(tensor, reference, phase)
         if tensor.is_sum and not error <= bound:
             result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
@@ -385,6 +382,8 @@ def _phase(  # noqa: PLR0917
             result.differences.append(
                 Place(index, phase, name, error, bound, factor, rest, origin=origin)
             )
+    lost = {f"{phase} {n}": f"of some calls: {ours[n].lost}" for n in common if ours[n].lost}
+    result.unaligned = lost | result.unaligned
     for name in expected.keys() - ours.keys():
         result.unaligned.setdefault(f"{phase} {name}", "the job has not computed it by this name")
     for name in ours.keys() - expected.keys():

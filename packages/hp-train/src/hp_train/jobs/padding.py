@@ -44,7 +44,7 @@ def real_of(tokens: Tensor, kwargs: Mapping[str, Any]) -> tuple[Span, ...]:
 
 
 def _of_mask(real: Tensor) -> tuple[Span, ...]:
-    """Spans of rows whose real tokens lie together; empty: of one they do not, or none is padded."""
+    """Spans of rows whose real tokens lie together; empty: those of one do not, or all are real."""
     counts, length = real.sum(1), real.shape[1]
     first = real.int().argmax(1)
     last = length - real.flip(1).int().argmax(1)

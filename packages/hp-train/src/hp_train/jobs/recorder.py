@@ -219,9 +219,7 @@ class Recorder(ParameterRecorder):
             known = None if self._known is None else self._known.get(place, {})
             given = self._made.samples_of(batch)
             seen = None if self._seen is None else self._seen.setdefault(id(root), Counter())
-            call.samples = Samples(
-                batch, call.index, known, given=given, seen=seen, kwargs=kwargs
-            )
+            call.samples = Samples(batch, call.index, known, given=given, seen=seen, kwargs=kwargs)
             self._notes.write(call.samples.rows(place, call.phase))
 
     def _next_step(self) -> None:

@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass
 
+FAILS = "fails"
+
 
 @dataclass(frozen=True, slots=True)
 class Bug:
     """A bug in a layout of the zoo's job.
 
     Attributes:
-        layout: Layout that shows it.
+        layout: Layout that shows it, or report of a job that is not the zoo's.
         name: What the job calls it.
-        phase: Phase of the first difference.
+        phase: Phase of the first difference; `FAILS`: the job fails.
         where: Pattern of the module or parameter of the first difference.
-        likely: Words that are said to be likely.
+        likely: Words that are said to be likely, or of the failure.
     """
 
     layout: str
@@ -70,3 +72,23 @@ BUGS = (
     Bug("pp", "tied-end", "gradient", r"embed\.weight", "sum over them is missing"),
 )
 """As public threads of training systems tell them."""
+_MISSING, _OTHER = "a sum over them is missing", "the jobs are given other batches"
+REPORTS = (
+    Bug("changing-lengths", "reported", "gradient", r"3\.bias", "what they reduce is right"),
+    Bug("scattered", "reported", "forward", "out", "what out was given is equal"),
+    Bug("second-resume", "reported", "input", likely=_OTHER),
+    Bug("tied-export", "reported", "forward", "embed", "changed after the last update"),
+    Bug("sequence-balance", "reported", "loss", likely="outputs are equal and the loss is not"),
+    Bug("cut-experts", "reported", "gradient", "router", _MISSING),
+    Bug(
+        "odd-buckets", "reported", "weight", r"1\.bias", "the optimizer's options, groups or state"
+    ),
+    Bug("transposed-sum", "reported", "forward", likely=_MISSING),
+    Bug("forked-data", "reported", "input", likely=_OTHER),
+    Bug("alike-chunks", "reported", "first weight", r"3\.weight", "begin with other weights"),
+    Bug("hybrid-shard", "reported", "gradient", r"3\.bias", _MISSING),
+    Bug("late-gradient", "reported", FAILS, likely="expects uniform gradient dtype"),
+    Bug("leftover", "reported", FAILS, likely="step-2.tmp is there already"),
+    Bug("uneven-evaluation", "reported", FAILS, likely="Timed out waiting"),
+)
+"""Reports of 2026, each a job of its own in `hp_train.demo.zoo.reports`."""

@@ -20,6 +20,7 @@ from hp_train.demo.zoo.model import (
     loss_of,
     world,
 )
+from hp_train.demo.zoo.reports import LOOPS
 
 BATCH, MICROBATCHES = 4, 2
 CLIP = 0.5
@@ -37,7 +38,19 @@ def train(
     steps: int = 3,
     precision: str = "float32",
 ) -> None:
-    """Train; `layout` is one, dp, fsdp, tp, ep, cp or pp, `precision` one of `PRECISIONS`."""
+    """Train.
+
+    Args:
+        layout: One of one, dp, fsdp, tp, ep, cp and pp; or a job of `reports`, which has its own
+            steps, and one precision.
+        bug: What is wrong.
+        tied: Whether one table is for both ends.
+        steps: Number of updates.
+        precision: One of `PRECISIONS`.
+    """
+    if layout in LOOPS:
+        LOOPS[layout](bug)
+        return
     rank, size = world()
     place = Place(layout, rank, size, bug)
     stage = rank if layout == "pp" else None
