@@ -9,14 +9,14 @@ from torch import Tensor
 
 from integration_tests.layouts import Result, config_of, train_in
 
-_PLANNED = {
+Tables = dict[str, dict[str, Any]]
+_PLANNED: Tables = {
     "data": {"packing": "planned", "seq_len": 48},
     "train": {"microbatch_size": 1, "global_batch_size": 2},
 }
-_TWO = {"train": {"microbatch_size": 2}}
-_FOUR = {"train": {"microbatch_size": 4, "global_batch_size": 4}}
-_SINGLE = {"train": {"microbatch_size": 1, "global_batch_size": 4}}
-Tables = dict[str, dict[str, Any]]
+_TWO: Tables = {"train": {"microbatch_size": 2}}
+_FOUR: Tables = {"train": {"microbatch_size": 4, "global_batch_size": 4}}
+_SINGLE: Tables = {"train": {"microbatch_size": 1, "global_batch_size": 4}}
 CASES: dict[str, tuple[Tables, Tables]] = {
     # Automodel #3530: lengths that change inside of a step lost what was accumulated.
     "lengths": ({**_PLANNED, "mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}, _PLANNED),
@@ -28,7 +28,10 @@ CASES: dict[str, tuple[Tables, Tables]] = {
 
 
 def trained(tables: Tables, directory: Path) -> Result:
-    more = {"train": {"dtype": "float64", "steps": 2}, "model": {"balance_coefficient": 0.1}}
+    more: Tables = {
+        "train": {"dtype": "float64", "steps": 2},
+        "model": {"balance_coefficient": 0.1},
+    }
     names = {*tables, *more}
     return train_in(
         config_of({name: {**more.get(name, {}), **tables.get(name, {})} for name in names}),

@@ -119,7 +119,8 @@ def _common_scale(places: Sequence[Place]) -> Fraction | None:
     near = Fraction(mean).limit_denominator(_MOST)
     is_simple = min(near.numerator, near.denominator) == 1 or near == 0
     is_all = all(
-        math.hypot(p.rest, p.factor - near) <= p.bound * max(near, 1) and abs(near - 1) > p.bound
+        math.hypot(p.rest, p.factor - near) <= p.bound * max(float(near), 1.0)
+        and abs(near - 1) > p.bound
         for p in places
     )
     return near if is_simple and near != 1 and is_all else None

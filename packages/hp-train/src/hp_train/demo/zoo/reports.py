@@ -35,7 +35,7 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return losses / (BATCH * LENGTH)
 
 
-def _reduce(*parameters: nn.Parameter) -> None:
+def _reduce(*parameters: Tensor) -> None:
     for parameter in parameters if world()[1] > 1 else ():
         if parameter.grad is not None:
             parameter.grad = summed(parameter.grad)
