@@ -16,9 +16,6 @@ from hp_train.jobs.trees import tensors_in
 
 _MASKS = {"attention_mask": True, "padding_mask": False, "key_padding_mask": False}
 """Names of masks, and whether they are true where a token is real."""
-_LEAST = 2
-"""Rows that end in a token once may well be so by themselves."""
-
 Span = tuple[int, int]
 """First and last + 1."""
 
@@ -55,13 +52,15 @@ def _of_mask(real: Tensor) -> tuple[Span, ...]:
 
 
 def _of_ends(tokens: Tensor) -> tuple[Span, ...]:
-    """Spans before a token that rows end with, and have nowhere else."""
+    """Spans before a token that rows end with, one of them twice, and have nowhere else."""
     length = tokens.shape[1]
-    for token in tokens[:, -1].unique().tolist():
+    last = tokens[:, -2:]  # rows that end in a token once may well be so by themselves
+    ends = last[:, -1][last.amin(1) == last.amax(1)] if length > 1 else last[:0, 0]
+    for token in ends.unique().tolist():
         same = tokens == token
         runs = same.flip(1).int().cumprod(1).sum(1)
         is_at_ends = bool((same.sum(1) == runs).all())
-        if is_at_ends and bool(runs.max() >= _LEAST) and bool(runs.max() < length):
+        if is_at_ends and bool(runs.max() < length):
             return tuple((0, length - run) for run in runs.tolist())
     return ()
 
