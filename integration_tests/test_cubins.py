@@ -1,4 +1,4 @@
-"""No Triton kernel without a compiled launch and limits, and limits that bind."""
+"""No Triton kernel without a compiled launch and limits; limits that bind; no narrow address."""
 
 import ast
 import sys
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from integration_tests.cubins import limits
+from integration_tests.cubins.intervals import overflows
 from integration_tests.cubins.limits import Resources
+from integration_tests.cubins.passed import PASSED, passed
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE = Resources(registers=32, stack=0, shared=64, size=9000)
@@ -102,3 +104,83 @@ def test_what_launchers_launch_compiles_within_its_limits(capability: int) -> No
     }
     allowed = {name: most for name, most in table.items() if name in measured}
     assert limits.problems(measured, allowed, kernels=kernels) == []
+
+
+def test_no_address_of_a_kernel_is_computed_in_32_bits_that_may_not_hold_it() -> None:
+    pytest.importorskip("triton", reason="nox -s cubins")
+    from integration_tests.cubins import launches  # noqa: PLC0415
+
+    assert launches.narrow_addresses(90) == []
+
+
+def test_what_the_packages_pass_to_kernels_is_compiled() -> None:
+    pytest.importorskip("triton", reason="nox -s cubins")
+    from integration_tests.cubins import launches  # noqa: PLC0415
+
+    assert launches.not_compiled(PASSED, 90) == []
+    [line] = launches.not_compiled({"gather_rows bfloat16 bfloat16 uint8"}, 90)
+    assert line == "gather_rows bfloat16 bfloat16 uint8: is passed, and not compiled"
+
+
+def test_what_layers_pass_to_kernels_is_listed() -> None:
+    assert passed() == PASSED
+
+
+GATHER = """
+#loc = loc("kernels.py":17:1)
+module {
+  tt.func public @gather_rows(%out: !tt.ptr<bf16> loc("out"(#loc)), %x: !tt.ptr<bf16> \
+loc("x"(#loc)), %token_of: !tt.ptr<i32> loc("t"(#loc)), %width: i32 loc("w"(#loc))) {
+    %c64 = arith.constant 64 : i32 loc(#loc)
+    %position = tt.get_program_id x : i32 loc(#loc)
+    %wide = arith.extsi %position : i32 to i64 loc(#loc)
+    %block = tt.get_program_id y : i32 loc(#loc)
+    %start = arith.muli %block, %c64 : i32 loc(#loc)
+    %column = tt.make_range {end = 64 : i32, start = 0 : i32} : tensor<64xi32> loc(#loc)
+    %starts = tt.splat %start : i32 -> tensor<64xi32> loc(#loc)
+    %columns = arith.addi %starts, %column : tensor<64xi32> loc(#loc)
+    %at = tt.addptr %token_of, %wide : !tt.ptr<i32>, i64 loc(#loc)
+    %token = tt.load %at : !tt.ptr<i32> loc(#loc2)
+    OFFSET
+    %from = tt.splat %row : !tt.ptr<bf16> -> tensor<64x!tt.ptr<bf16>> loc(#loc2)
+    %each = tt.addptr %from, %columns : tensor<64x!tt.ptr<bf16>>, tensor<64xi32> loc(#loc2)
+    %value = tt.load %each : tensor<64x!tt.ptr<bf16>> loc(#loc2)
+    tt.return loc(#loc)
+  } loc(#loc)
+} loc(#loc)
+#loc1 = loc("kernels.py":30:19)
+#loc2 = loc("row"(#loc1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("offset", "found"),
+    [
+        (
+            """%offset = arith.muli %token, %width : i32 loc(#loc2)
+    %row = tt.addptr %x, %offset : !tt.ptr<bf16>, i32 loc(#loc2)""",
+            {"arith.muli at kernels.py:30"},
+        ),
+        (
+            """%w = arith.extsi %width : i32 to i64 loc(#loc2)
+    %t = arith.extsi %token : i32 to i64 loc(#loc2)
+    %offset = arith.muli %t, %w : i64 loc(#loc2)
+    %row = tt.addptr %x, %offset : !tt.ptr<bf16>, i64 loc(#loc2)""",
+            set(),
+        ),
+        (
+            """%sum:2 = scf.for %i = %c64 to %width step %c64 iter_args(%a = %c64, %b = %c64) \
+-> (i32, i32)  : i32 {
+      %more = arith.addi %a, %c64 : i32 loc(#loc2)
+      scf.yield %more, %b : i32, i32 loc(#loc2)
+    } loc(#loc2)
+    %row = tt.addptr %x, %sum#0 : !tt.ptr<bf16>, i32 loc(#loc2)""",
+            {"arith.addi at kernels.py:30"},
+        ),
+    ],
+    ids=["product of 32 bits", "product of 64 bits", "sum over a loop"],
+)
+def test_an_address_that_32_bits_may_not_hold_is_named(offset: str, found: set[str]) -> None:
+    lines = overflows(GATHER.replace("OFFSET", offset))
+    assert {line.partition(" gives [")[0] for line in lines} == found
+    assert all(line.endswith(" in 32 bits, used at kernels.py:30") for line in lines)

@@ -5,13 +5,16 @@ One process for each rank or class, without a GPU; all of it takes about a minut
 
 import json
 import math
+import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from hp_platform.dry import same_program
+from hp_platform.dry.trace import Collective, Trace
 from hp_train.cli import main
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
@@ -24,6 +27,7 @@ from hp_train.dry_run.rank import Job, run_rank
 from hp_train.dry_run.rehearsal import held_by, run_classes, summary_of
 from hp_train.layout.communicators import held
 from hp_train.model import model_shapes
+from hp_vtp.pipeline import StageTransport
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = (
@@ -61,7 +65,18 @@ PROVEN_BY_FEW = ("etp", "dualpipe", "unequal")
 """Of these it is looked at that the ranks that stand for others prove the same for all."""
 
 
-@pytest.mark.sample("unequal")
+def reductions_of(traces: Iterable[Trace]) -> set[str]:
+    """What NCCL would be asked to do with the numbers of several ranks."""
+    reduced = ("all_reduce", "reduce_scatter", "reduce")
+    return {
+        event.detail.split(",")[0]
+        for trace in traces
+        for event in trace
+        if isinstance(event, Collective) and event.op in reduced
+    }
+
+
+@pytest.mark.sample("unequal", "replicated")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: Path) -> None:
     keys = dict(key.split("=", 1) for key in (*SMALL, *LAYOUTS[name]))
@@ -75,6 +90,7 @@ def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: 
     everyone = {rank: (rank,) for rank in range(config.world_size)}
     run = run_classes(run_rank, job, classes=everyone, gpus_per_node=8)
     assert summary_of(run, everyone, name=name, gpus_per_node=8).problems == ()
+    assert reductions_of(run.traces.values()) <= {"sum", "max"}  # never PREMUL_SUM or AVG
     classes = classes_of(config, skew, vocab_size=256)
     assert len(classes) < config.world_size or name in ("skewed", "ring")
     if name != "unequal":  # whose ranks have two threads, which take turns as it happens
@@ -85,6 +101,32 @@ def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: 
         return
     alone = run_classes(run_rank, job, classes=classes, gpus_per_node=8)
     assert summary_of(alone, classes, name=name, gpus_per_node=8).problems == ()
+
+
+@pytest.mark.parametrize("fault", ["", "messages on devices at once", "modules of torch too"])
+@pytest.mark.sample("messages on devices at once")
+def test_no_kernel_is_loaded_while_messages_of_another_thread_wait(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault:
+        monkeypatch.setattr(StageTransport, "_goes_by_host", False)
+    if fault == "modules of torch too":
+        monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    keys = dict(key.split("=", 1) for key in (*SMALL, *LAYOUTS["unequal"]))
+    config = dry_config(resolve("debug-qwen3-moe", [*keys.items()], env={}, fit=fit_to(6)).config)
+    write_tokens(tmp_path, load_tokenizer(""), [config.data.seq_len])
+    skew = parse_skew("uniform", config.model)
+    classes = classes_of(config, skew, vocab_size=256)
+    job = Job(config=config, skew=skew, data=tmp_path, steps=2)
+    run = run_classes(run_rank, job, classes=classes, gpus_per_node=8)
+    found = summary_of(run, classes, name="unequal", gpus_per_node=8).problems
+    assert bool(found) == bool(fault)
+    for line in found:
+        assert "module load: rank " in line
+        assert re.search(r" may wait for ever: .* is launched first, at \S+:\d+", line)
+    names = {re.split(r" may wait for ever: ", line)[1].split(" ")[0] for line in found}
+    ours = {name for name in names if name.startswith("hp_expert.")}
+    assert (ours == names) == (fault != "modules of torch too")
 
 
 def test_a_rank_decides_how_it_gathers_inside_a_dry_device(

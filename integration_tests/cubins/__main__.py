@@ -31,6 +31,7 @@ def _run(*, write: bool) -> int:
     import triton  # noqa: PLC0415  # after it is known to be there
 
     from integration_tests.cubins import inductor, launches, limits  # noqa: PLC0415
+    from integration_tests.cubins.passed import PASSED  # noqa: PLC0415
     from integration_tests.cubins.toolchain import CAPABILITIES  # noqa: PLC0415
 
     measured: limits.Table = {}
@@ -55,6 +56,8 @@ def _run(*, write: bool) -> int:
         allowed = measured
     kernels = launches.discover(f"hp_{package}" for package in launches.PACKAGES)
     found = limits.problems(measured, allowed, kernels={*kernels, "inductor"})
+    first = CAPABILITIES[0]  # what is looked at here is the same for all
+    found += launches.narrow_addresses(first) + launches.not_compiled(PASSED, first)
     _say(*found, f"{len(kernels)} Triton kernels, {len(measured)} rows, {len(found)} problems")
     return 1 if found else 0
 

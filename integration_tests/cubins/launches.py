@@ -1,9 +1,10 @@
 """What the packages' launchers launch, for the shapes and dtypes of the models there are."""
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hp_expert.kernels import (
     triton_rows,
     triton_sorting,
 )
+from integration_tests.cubins.intervals import overflows
 from integration_tests.cubins.limits import Resources
 from integration_tests.cubins.toolchain import collecting_launches, resources
 
@@ -27,6 +29,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOKENS = 4096
 
 _ids = partial(torch.empty, dtype=torch.int64, device="meta")
+_narrow_ids = partial(torch.empty, dtype=torch.int32, device="meta")
+_ALL_IDS = _ids, _narrow_ids
 _weights = partial(torch.empty, dtype=torch.float32, device="meta")
 
 
@@ -55,14 +59,10 @@ def full_name(kernel: Any) -> str:
     return f"{kernel.__module__}.{kernel.__name__}"
 
 
-def compiled_launches(capability: int) -> dict[str, dict[str, Resources]]:
-    """Compile what every launcher launches.
-
-    Returns:
-        By full name of the kernel and dtype of the rows: the most that a program takes, over all
-        widths and numbers of choices.
-    """
-    found: dict[str, dict[str, Resources]] = {}
+@cache
+def compiled(capability: int) -> dict[str, list[tuple[Any, Any]]]:
+    """Compile what every launcher launches: by dtype of the rows, kernels and what they became."""
+    found: dict[str, list[tuple[Any, Any]]] = {}
     for dtype, torch_dtype in DTYPES.items():
         with collecting_launches(capability) as launched:
             for width in WIDTHS:
@@ -70,10 +70,60 @@ def compiled_launches(capability: int) -> dict[str, dict[str, Resources]]:
                 for launch in LAUNCHES:
                     launch(rows)
         # Equal specialisations share one compiled kernel.
-        for kernel, compiled in {c.hash: (k, c) for k, c in launched}.values():
-            most, one = found.setdefault(full_name(kernel), {}), resources(compiled, capability)
+        found[dtype] = list({made.hash: (kernel, made) for kernel, made in launched}.values())
+    return found
+
+
+def compiled_launches(capability: int) -> dict[str, dict[str, Resources]]:
+    """Measure what every launcher launches.
+
+    Returns:
+        By full name of the kernel and dtype of the rows: the most that a program takes, over all
+        widths and numbers of choices.
+    """
+    found: dict[str, dict[str, Resources]] = {}
+    for dtype, launched in compiled(capability).items():
+        for kernel, made in launched:
+            most, one = found.setdefault(full_name(kernel), {}), resources(made, capability)
             most[dtype] = one.most(most[dtype]) if dtype in most else one
     return found
+
+
+def narrow_addresses(capability: int) -> list[str]:
+    """Return a line for each address that 32 bits may not hold, see `intervals`."""
+    launched = [pair for pairs in compiled(capability).values() for pair in pairs]
+    lines = {
+        f"{full_name(kernel)}: {line}"
+        for kernel, made in launched
+        for line in overflows(made.asm["ttir"])
+    }
+    return sorted(lines)
+
+
+def not_compiled(passed: Iterable[str], capability: int) -> list[str]:
+    """Return a line for each launch whose dtypes no compiled kernel has, see `passed`."""
+    made = {
+        (kernel.__name__, *made.src.signature.values())
+        for pairs in compiled(capability).values()
+        for kernel, made in pairs
+    }
+    wanted = {line: (line.split()[0], *map(_in_triton, line.split()[1:])) for line in passed}
+    missing = (w for w, want in wanted.items() if not any(m[: len(want)] == want for m in made))
+    return [f"{line}: is passed, and not compiled" for line in sorted(missing)]
+
+
+def _in_triton(dtype: str) -> str:
+    """A dtype of torch in a signature of Triton's; what is left out is a constant there."""
+    return "constexpr" if dtype == "-" else f"*{_NAMES[dtype]}"
+
+
+_NAMES = {
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+}
 
 
 def _rows(number: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -81,13 +131,15 @@ def _rows(number: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _gather_rows(rows: Callable[[int], Tensor]) -> None:
-    triton_rows.gather_rows(rows(TOKENS), _ids(TOKENS * 8), holes=True)
+    for ids in _ALL_IDS:
+        triton_rows.gather_rows(rows(TOKENS), ids(TOKENS * 8), holes=True)
 
 
 def _sum_rows(rows: Callable[[int], Tensor]) -> None:
     for k in CHOICES:
         for weights in (None, _weights(TOKENS, k)):
             triton_rows.sum_rows(rows(TOKENS * k), _ids(TOKENS, k), weights, holes=True)
+            triton_rows.sum_rows(rows(TOKENS * k), _narrow_ids(TOKENS, k), weights, holes=True)
         pair = rows(TOKENS * k), rows(TOKENS * k)
         triton_rows.sum_rows(pair[0], _ids(TOKENS, k), holes=True, more_RD=pair[1])
 
@@ -103,12 +155,12 @@ FORMS = triton_activation.Form(), triton_activation.Form(7.0, 1.702)
 
 def _activations(rows: Callable[[int], Tensor]) -> None:
     pre = rows(TOKENS), rows(TOKENS)
-    places = _ids(TOKENS), _ids(TOKENS)
-    for form in FORMS:
+    for form, ids in itertools.product(FORMS, _ALL_IDS):
+        places = ids(TOKENS), ids(TOKENS)
         triton_activation.activate(*pre, places[0], form)
-        for weights in (None, _weights(TOKENS)):
+        for weights, extra in ((None, None), (_weights(TOKENS), None), (_weights(TOKENS),) * 2):
             triton_activation.activate_backward(
-                rows(TOKENS), pre, pre, form, at=places, weights_S=weights
+                rows(TOKENS), pre, pre, form, at=places, weights_S=weights, extra_P=extra
             )
     triton_activation.zero_idle(rows(TOKENS).view(8, -1), _ids(8))
 
@@ -140,19 +192,20 @@ def _routing(rows: Callable[[int], Tensor]) -> None:
 
 def _sorting(rows: Callable[[int], Tensor]) -> None:
     del rows
-    for num_experts, top_k in SIZES:
-        experts = _ids(TOKENS, top_k)
+    for (num_experts, top_k), ids in itertools.product(SIZES, _ALL_IDS):
+        experts = ids(TOKENS, top_k)
         triton_sorting.place(experts, triton_sorting.count(experts, num_experts))
         part = {"num_local": num_experts // 4, "num_ranks": 4}
         triton_sorting.find_ranks(experts, **part)
-        codes = torch.uint8 if part["num_local"] < 128 else torch.int32
-        triton_sorting.encode(_ids(TOKENS * top_k), experts, **part, dtype=codes)
-        received = torch.empty(TOKENS, dtype=codes, device="meta")
-        triton_sorting.decode(received, _ids(TOKENS), per_row=top_k)
+        for codes in (torch.uint8, torch.int32):
+            triton_sorting.encode(_ids(TOKENS * top_k), experts, **part, dtype=codes)
+            received = torch.empty(TOKENS, dtype=codes, device="meta")
+            triton_sorting.decode(received, _ids(TOKENS), per_row=top_k)
 
 
 def _buffers(rows: Callable[[int], Tensor]) -> None:
-    triton_rows.gather_rows(_weights(TOKENS), _ids(TOKENS), holes=True)
+    for ids in _ALL_IDS:
+        triton_rows.gather_rows(_weights(TOKENS), ids(TOKENS), holes=True)
     columns = triton_buffers.Columns(0, 1, 2, 4, 5)
     for num_experts, top_k in SIZES:
         experts, num_local = _ids(TOKENS, top_k), num_experts // 4

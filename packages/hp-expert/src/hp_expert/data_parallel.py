@@ -7,6 +7,13 @@ sum everything. A wrapper that averages, because each rank's loss is a mean over
 divides other parameters by the number of data-parallel ranks. Experts must be divided by that same
 number, which is not the number of their replicas: replicas times expert-parallel ranks. Ranks of
 tensor parallelism share tokens and count nowhere.
+
+Note [Sums, scaled apart]. Left to itself, FSDP2 has NCCL divide while it sums: by AVG, or by
+PREMUL_SUM for any other factor, 1 included. Those come without copies by the switch or the network
+card, PREMUL_SUM of bf16 has given gradients of zero (pytorch #190745), and Gloo has neither. So
+FSDP2 is told to sum only, and divides what was summed. Over one rank nothing is summed, and FSDP2
+divides what it copies; told to sum only, it would divide that again, also where copies are summed
+afterwards, which it does by SUM in any case.
 """
 
 import math
@@ -35,6 +42,8 @@ def fully_shard_experts(
 ) -> nn.Module:
     """Apply FSDP2 to the experts of a module, over their replicas, with gradients to scale.
 
+    Ranks only ever sum; see Note [Sums, scaled apart].
+
     Call it after a style and before `fully_shard` of what is around. Parameters that a style made
     DTensors must be so on another axis of the same root mesh.
 
@@ -60,15 +69,13 @@ def fully_shard_experts(
     place = partial(_fsdp_placement, num_shards=num_shards)
     for experts in _experts_of(module):
         factor, dtype = divide_gradients_by, next(experts.parameters(recurse=False)).dtype
-        if mesh.size() == 1 and _divides_twice(mesh, dtype, options):
+        alone = DeviceMesh.from_group(group, mesh.device_type) if num_shards == 1 else None
+        if alone is not None and _divides_twice(alone, dtype, options):
             factor = math.sqrt(factor)
         fully_shard(experts, mesh=mesh, **({"shard_placement_fn": place} | options))
         assert isinstance(experts, FSDPModule)
         experts.set_gradient_divide_factor(factor)
-        # Gloo cannot scale while it sums. A sum over one rank is left out, and FSDP2 then divides
-        # a second time if it was told to sum only.
-        if mesh.size() > 1 and "nccl" not in str(dist.get_backend(group)):
-            experts.set_force_sum_reduction_for_comms(True)
+        experts.set_force_sum_reduction_for_comms(num_shards > 1)
     return module
 
 

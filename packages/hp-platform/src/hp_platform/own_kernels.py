@@ -13,15 +13,20 @@ from itertools import count
 
 from torch import Tensor
 
-Note = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
-"""Takes the name of a kernel, what it reads, and what it writes."""
+Note = Callable[[str, Sequence[Tensor], Sequence[Tensor], str], None]
+"""Takes the name of a kernel, what it reads, what it writes, and its variant."""
 
 _notes: list[tuple[Note, int]] = []
 _counter = count(1)
 
 
 def launch(
-    name: str, run: Callable[[], object], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    name: str,
+    run: Callable[[], object],
+    *,
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+    variant: str = "",
 ) -> None:
     """Launch a kernel on the current stream.
 
@@ -30,9 +35,11 @@ def launch(
         run: Launches it.
         reads: What it reads.
         writes: What it writes.
+        variant: What the compiler makes a kernel of its own for, such as dtypes and constants: each
+            is compiled, and loaded on the device, when it is launched first.
     """
     if _notes:
-        _notes[-1][0](name, reads, writes)
+        _notes[-1][0](name, reads, writes, variant)
     else:
         run()
 

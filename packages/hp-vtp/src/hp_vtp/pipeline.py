@@ -5,7 +5,7 @@ transport here knows that a unit has ranks, how many, and which part of a tensor
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -48,6 +48,10 @@ class StageTransport:
     this transport. Where boundaries are replicated nothing else is needed: a stage's `input_spec`
     is the whole tensor, or None for shapes that travel with it. Where one is sharded, `metas` says
     what crosses, and `input_spec` returns what this rank's part looks like.
+
+    On GPUs the first run, up to `finish`, goes through the memory of hosts; of several transports
+    over one `Transport` with the same metas and steps of a schedule, that of the first
+    (Note [By host]).
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class StageTransport:
             ValueError: If the schedule is not one over this layout, or metas are missing.
         """
         self._transport = transport
+        self._form = _form_of(schedule, metas or {})
         self._metas = {stage: tuple(given) for stage, given in (metas or {}).items()}
         self._places: dict[int, _Place] = {}
         self._received: dict[Message, Handle[Values]] = {}
@@ -130,6 +135,7 @@ class StageTransport:
             metas=self._metas_of(message, value),
             microbatch=message.microbatch_index,
             payload=_PAYLOADS[message.kind],
+            by_host=self._goes_by_host,
         )
 
     def post_receive(self, message: Message, buffer: Values) -> None:
@@ -147,6 +153,7 @@ class StageTransport:
             domain=edge.domain,
             microbatch=message.microbatch_index,
             into=buffer,
+            by_host=self._goes_by_host,
         )
         with self._lock:
             self._received[message] = handle
@@ -166,10 +173,16 @@ class StageTransport:
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
         self._transport.finish()
+        self._transport.has_run.add(self._form)
 
     def abort(self, error: BaseException) -> BaseException:
         """Fail all ranks within seconds; return what this one is to raise."""
         return self._transport.give_up(error)
+
+    @property
+    def _goes_by_host(self) -> bool:
+        on_gpu = self._transport.device.type == "cuda"
+        return on_gpu and self._form not in self._transport.has_run
 
     def _edge(self, message: Message) -> Edge:
         """The logical edge of a message."""
@@ -235,6 +248,12 @@ _PAYLOADS = {
     MessageKind.HEADER: Payload.SHAPES,
     MessageKind.REQUEST: Payload.SHAPES,
 }
+
+
+def _form_of(schedule: Schedule, metas: Mapping[int, Sequence[TensorMeta]]) -> Hashable:
+    """What decides which kernels a run launches, as far as a transport knows: steps and tensors."""
+    kinds = frozenset(step.type for row in schedule.steps for step in row if step is not None)
+    return kinds, tuple((stage, tuple(given)) for stage, given in sorted(metas.items()))
 
 
 def _spec(meta: TensorMeta, shape: tuple[int, ...]) -> TensorSpec:

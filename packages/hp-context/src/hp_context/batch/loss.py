@@ -137,7 +137,8 @@ def sum_gradients(model: M) -> M:
     sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
     for part in sharded:
         part.set_gradient_divide_factor(1.0)
-        # Without it the sum is one of products, which Gloo does not have.
+        # Without it the sum is one of products, which Gloo does not have and which NCCL has given
+        # as zeros in bf16 (pytorch #190745).
         part.set_force_sum_reduction_for_comms(True)
     if not sharded:
         raise ValueError(

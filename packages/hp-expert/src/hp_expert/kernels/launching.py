@@ -1,4 +1,11 @@
-"""How kernels of Triton are launched; in a dry run, where Triton need not be, they are noted."""
+"""How kernels of Triton are launched; in a dry run, where Triton need not be, they are noted.
+
+Note [Few variants]. Triton compiles a kernel anew for other dtypes and constants, for pointers that
+are no multiple of 16 bytes, and for numbers that are 1 or a multiple of 16. Each is loaded when it
+is launched first, which waits for the device. So a number that differs from step to step, as that
+of received slots, is not looked at (`do_not_specialize`): what one step has launched is all that
+any step launches.
+"""
 
 import importlib
 from collections.abc import Sequence
@@ -9,6 +16,8 @@ from torch import Tensor
 
 from hp_platform.own_kernels import launch
 
+_ALIGNED = 16
+
 
 def launch_kernel(
     module: str,
@@ -17,6 +26,7 @@ def launch_kernel(
     *,
     made: Sequence[Tensor | None],
     given: Sequence[object],
+    varying: Sequence[int] = (),
     updated: Sequence[Tensor | None] = (),
     writes: Sequence[Tensor] | None = None,
     wide: torch.dtype | None = None,
@@ -29,7 +39,8 @@ def launch_kernel(
         kernel: Its name.
         grid: How many programs there are, along each axis.
         made: Its first arguments, which it writes.
-        given: Its other arguments, which it reads, and numbers.
+        given: Its other arguments, which it reads, and numbers that are those of a layer.
+        varying: Numbers behind those, which may differ from step to step; see Note [Few variants].
         updated: What of `made` it reads as well.
         writes: What it writes, where that is not all of `made`.
         wide: Dtype of the numbers whose sums are kept in its constant WIDE.
@@ -42,12 +53,29 @@ def launch_kernel(
             constants["WIDE"] = language.float64 if wide == torch.float64 else language.float32
         with torch.cuda.device_of(made[0]):
             kernels = importlib.import_module(f"hp_expert.kernels.{module}")
-            getattr(kernels, kernel)[grid](*made, *given, **constants)
+            getattr(kernels, kernel)[grid](*made, *given, *varying, **constants)
 
     reads = [t for t in (*given, *updated) if isinstance(t, Tensor)]
     if writes is None:
         writes = [t for t in made if t is not None]
-    launch(f"hp_expert.{kernel}", run, reads=reads, writes=writes)
+    variant = _variant((*made, *given), {**constants, "WIDE": wide})
+    launch(f"hp_expert.{kernel}", run, reads=reads, writes=writes, variant=variant)
+
+
+def _variant(arguments: Sequence[object], constants: dict[str, Any]) -> str:
+    """What Triton compiles a kernel for; see Note [Few variants]."""
+    kinds = map(_kind, arguments)
+    values = (f"{name}={value}" for name, value in sorted(constants.items()) if value is not None)
+    return " ".join((*kinds, *values))
+
+
+def _kind(argument: object) -> str:
+    if isinstance(argument, Tensor):
+        is_aligned = argument.storage_offset() * argument.element_size() % _ALIGNED == 0
+        return f"{argument.dtype}".removeprefix("torch.") + ("" if is_aligned else "!")
+    if not isinstance(argument, int) or argument == 1:
+        return str(argument)
+    return "16n" if argument % _ALIGNED == 0 else "n"
 
 
 def power_from(number: int) -> int:

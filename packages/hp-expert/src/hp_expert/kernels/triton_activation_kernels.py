@@ -1,4 +1,6 @@
-"""The kernels behind `triton_activation`, in Triton; see Note [One program per row].
+"""The kernels behind `triton_activation`, in Triton.
+
+See Note [One program per row] and Note [Wide offsets].
 
 All is computed in fp32 or wider from what was loaded, and rounded once, where it is stored.
 
@@ -50,7 +52,7 @@ def activate(  # noqa: PLR0917  # Triton's launch passes them by position
 ) -> None:
     """Activate one row; padding is left as it is."""
     position = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = column < tl.where(tl.load(row_of + position) >= 0, width, 0)
     place = position * stride + column
     g = tl.load(gate + place, mask=here, other=0.0).to(WIDE)
@@ -86,7 +88,7 @@ def activate_backward(  # noqa: PLR0917
     is_there = tl.load(row_of + position) >= 0
     end = tl.where(is_there, width, 0)
     if weights is not None:
-        slot = tl.load(slot_of + position)
+        slot = tl.load(slot_of + position).to(tl.int64)
         weight = tl.load(weights + slot, mask=is_there, other=0.0).to(WIDE)
     dot = tl.zeros((BLOCK,), dtype=WIDE)
     for start in range(0, width, BLOCK):
@@ -126,6 +128,6 @@ def zero_idle(
     if tl.load(num_rows + expert) == 0:
         zeros = tl.zeros((BLOCK,), dtype=gradient.dtype.element_ty)
         step = tl.num_programs(1) * BLOCK
-        for start in range(tl.program_id(1) * BLOCK, size, step):
+        for start in range(tl.program_id(1).to(tl.int64) * BLOCK, size, step):
             place = start + tl.arange(0, BLOCK)
             tl.store(gradient + expert * size + place, zeros, mask=place < size)

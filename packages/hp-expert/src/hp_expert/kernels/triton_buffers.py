@@ -18,7 +18,7 @@ from hp_expert.kernels.launching import launch_kernel, power_from
 _launch = partial(launch_kernel, "triton_buffers_kernels")
 _TILE = 2048  # comparisons of a program at once
 _MOST_PLACES = 256
-_MOST_ROWS = 2**31 - 1
+_MOST_ROWS = 2**31 - 2  # one more than there is room for is a number as well
 
 
 class Columns(NamedTuple):
@@ -104,7 +104,7 @@ def sort_received(
         dtype: Dtype of the poison.
 
     Raises:
-        ValueError: If there is room for 2 ** 31 rows or more.
+        ValueError: If there is room for 2 ** 31 - 1 rows or more.
     """
     num_ranks, width = received.shape
     if room > (most := _MOST_ROWS // max(num_ranks, num_local)):

@@ -27,7 +27,7 @@ def tell(  # noqa: PLR0917  # Triton's launch passes them by position
     COUNTS: tl.constexpr,
 ) -> None:
     """Write the block for one rank."""
-    receiver = tl.program_id(0)
+    receiver = tl.program_id(0).to(tl.int64)
     rank, local = tl.arange(0, BLOCK_W)[:, None], tl.arange(0, BLOCK_L)[None, :]
     table = tl.load(counts + rank * L + local, mask=(rank < W) & (local < L), other=0)
     column = tl.arange(0, BLOCK_B)
@@ -70,12 +70,12 @@ def sort_received(  # noqa: PLR0917
     Whatever was received, rows of a rank are no more than there is room for. Padding follows all
     rows.
     """
-    source = tl.program_id(0)
+    source = tl.program_id(0).to(tl.int64)
     rank, local = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_L)
     there = (rank < W)[:, None] & (local < L)[None, :]
     place = received + rank[:, None] * B + COUNTS + local[None, :]
     number = tl.load(place, mask=there, other=0)
-    number = tl.minimum(tl.maximum(number, 0), room).to(tl.int32)
+    number = tl.minimum(tl.maximum(number, 0), room)
     upto = tl.cumsum(number, axis=1)
     before, upto = tl.minimum(upto - number, room), tl.minimum(upto, room)
     fits = upto - before
@@ -87,19 +87,19 @@ def sort_received(  # noqa: PLR0917
     last = tl.sum(tl.where(theirs, upto, 0), axis=0)
     num_rows = tl.sum(tl.where(theirs, fits, 0))
     padding = tl.sum(total) + source * room - tl.sum(earlier)
-    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     passed = (last[None, :] <= offset[:, None]) & (local < L)[None, :]
     expert = tl.sum(passed.to(tl.int32), axis=1)
     moved = tl.sum(tl.where(local[None, :] == expert[:, None], shift[None, :], 0), axis=1)
     is_row = offset < num_rows
     position = offset + tl.where(is_row, moved, padding - num_rows)
-    row = source.to(tl.int64) * room + offset
+    row = source * room + offset
     here = offset < room
     tl.store(row_at + position, tl.where(is_row, row, -1), mask=here)
-    tl.store(position_of + row, tl.where(is_row, position, -1).to(tl.int64), mask=here)
+    tl.store(position_of + row, tl.where(is_row, position, -1), mask=here)
     if (source == 0) & (tl.program_id(1) == 0):
-        tl.store(ends + local, end, mask=local < L)
-        tl.store(totals + local, total.to(tl.int64), mask=local < L)
+        tl.store(ends + local, end.to(tl.int32), mask=local < L)
+        tl.store(totals + local, total, mask=local < L)
         first = received + rank * B
         most = tl.max(tl.load(first + MOST, mask=rank < W, other=0), axis=0)
         invalid = tl.max(tl.load(first + INVALID, mask=rank < W, other=0), axis=0)

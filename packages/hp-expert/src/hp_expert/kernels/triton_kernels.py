@@ -6,14 +6,17 @@ An output has one writer and a sum one order, that of the choices: no atomics, a
 every run. Products are not contracted into fused multiply-adds, so that sums have the bits of the
 torch path on CUDA.
 
-Offsets are 64 bits wide: R * D reaches 2 ** 31 at 262144 rows of 8192.
+Note [Wide offsets]. R * D reaches 2 ** 31 at 262144 rows of 8192, so offsets are 64 bits wide. A
+product has the width of its factors, and indices come as int32 too: what is loaded and the number
+of a program are widened before they are computed with. `nox -s cubins` proves that nothing an
+address is made of overflows in 32 bits.
 """
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_of"])
 def gather_rows(
     out: tl.tensor,
     x: tl.tensor,
@@ -23,15 +26,15 @@ def gather_rows(
 ) -> None:
     """Copy the row of a token to its position."""
     position = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(token_of + position)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(token_of + position).to(tl.int64)
     # What does not exist has no columns.
     here = column < tl.where(token >= 0, width, 0)
     row = tl.load(x + token * width + column, mask=here, other=0.0)
     tl.store(out + position * width + column, row, mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_positions"])
 def gather_values(
     out: tl.tensor,
     x: tl.tensor,
@@ -42,7 +45,7 @@ def gather_values(
     """Copy single values to their positions."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < num_positions
-    index = tl.load(index_of + position, mask=here, other=-1)
+    index = tl.load(index_of + position, mask=here, other=-1).to(tl.int64)
     value = tl.load(x + index, mask=index >= 0, other=0.0)
     tl.store(out + position, value, mask=here)
 
@@ -61,11 +64,11 @@ def sum_rows(  # noqa: PLR0917  # Triton's launch passes them by position
 ) -> None:
     """Sum the rows of a token."""
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for choice in tl.static_range(K):
         slot = token * K + choice
-        position = tl.load(position_of + slot)
+        position = tl.load(position_of + slot).to(tl.int64)
         here = column < tl.where(position >= 0, width, 0)
         row = tl.load(rows + position * width + column, mask=here, other=0.0).to(WIDE)
         if more is not None:
@@ -91,7 +94,7 @@ def sum_rows_backward(  # noqa: PLR0917
 ) -> None:
     """Gradients of a row and of its weight."""
     position = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_of + position)
+    slot = tl.load(slot_of + position).to(tl.int64)
     token = slot // K
     weight = tl.load(weights + slot, mask=slot >= 0, other=0.0).to(WIDE)
     end = tl.where(slot >= 0, width, 0)

@@ -59,7 +59,7 @@ def _limit_to_groups(  # noqa: PLR0917
     return tl.reshape(limited, (BLOCK_T, BLOCK_E))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def route(  # noqa: PLR0917  # Triton's launch passes them by position
     scores_out: tl.tensor,
     weights_out: tl.tensor,
@@ -125,7 +125,7 @@ def route(  # noqa: PLR0917  # Triton's launch passes them by position
     tl.store(weights_out + slots, weights, mask=there[:, None] & (choices < K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def route_backward(  # noqa: PLR0917
     grad_logits: tl.tensor,
     load: tl.tensor,

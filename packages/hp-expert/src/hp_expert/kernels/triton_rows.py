@@ -23,6 +23,7 @@ from hp_expert.kernels.launching import launch_kernel, power_from
 _launch = partial(launch_kernel, "triton_kernels")
 _MAX_BLOCK = 2048  # columns: 16 bytes of bf16 for each of 256 threads
 _COLUMNS_PER_WARP = 256
+_MOST_COLUMNS = 2**30
 _VALUES = 512
 
 
@@ -107,7 +108,8 @@ def _gather_values(x_T: Tensor, index_R: Tensor) -> Tensor:
             "gather_values",
             (-(-num_positions // _VALUES),),
             made=(values_R,),
-            given=(x_T.contiguous(), index_R.contiguous(), num_positions),
+            given=(x_T.contiguous(), index_R.contiguous()),
+            varying=(num_positions,),
             BLOCK=_VALUES,
             num_warps=4,
             enable_fp_fusion=False,
@@ -116,7 +118,13 @@ def _gather_values(x_T: Tensor, index_R: Tensor) -> Tensor:
 
 
 def options(width: int) -> dict[str, Any]:
-    """How a kernel goes through rows of some width."""
+    """How a kernel goes through rows of some width.
+
+    Raises:
+        ValueError: If they are wider than 2 ** 30: columns of a row are counted in 32 bits.
+    """
+    if width > _MOST_COLUMNS:
+        raise ValueError(f"width ({width}) must be at most {_MOST_COLUMNS}")
     block = min(power_from(width), _MAX_BLOCK)
     warps = max(1, block // _COLUMNS_PER_WARP)
     return {"BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}

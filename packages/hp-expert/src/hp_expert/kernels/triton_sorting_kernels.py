@@ -26,11 +26,12 @@ def _key_of(
     """Key of each slot; -1 where there is no slot."""
     expert = tl.load(experts + slot, mask=slot < num_slots, other=0).to(tl.int64)
     exists = (expert >= 0) & (expert < E * DIV)
-    key = tl.where(exists, expert // DIV, tl.where(expert == -1, E + 1, E)).to(tl.int32)
+    run = tl.where(exists, expert, 0).to(tl.int32) // DIV
+    key = tl.where(exists, run, tl.where(expert == -1, E + 1, E))
     return tl.where(slot < num_slots, key, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def count(  # noqa: PLR0917  # Triton's launch passes them by position
     counts: tl.tensor,
     experts: tl.tensor,
@@ -58,7 +59,7 @@ def _in_all(starts: tl.tensor, num_blocks: tl.tensor, KEYS: tl.constexpr) -> tl.
     return starts + tl.full((1,), KEYS, tl.int64) * num_blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def scan(  # noqa: PLR0917
     starts: tl.tensor,
     totals: tl.tensor,
@@ -114,12 +115,12 @@ def _slots_of_block(  # noqa: PLR0917
         other = _key_of(experts, block * BLOCK + theirs, num_slots, E, DIV)
         precedes = (other[None, :] == key[:, None]) & (theirs[None, :] < mine[:, None])
         rank += tl.sum(precedes.to(tl.int32), axis=1)
-    first = tl.load(_in_all(starts, num_blocks, KEYS) + key, mask=here, other=0)
+    first = tl.load(_in_all(starts, num_blocks, KEYS) + key, mask=here, other=0).to(tl.int64)
     first += tl.load(starts + block * KEYS + key, mask=here, other=0)
-    return slot, key, (first + rank).to(tl.int64)
+    return slot, key, first + rank
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def place(  # noqa: PLR0917
     order: tl.tensor,
     token: tl.tensor,
@@ -148,7 +149,7 @@ def place(  # noqa: PLR0917
     tl.store(inverse + slot, tl.where(exists, position, -1), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_blocks", "room"])
 def fill(  # noqa: PLR0917
     order: tl.tensor,
     token: tl.tensor,
@@ -184,7 +185,7 @@ def fill(  # noqa: PLR0917
     tl.store(inverse + slot, tl.where(fits, place, -1), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def find_ranks(  # noqa: PLR0917
     ranks: tl.tensor,
     slots: tl.tensor,
@@ -212,7 +213,7 @@ def find_ranks(  # noqa: PLR0917
     tl.store(ranks + place, tl.where(found > 0, rank[None, :], -1).to(tl.int64), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def encode(  # noqa: PLR0917
     codes: tl.tensor,
     order: tl.tensor,
@@ -226,7 +227,7 @@ def encode(  # noqa: PLR0917
     """Code of the slot at each position: local expert, and whether it begins a row."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < num_slots
-    slot = tl.load(order + position, mask=here, other=0)
+    slot = tl.load(order + position, mask=here, other=0).to(tl.int64)
     # A position without a slot has -1.
     expert = tl.load(experts + slot, mask=here & (slot >= 0), other=-1).to(tl.int64)
     rank = expert // L
@@ -242,7 +243,7 @@ def encode(  # noqa: PLR0917
     tl.store(codes + position, code.to(codes.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_codes", "per_row"])
 def decode(  # noqa: PLR0917
     slots: tl.tensor,
     experts: tl.tensor,
@@ -256,7 +257,7 @@ def decode(  # noqa: PLR0917
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < num_codes
     code = tl.load(codes + position, mask=here, other=1).to(tl.int64)
-    row = tl.load(num_begun + position, mask=here, other=1) - 1
+    row = tl.load(num_begun + position, mask=here, other=1).to(tl.int64) - 1
     inside = tl.full((BLOCK,), 0, dtype=tl.int64)
     looking = code % 2 == 0
     for back in range(1, per_row):

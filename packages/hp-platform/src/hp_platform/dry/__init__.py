@@ -7,6 +7,7 @@ from hp_platform.dry.device.device import DryDevice
 from hp_platform.dry.gpu import Gpu
 from hp_platform.dry.memory.allocator import OutOfMemory, Segment, Usage, least_bytes, replay
 from hp_platform.dry.proof.hazards import Hazard
+from hp_platform.dry.proof.loads import late_loads
 from hp_platform.dry.proof.matching import Problem
 from hp_platform.dry.proof.order import prove, same_program
 from hp_platform.dry.proof.streams import check_streams
@@ -26,6 +27,7 @@ __all__ = [
     "active_device",
     "check_streams",
     "is_dry",
+    "late_loads",
     "least_bytes",
     "prove",
     "replay",

@@ -119,6 +119,8 @@ class Launch(Event):
         host_reads: Numbers of the host buffers that the device reads while the host continues:
             sources of asynchronous copies. They have nothing to do with numbers of blocks.
         host_writes: Numbers of the host buffers that the device fills while the host continues.
+        variant: Name and variant of a kernel that is none of torch's, which is compiled and loaded
+            when it is launched first; "" for operators of torch.
     """
 
     what: str
@@ -130,6 +132,7 @@ class Launch(Event):
     writes: tuple[int, ...]
     host_reads: tuple[int, ...] = ()
     host_writes: tuple[int, ...] = ()
+    variant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from hp_platform import RankInfo, doing, failing_together
-from hp_platform.dry import active_device, check_streams, replay
+from hp_platform.dry import active_device, check_streams, late_loads, replay
 from hp_platform.dry.trace import Fault, Trace
 from hp_platform.host_reads import answering
 from hp_platform.store import sources_of
@@ -27,7 +27,12 @@ from hp_train.launch.task import Worker
 from hp_train.layout.vocabulary import logit_tile
 from hp_train.model.parallelize import vocabulary_of
 from hp_train.price.gather import in_words
-from hp_train.training.gpu_settings import grows_segments, keeps_launch_order
+from hp_train.training.gpu_settings import (
+    grows_segments,
+    keeps_launch_order,
+    launches_from_one_thread,
+    loads_eagerly,
+)
 from hp_train.training.startup import connect, vocab_size_of
 from hp_train.training.train import Trainer
 
@@ -57,6 +62,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         problems: Faults and hazards of the device, a line each.
         stopped: Where a script ended before its end; empty: it did not.
         keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
+        loads_eagerly: Whether torch's kernels are loaded before anything is launched.
         gathered: How parameters are gathered, as a clause behind a layout.
     """
 
@@ -65,6 +71,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     gathered: str = ""
     stopped: str = ""
     keeps_launch_order: bool = False
+    loads_eagerly: bool = False
 
 
 def run_rank(job: Job) -> Any:
@@ -111,6 +118,8 @@ def _train(job: Job, worker: Worker) -> Any:
         num_parameters=sum(p.local.numel() for p in trainer.parameters),
         saved=saved,
         keeps_launch_order=keeps_launch_order(os.environ, config),
+        loads_eagerly=loads_eagerly(os.environ, config),
+        from_one_thread=launches_from_one_thread(config),
         expandable_segments=grows_segments(os.environ, config),
         gathered=in_words(trainer.config),
     )
@@ -124,6 +133,8 @@ def report_of(
     saved: Saved | None = None,
     stopped: str = "",
     keeps_launch_order: bool = False,
+    loads_eagerly: bool = False,
+    from_one_thread: bool = True,
     expandable_segments: bool = False,
     gathered: str = "",
 ) -> Any:
@@ -136,6 +147,8 @@ def report_of(
         saved: What a checkpoint of this rank would hold; None: not asked.
         stopped: Where a script ended before its end; empty: it did not.
         keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
+        loads_eagerly: Whether torch's kernels are loaded before anything is launched.
+        from_one_thread: Whether threads that launch take turns.
         expandable_segments: Whether torch's allocator takes memory in segments that grow.
         gathered: See `RankReport`.
     """
@@ -153,11 +166,13 @@ def report_of(
         if isinstance(event, Fault)
     )
     hazards = (f"rank {trace.rank}: {hazard}" for hazard in check_streams(trace))
+    loads = [] if from_one_thread else map(str, late_loads(trace, eager=loads_eagerly))
     report = RankReport(
         summary=summary,
-        problems=tuple(dict.fromkeys((*faults, *hazards))),
+        problems=tuple(dict.fromkeys((*faults, *hazards, *loads))),
         stopped=stopped,
         keeps_launch_order=keeps_launch_order,
+        loads_eagerly=loads_eagerly,
         gathered=gathered,
     )
     return msgspec.to_builtins(report)

@@ -135,7 +135,10 @@ def summary_of(
     counts = [held_by(trace, node_size=gpus_per_node) for trace in run.traces.values()]
     nccl = max(counts, key=lambda each: sum(_beside(each).values()))
     in_order = all(report.keeps_launch_order for report in reports)
-    between = prove(run.traces, classes=classes, launch_order_implicit=in_order)
+    eager = all(report.loads_eagerly for report in reports)
+    between = prove(
+        run.traces, classes=classes, launch_order_implicit=in_order, eager_loading=eager
+    )
     return Summary(
         name=name,
         layout=layout + reports[0].gathered,

@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -61,8 +60,8 @@ def _shard_dense(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
         fully_shard(part, mesh=device_mesh, ignored_params=experts)
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)
-        # Gloo cannot scale while it sums.
-        part.set_force_sum_reduction_for_comms("nccl" not in str(dist.get_backend(group)))
+        # More than one rank sums here; see Note [Sums, scaled apart].
+        part.set_force_sum_reduction_for_comms(True)
         set_fsdp_exchanges(part, group=group, in_place=not by_block)
         if isinstance(part, Lender):
             register_fsdp_forward_method(part, "lend")

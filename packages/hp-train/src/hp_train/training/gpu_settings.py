@@ -11,6 +11,13 @@ that `add_send_recv` has completed, even where each message held up its rank unt
 is there, early receives and collectives inside compute steps included. Stages of different sizes,
 and chains that come back to the first ranks, launch from a second thread: there it is not set.
 Before CUDA 12.3 NCCL keeps the order by letting each kernel end first, which undoes all overlap.
+
+Note [Modules that load late]. CUDA loads a kernel's module when it is launched first, which waits
+for what the device was given and keeps other threads from launching. Where one thread launches, it
+is one more wait of the host, which the proof of the order allows. Where a second thread sends, a
+receive may wait on the device for what that thread is kept from sending. There torch's modules are
+loaded before all else (`CUDA_MODULE_LOADING`, which takes time and memory of the device), and those
+of Triton while the first run goes through the hosts (Note [By host] of hp-vtp).
 """
 
 import ctypes
@@ -29,6 +36,7 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _REGISTERING = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 _ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA = (2, 26), (12, 3)
+_LOADING, _EAGER = "CUDA_MODULE_LOADING", "EAGER"
 _OFF = ("", "0")
 
 
@@ -64,11 +72,9 @@ def settings(config: Config, env: Mapping[str, str], versions: Versions) -> dict
     # behind one that waits would hold up whatever another stream puts behind it.
     found[_CONNECTIONS] = "32"
     newest = min(versions.cuda, versions.driver)
-    if (
-        _launches_from_one_thread(config)
-        and versions.nccl >= _ORDERED_SINCE_NCCL
-        and newest >= _OVERLAPS_SINCE_CUDA
-    ):
+    if not launches_from_one_thread(config):
+        found[_LOADING] = _EAGER
+    elif versions.nccl >= _ORDERED_SINCE_NCCL and newest >= _OVERLAPS_SINCE_CUDA:
         found[_ORDER] = "1"
     return {name: value for name, value in found.items() if name not in env}
 
@@ -103,6 +109,16 @@ def keeps_launch_order(env: Mapping[str, str], config: Config | None = None) -> 
     return _in_run(env, config).get(_ORDER, "0") not in _OFF
 
 
+def loads_eagerly(env: Mapping[str, str], config: Config | None = None) -> bool:
+    """Whether torch's kernels are loaded before anything is launched.
+
+    Args:
+        env: Same as of `keeps_launch_order`.
+        config: Likewise.
+    """
+    return _in_run(env, config).get(_LOADING, "").upper() == _EAGER
+
+
 def grows_segments(env: Mapping[str, str], config: Config | None = None) -> bool:
     """Whether torch's allocator takes memory of the device in segments that grow.
 
@@ -118,7 +134,7 @@ def grows_segments(env: Mapping[str, str], config: Config | None = None) -> bool
 
 def in_force(env: Mapping[str, str]) -> list[str]:
     """What is set, whoever has set it, as `NAME=value`."""
-    return [f"{k}={env[k]}" for k in (*_ALLOCATOR, _CONNECTIONS, _ORDER) if k in env]
+    return [f"{k}={env[k]}" for k in (*_ALLOCATOR, _CONNECTIONS, _ORDER, _LOADING) if k in env]
 
 
 def _in_run(env: Mapping[str, str], config: Config | None) -> dict[str, str]:
@@ -127,7 +143,7 @@ def _in_run(env: Mapping[str, str], config: Config | None) -> dict[str, str]:
     return {**env, **({} if config is None else settings(config, env, newest))}
 
 
-def _launches_from_one_thread(config: Config) -> bool:
+def launches_from_one_thread(config: Config) -> bool:
     """Whether messages between stages are the runtime's own, and not those of hp-vtp's threads."""
     even = Layout.of(config.mesh).is_even
     return config.mesh.pp == 1 or (even and not KINDS[config.pipeline.schedule].returns)

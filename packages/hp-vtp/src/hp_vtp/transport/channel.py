@@ -4,6 +4,12 @@ Note [Agreement first]. Gloo takes a message of a wrong type without a word and 
 one is too long. So no byte of a tensor moves before both ends have shown each other what they are
 about to transfer. A rank shows it to few others, but the pairs connect all ranks of the edge: if
 any two disagree, so do the two ends of some pair, and both of those raise.
+
+Note [By host]. A receive on a GPU is a kernel that waits for the sender's. The first launch of any
+kernel loads its module, which waits for all that the device was given, and lets no other thread
+launch meanwhile: with a receive on the device and the rank's own sends still to come from another
+thread, two ranks can wait for each other for ever. So what a program does for the first time, it
+does while messages go through the memory of the hosts: nothing on a device waits for another rank.
 """
 
 from collections.abc import Sequence
@@ -76,6 +82,7 @@ class Channel:
         *,
         header: str | None,
         where: str,
+        by_host: bool = False,
     ) -> None:
         """Run this rank's part of a transfer; on a CPU it is done on return, on CUDA issued.
 
@@ -84,6 +91,7 @@ class Channel:
             workspaces: Workspace of each tensor; read by a sender, filled by a receiver.
             header: Text that is shown to the other end first; None if they have agreed before.
             where: Begins the messages of errors.
+            by_host: Whether messages go through the memory of the hosts (Note [By host]).
 
         Raises:
             TransferError: If a peer is lost or late, or describes the transfer differently.
@@ -100,11 +108,15 @@ class Channel:
                     needed = [a for a in arrivals if _overlap(message, a.message)]
                     self._complete(needed, workspaces, where)
                     payload, to = pack(message, workspaces), message.receiver
-                    pending = isend(payload, to, group=self._group(step), tag=_PAYLOAD)
+                    payload = payload.cpu() if by_host else payload
+                    group = self._group(step, by_host=by_host)
+                    pending = isend(payload, to, group=group, tag=_PAYLOAD)
                     sends.append((to, pending))
                 elif message.receiver == self._rank:
                     buffer, sender = receive_buffer(message, workspaces), message.sender
-                    coming = irecv(buffer, sender, group=self._group(step), tag=_PAYLOAD)
+                    buffer = torch.empty_like(buffer, device="cpu") if by_host else buffer
+                    group = self._group(step, by_host=by_host)
+                    coming = irecv(buffer, sender, group=group, tag=_PAYLOAD)
                     arrivals.append(_Arrival(message, buffer, coming, step))
         self._complete(arrivals, workspaces, where)
         self._wait(sends, f"{where}, sending")
@@ -143,7 +155,9 @@ class Channel:
                 peers=list(wrong),
             )
 
-    def _group(self, step: MessageStep) -> ProcessGroup:
+    def _group(self, step: MessageStep, *, by_host: bool) -> ProcessGroup:
+        if by_host:
+            return self.groups.control
         if step.kind == StepKind.SPREAD and self.groups.local is not None:
             return self.groups.local
         return self.groups.cross

@@ -67,6 +67,7 @@ class EdgeEnd:
         *,
         description: str,
         microbatch: int | None,
+        by_host: bool = False,
     ) -> Handle[None]:
         """Queue a transfer whose sender this rank is."""
         # Of those that are read in place; of others the engine has a copy.
@@ -75,7 +76,7 @@ class EdgeEnd:
         where = self.where(microbatch)
 
         def run(header: str | None) -> None:
-            self._channel.run(steps, workspaces, header=header, where=where)
+            self._channel.run(steps, workspaces, header=header, where=where, by_host=by_host)
             for i, (x, version) in enumerate(zip(tensors, versions, strict=True)):
                 if version != _version(x):
                     raise TransferError(
@@ -103,6 +104,7 @@ class EdgeEnd:
         leaves: Sequence[bool],
         description: str,
         microbatch: int | None,
+        by_host: bool = False,
     ) -> Handle[tuple[Tensor, ...]]:
         """Queue a transfer whose receiver this rank is; `index` is its place in its stage."""
         where = self.where(microbatch)
@@ -110,7 +112,7 @@ class EdgeEnd:
 
         def run(header: str | None) -> None:
             workspaces = make_room()
-            self._channel.run(steps, workspaces, header=header, where=where)
+            self._channel.run(steps, workspaces, header=header, where=where, by_host=by_host)
             received.extend(workspace.result(index) for workspace in workspaces)
 
         def deliver() -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ happens in `wait`, so ranks may wait in any order and from several threads, and 
 on a group that anybody else uses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -43,7 +43,9 @@ class Transport:
     Attributes:
         layout: Layout of the stages.
         rank: Global rank of this process.
+        device: Where received tensors are made.
         timeout: Time-out of each operation on a group, None if that of the default group.
+        has_run: What has been done over it once, for whoever does it `by_host` the first time.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Transport:
         self._links = links
         self._policy = policy
         backend = backend or str(dist.get_backend())
-        self._device = device or _default_device(backend)
+        self.device = device or _default_device(backend)
+        self.has_run: set[Hashable] = set()
         self._failure = Failure(name)
         groups = build_edge_groups(layout, name=name, backend=backend, timeout=timeout)
         self._ends = {
@@ -102,7 +105,7 @@ class Transport:
                 edge,
                 parts,
                 rank=self.rank,
-                device=self._device,
+                device=self.device,
                 failure=self._failure,
                 check_each=check == "each",
             )
@@ -136,6 +139,7 @@ class Transport:
         metas: Sequence[TensorMeta] | None = None,
         microbatch: int | None = None,
         payload: Payload | None = None,
+        by_host: bool = False,
     ) -> Handle[None]:
         """Start to send this rank's parts of some tensors to the neighbouring stage.
 
@@ -153,6 +157,8 @@ class Transport:
             microbatch: Name of the microbatch for errors, compared with what the other end says.
             payload: What is sent, for the policy; by default activations go forward and gradients
                 back.
+            by_host: Whether the tensors go through the memory of hosts, so that no device waits
+                for another rank (Note [By host]); the same at both ends.
 
         Raises:
             ValueError: If this rank is not of the source stage, or a tensor is not what its meta
@@ -186,6 +192,7 @@ class Transport:
             ],
             description=describe(plans, metas),
             microbatch=microbatch,
+            by_host=by_host,
         )
 
     def receive(
@@ -197,6 +204,7 @@ class Transport:
         domain: int = 0,
         microbatch: int | None = None,
         into: Sequence[Tensor] | None = None,
+        by_host: bool = False,
     ) -> Handle[tuple[Tensor, ...]]:
         """Start to receive this rank's parts of some tensors from the neighbouring stage.
 
@@ -208,6 +216,7 @@ class Transport:
             microbatch: Name of the microbatch for errors, compared with what the other end says.
             into: Where to receive, one contiguous tensor per meta; by default new ones. A plan by a
                 leader may need others.
+            by_host: See `send`.
 
         Returns:
             A handle whose `wait` returns for each tensor all of it if this stage's boundary is
@@ -227,7 +236,7 @@ class Transport:
         def make_room() -> list[Workspace]:
             return [
                 Workspace.of_destination(
-                    plan, index, dtype=meta.dtype, device=self._device, into=buffer
+                    plan, index, dtype=meta.dtype, device=self.device, into=buffer
                 )
                 for plan, meta, buffer in zip(plans, metas, given, strict=True)
             ]
@@ -239,6 +248,7 @@ class Transport:
             leaves=[meta.is_leaf_on(edge) for meta in metas],
             description=describe(plans, metas),
             microbatch=microbatch,
+            by_host=by_host,
         )
 
     def plan(self, edge: Edge, metas: Sequence[TensorMeta]) -> tuple[TransferPlan, ...]:

@@ -231,7 +231,9 @@ class DryDevice:
             self.thread.number = next(self._threads)
         return self.thread.number
 
-    def note_kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def note_kernel(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], variant: str
+    ) -> None:
         """Write down a kernel that torch does not know."""
         if not all(map(is_meta, (*reads, *writes))):
             self.fault(f"{name}: some operands are on the host")
@@ -244,6 +246,7 @@ class DryDevice:
                 flops=0,
                 reads=tuple(map(self.block_of, reads)),
                 writes=tuple(map(self.block_of, writes)),
+                variant=f"{name} {variant}".rstrip(),
             )
         )
 

@@ -19,7 +19,8 @@ class Problem:
 
     Attributes:
         kind: Kind of the problem: `"missing"`, `"operation"`, `"shape"`, `"dtype"`, `"splits"`,
-            `"reduction"`, `"message"`, `"groups"`, `"deadlock"` or `"launch order"`.
+            `"reduction"`, `"message"`, `"groups"`, `"deadlock"`, `"module load"` or
+            `"launch order"`.
         ranks: Global ranks that differ, or that wait for each other.
         at: `file:line` of each of these ranks, in the same order; "" where there is none.
         text: The whole problem in words.

@@ -26,6 +26,7 @@ def prove(
     *,
     classes: Classes | Mapping[int, Sequence[int]] | None = None,
     launch_order_implicit: bool = False,
+    eager_loading: bool = False,
 ) -> list[Problem]:
     """Look for whatever would keep a world of ranks from finishing together.
 
@@ -36,6 +37,9 @@ def prove(
         launch_order_implicit: Whether `NCCL_LAUNCH_ORDER_IMPLICIT` is set: NCCL keeps operations
             of all communicators in the order of the host. Otherwise another order on another rank
             is a warning, since the GPU may have no room for both operations at a time.
+        eager_loading: Whether `CUDA_MODULE_LOADING` is EAGER: torch's kernels are loaded before
+            anything is launched. Otherwise the host waits for the device where one is launched
+            first, as it does for kernels of Triton in any case.
 
     Returns:
         What was found, errors first; nothing is a proof, for the order of threads that was
@@ -52,7 +56,8 @@ def prove(
     symmetry = Symmetry(by_rank, classes)
     found = list(mismatches(symmetry, Sequences(symmetry)))
     if not found:
-        found += Waits(symmetry, in_launch_order=launch_order_implicit).problems()
+        waits = Waits(symmetry, in_launch_order=launch_order_implicit, eager=eager_loading)
+        found += waits.problems()
     if not found and not launch_order_implicit:
         found += _launch_orders(symmetry)
     return found

@@ -4,7 +4,8 @@ Everything that happens needs other things first: that the host got to it, that 
 it are done, that the operation before it on the same communicator is done, that other members have
 begun theirs. Nothing is a choice, so that what can happen is what can be sorted by these needs;
 what remains waits for itself, around a cycle. Nothing is taken to be buffered: a send ends when its
-receive has begun, on the device and on the host.
+receive has begun, on the device and on the host. Where a launch loads its kernel, the host waits
+for the device (`hp_platform.dry.proof.loads`), and other threads launch nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hp_platform.dry.proof.loads import Modules
 from hp_platform.dry.proof.matching import Operation, Problem, channel_of, told
 from hp_platform.dry.proof.symmetry import Symmetry, family_of
 from hp_platform.dry.trace import (
@@ -20,6 +22,7 @@ from hp_platform.dry.trace import (
     Event,
     HostMessage,
     HostWait,
+    Launch,
     RecordEvent,
     WaitEvent,
     WaitWork,
@@ -81,7 +84,7 @@ class _Rank:
         self.queues: dict[str, int] = {}  # by communicator: the operation before
         self.events: dict[int, int] = {}
         self.works: dict[int, int] = {}
-        self.launched = -1
+        self.launched = self.loading = -1
         self.batch = (-1, -1, -1)  # number, begin and end of the one that is open
 
     def tail(self, stream: int) -> int:
@@ -101,7 +104,7 @@ class _Rank:
         if event.batch >= 0 and event.batch == self.batch[0]:
             return self.batch[1], self.batch[2]
         needs = [
-            self.go(event),
+            self.go(event, [self.loading]),
             self.tail(event.issuer),
             self.tail(event.stream),
             self.queues.get(event.group, -1),
@@ -115,6 +118,10 @@ class _Rank:
         self.batch = (event.batch, begin, end)
         return begin, end
 
+    def load(self, event: Launch) -> None:
+        """Let the host wait for the device, and whoever launches later for the host."""
+        self.loading = self.go(event, [self.loading, *self.tails.values()])
+
 
 class Waits:
     """Builds the graph of a world and looks for what can never happen.
@@ -123,10 +130,14 @@ class Waits:
         symmetry: Colours of the world's ranks, with their traces.
         in_launch_order: Whether NCCL keeps operations of all communicators of a device in the
             order in which the host launched them (`NCCL_LAUNCH_ORDER_IMPLICIT`).
+        eager: Whether torch's kernels are loaded before anything is launched
+            (`CUDA_MODULE_LOADING`).
     """
 
-    def __init__(self, symmetry: Symmetry, *, in_launch_order: bool = False) -> None:
-        self._symmetry = symmetry
+    def __init__(
+        self, symmetry: Symmetry, *, in_launch_order: bool = False, eager: bool = False
+    ) -> None:
+        self._symmetry, self._eager = symmetry, eager
         self._graph = _Graph()
         self._began: dict[Key, int] = {}
         self._ends: list[tuple[int, list[Key]]] = []
@@ -152,10 +163,13 @@ class Waits:
         text = f"these wait for each other, each for the next one: {words}"
         return [Problem("deadlock", ranks, at, text)]
 
-    def _follow(self, colour: int, state: _Rank) -> None:
+    def _follow(self, colour: int, state: _Rank) -> None:  # a case for each event
         counts: dict[Key, int] = {}
+        modules = Modules(eager=self._eager)
         for event in self._symmetry.trace_of(state.rank).events:
-            if isinstance(event, Collective):
+            if isinstance(event, Launch) and modules.loads(event):
+                state.load(event)
+            elif isinstance(event, Collective):
                 begin, end = state.launch(event)
                 self._meet(colour, state.rank, event, counts, begin, end)
             elif isinstance(event, HostMessage):
@@ -222,7 +236,7 @@ def _shortened(links: list[tuple[int, Event, str]]) -> list[tuple[int, Event, st
     for place, link in enumerate(links):
         before, after = links[place - 1], links[(place + 1) % len(links)]
         is_between = link[2] == "host" and before[0] == link[0] == after[0]
-        is_wait = isinstance(link[1], HostWait | WaitWork) or (
+        is_wait = isinstance(link[1], HostWait | WaitWork | Launch) or (
             isinstance(link[1], HostMessage) and link[1].waits
         )
         if not is_between or is_wait:
@@ -238,4 +252,7 @@ def _told(rank: int, event: Event, what: str) -> str:
         return f"{how}rank {rank}, {words}"
     if isinstance(event, HostWait):
         return f"rank {rank}, the host waits for the device ({event.what}) at {event.at}{place}"
+    if isinstance(event, Launch):
+        module = event.variant or event.what
+        return f"rank {rank}, the host waits for the device to load {module} at {event.at}{place}"
     return f"rank {rank}, {type(event).__name__} at {event.at}{place}"
