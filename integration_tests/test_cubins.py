@@ -122,6 +122,17 @@ def test_what_the_packages_pass_to_kernels_is_compiled() -> None:
     assert line == "gather_rows bfloat16 bfloat16 uint8: is passed, and not compiled"
 
 
+def test_sizes_that_differ_from_step_to_step_compile_no_kernel_anew() -> None:
+    pytest.importorskip("triton", reason="nox -s cubins")
+    from integration_tests.cubins import launches, toolchain  # noqa: PLC0415
+
+    with toolchain.collecting_launches(90) as launched:
+        for num_rows in (1, 7, 16):
+            launches.launch_sizes(num_rows)
+    kernels = {launches.full_name(kernel) for kernel, _ in launched}
+    assert len({made.hash for _, made in launched}) == len(kernels) == 9
+
+
 def test_what_layers_pass_to_kernels_is_listed() -> None:
     assert passed() == PASSED
 

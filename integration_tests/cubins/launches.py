@@ -225,5 +225,21 @@ def _buffers(rows: Callable[[int], Tensor]) -> None:
         )
 
 
+def launch_sizes(num_rows: int) -> None:
+    """Launch what is given numbers of rows, which differ from step to step."""
+    experts, weights = _ids(num_rows, 2), _weights(num_rows)
+    counted = triton_sorting.count(experts, 8)
+    triton_sorting.place(experts, counted)
+    triton_sorting.fill(experts, counted, num_local=4, num_ranks=2, room=num_rows)
+    triton_sorting.find_ranks(experts, num_local=4, num_ranks=2)
+    codes = triton_sorting.encode(
+        _ids(2 * num_rows), experts, num_local=4, num_ranks=2, dtype=torch.uint8
+    )
+    triton_sorting.decode(codes, _ids(2 * num_rows), per_row=2)
+    triton_rows.gather_rows(weights, _ids(num_rows), holes=True)
+    rule = triton_routing.Rule(2, sigmoid=False, normalize=True, scaling_factor=1.0)
+    triton_routing.route(_weights(num_rows, 8), rule, bias=None)
+
+
 LAUNCHES = _gather_rows, _sum_rows, _sum_rows_backward, _activations, _routing, _sorting, _buffers
 """Each calls launchers with rows of one width and dtype. A new kernel needs one here."""

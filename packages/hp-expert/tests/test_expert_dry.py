@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hp_expert import GroupedExperts, MoE, TopKRouter
-from hp_expert.kernels import kernels_for, triton_rows
+from hp_expert.kernels import kernels_for, triton_rows, triton_sorting
 from hp_platform.dry import DryDevice
 from hp_platform.dry.trace import Allocate, Fault, Launch
 
@@ -49,3 +49,25 @@ def test_a_layer_runs_forward_and_backward() -> None:
         names = {event.what for event in gpu.trace if isinstance(event, Launch)}
         assert "hp_expert.sum_rows" in names
         assert not [event for event in gpu.trace if isinstance(event, Fault)]
+
+
+def test_sizes_that_differ_from_step_to_step_make_no_variants_of_kernels() -> None:
+    with DryDevice() as gpu:
+        for num_rows in (1, 7, 16):
+            experts = torch.zeros(num_rows, 2, device="cuda", dtype=torch.int64)
+            counted = triton_sorting.count(experts, 8)
+            triton_sorting.place(experts, counted)
+            triton_sorting.fill(experts, counted, num_local=4, num_ranks=2, room=num_rows)
+            triton_sorting.encode(
+                experts.view(-1), experts, num_local=4, num_ranks=2, dtype=torch.uint8
+            )
+            values = torch.zeros(num_rows, device="cuda")
+            triton_rows.gather_rows(values, experts[:, 0].contiguous(), holes=True)
+        found = {e.variant for e in gpu.trace if isinstance(e, Launch) and e.variant}
+        names = [variant.split()[0] for variant in found]
+        assert len(names) == len(set(names)) == 6
+        # A layer's own width is no such number.
+        triton_rows.gather_rows(torch.zeros(2, 7, device="cuda"), experts[:, 0], holes=True)
+        triton_rows.gather_rows(torch.zeros(2, 16, device="cuda"), experts[:, 0], holes=True)
+        rows = {e.variant for e in gpu.trace if isinstance(e, Launch)} - found - {""}
+    assert len(rows) == 2

@@ -13,7 +13,13 @@ from hp_train.config.space import with_keys
 from hp_train.layout.schedules import KINDS
 from hp_train.training import gpu_settings
 from hp_train.training.banner import banner
-from hp_train.training.gpu_settings import Versions, in_force, keeps_launch_order, settings
+from hp_train.training.gpu_settings import (
+    Versions,
+    in_force,
+    keeps_launch_order,
+    loads_eagerly,
+    settings,
+)
 
 NEW = Versions(nccl=(2, 29), cuda=(13, 0), driver=(13, 0))
 STAGES = with_keys(Config(), {"mesh.pp": 2})
@@ -57,6 +63,18 @@ def test_the_order_in_which_ranks_of_a_pipeline_launch_has_no_cycle(name: str) -
 def test_threads_of_their_own_launch_in_no_order_that_could_be_kept() -> None:
     for keys in ({"mesh.stage_tp": (1, 2)}, {"pipeline.schedule": "u_shape"}):
         assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in settings(with_keys(STAGES, keys), {}, NEW)
+
+
+@pytest.mark.parametrize("keys", [{"mesh.stage_tp": (1, 2)}, {"pipeline.schedule": "u_shape"}])
+def test_modules_are_loaded_early_where_a_second_thread_launches(keys: dict[str, Any]) -> None:
+    config = with_keys(STAGES, keys)
+    assert settings(config, {}, NEW)["CUDA_MODULE_LOADING"] == "EAGER"
+    assert "CUDA_MODULE_LOADING" not in settings(STAGES, {}, NEW)
+    assert "CUDA_MODULE_LOADING" not in settings(config, {"CUDA_MODULE_LOADING": "LAZY"}, NEW)
+    assert loads_eagerly({}, config)
+    assert not loads_eagerly({"CUDA_MODULE_LOADING": "LAZY"}, config)
+    assert not loads_eagerly({}, STAGES)
+    assert in_force({"CUDA_MODULE_LOADING": "EAGER"}) == ["CUDA_MODULE_LOADING=EAGER"]
 
 
 def test_a_dry_run_knows_whether_nccl_will_keep_the_order() -> None:

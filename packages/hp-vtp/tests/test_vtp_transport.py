@@ -31,7 +31,13 @@ def part(x: torch.Tensor, placement: Placement, index: int, ranks: int) -> torch
 
 
 def check_boundary(
-    transport: Transport, source: int, destination: int, metas: tuple[TensorMeta, ...], domain: int
+    transport: Transport,
+    source: int,
+    destination: int,
+    metas: tuple[TensorMeta, ...],
+    domain: int,
+    *,
+    by_host: bool = False,
 ) -> None:
     """Send over one edge and compare, bit for bit, with a slice of the tensor."""
     edge = transport.layout.edge(source, destination, domain=domain)
@@ -41,6 +47,7 @@ def check_boundary(
     ]
     rank = transport.rank
     ends: Any = {"source": source, "destination": destination, "domain": domain}
+    ends["by_host"] = by_host
     if rank in edge.source_ranks:
         a, index = len(edge.source_ranks), edge.source_ranks.index(rank)
         local = [
@@ -104,6 +111,22 @@ def check_chunks() -> tuple[int, ...]:
         check_boundary(transport, 1, 0, metas, 0)
         edge = transport.layout.edge(0, 1)
         return tuple(plan.chunks for plan in transport.plan(edge, metas))
+
+
+def by_hosts(layout: PipelineLayout, metas: tuple[TensorMeta, ...]) -> bool:
+    """Transfers by host among others on the same edges."""
+    with Transport(layout, timeout=TIMEOUT) as transport:
+        for by_host in (True, False, True):
+            for source, destination in ((0, 1), (1, 0)):
+                check_boundary(transport, source, destination, metas, 0, by_host=by_host)
+    return True
+
+
+def test_a_transfer_through_the_memory_of_hosts_equals_the_slice_of_one_process() -> None:
+    stages = (StageLayout(((0, 1),), Sharded(1)), StageLayout(((2, 3, 4),), Sharded(1)))
+    layout = PipelineLayout(stages, (0, 1))
+    metas = (TensorMeta((2, 7, 3), torch.float32), TensorMeta((5,), torch.int64, replicated=True))
+    assert run_distributed(by_hosts, layout, metas, world_size=5) == [True] * 5
 
 
 def test_chunks_arrive_whole() -> None:
