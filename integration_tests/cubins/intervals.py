@@ -205,7 +205,7 @@ def _within(value: Value | None, words: str, place: str) -> Value:
 
 
 def _top(bits: int) -> int:
-    return min(2 ** (bits - 1), MOST)
+    return min(1 << (bits - 1), MOST)
 
 
 def _added(given: Sequence[Value], body: _Block) -> Value | None:
