@@ -123,7 +123,9 @@ def test_no_kernel_is_loaded_while_messages_of_another_thread_wait(
     assert bool(found) == bool(fault)
     for line in found:
         assert "module load: rank " in line
-        assert re.search(r" may wait for ever: .* is launched first, and so loaded, at \S+:\d+", line)
+        assert re.search(
+            r" may wait for ever: .* is launched first, and so loaded, at \S+:\d+", line
+        )
     names = {re.split(r" may wait for ever: ", line)[1].split(" ")[0] for line in found}
     ours = {name for name in names if name.startswith("hp_expert.")}
     assert (ours == names) == (fault != "modules of torch too")

@@ -25,17 +25,19 @@ def message(rank: int, op: str, work: int, *, thread: int = 1) -> Collective:
     """A message between ranks 0 and 1, each direction on a communicator of its own."""
     sender = rank if op == "send" else 1 - rank
     group, stream = f"edge{sender}[0,1]", 1000 + sender
-    given: tuple[object, ...] = (SHAPE, ()) if op == "send" else ((), SHAPE)
+    inputs, outputs = (SHAPE, ()) if op == "send" else ((), SHAPE)
     at = f"channel.py:{10 + sender}"
     return Collective(
-        op, group, 5, stream, *given, (), (), work, peer=1 - rank, thread=thread, at=at
-    )  # type: ignore[arg-type]
+        op, group, 5, stream, inputs, outputs, (), (), work, peer=1 - rank, thread=thread, at=at
+    )
 
 
 def trace(rank: int, events: Sequence[Event]) -> Trace:
     """What a rank of two did."""
-    groups = {f"edge{sender}[0,1]": (0, 1) for sender in range(2)}
-    families = {f"edge{sender}": ((0, 1),) for sender in range(2)}
+    groups: dict[str, tuple[int, ...]] = {f"edge{sender}[0,1]": (0, 1) for sender in range(2)}
+    families: dict[str, tuple[tuple[int, ...], ...]] = {
+        f"edge{sender}": ((0, 1),) for sender in range(2)
+    }
     return Trace(rank, 2, groups, [*events], families)
 
 

@@ -234,7 +234,7 @@ class DryDevice:
     def note_kernel(
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], variant: str
     ) -> None:
-        """Write down a kernel that torch does not know."""
+        """Write down a kernel that torch does not know, or that it has for a composed operator."""
         if not all(map(is_meta, (*reads, *writes))):
             self.fault(f"{name}: some operands are on the host")
         self.emit(
@@ -246,7 +246,7 @@ class DryDevice:
                 flops=0,
                 reads=tuple(map(self.block_of, reads)),
                 writes=tuple(map(self.block_of, writes)),
-                variant=f"{name} {variant}".rstrip(),
+                variant="" if name.startswith("aten.") else f"{name} {variant}".rstrip(),
             )
         )
 
