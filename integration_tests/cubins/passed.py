@@ -140,8 +140,13 @@ def _layer(style: ExpertParallel | None, *, num_experts: int = EXPERTS, **option
         experts = GroupedExperts(num_experts, DIM, HIDDEN, **options)
         router = TopKRouter(DIM, num_experts, TOP_K)
     if style is not None:
-        style.apply(experts, dist.group.WORLD)
+        style.apply(experts, _world())
     return MoE(router, experts)
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _by_hand(dtype: torch.dtype) -> None:
@@ -152,5 +157,5 @@ def _by_hand(dtype: torch.dtype) -> None:
     permutation = sort_by_expert(chosen)
     sum_slots(gather_slots(x, permutation), permutation, weights).sum().backward()
     for deduplicate in (True, False):
-        dispatcher = AllToAllDispatcher(dist.group.WORLD, EXPERTS, deduplicate)
+        dispatcher = AllToAllDispatcher(_world(), EXPERTS, deduplicate)
         dispatcher.prepare(x.detach(), chosen.to(torch.int32), weights.detach())
