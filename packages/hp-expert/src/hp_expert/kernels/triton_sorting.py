@@ -209,6 +209,7 @@ def decode(codes_P: Tensor, num_begun_P: Tensor, *, per_row: int) -> tuple[Tenso
             given=(codes_P, num_begun_P),
             varying=(num_codes, per_row),
             BLOCK=_BLOCK,
+            num_warps=8,  # a number for each thread: of two, some lie on a stack
             enable_fp_fusion=False,
         )
     return slots, experts
