@@ -186,10 +186,10 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     run, data = resolved.config.run, resolved.config.data
     if run.resume:
         require_same_run(resolved)
-    if data.paths and not rules.has_tokens(run.resume):
-        from hp_train.data.corpus import look_at  # noqa: PLC0415 - only where there is text
+    if options.dry_run or data.paths:
+        from hp_train.training.beforehand import refuse_beforehand  # noqa: PLC0415 - only here
 
-        look_at(data.paths)
+        refuse_beforehand(resolved.config, weights=options.dry_run)
     if options.dry_run:
         return _dry_run(resolved)
     from hp_train.launch import launcher  # noqa: PLC0415 - only what trains needs it

@@ -23,7 +23,7 @@ from hp_train.data.corpus import printable
 from hp_train.data.index import INDEX, OldIndex, read_index
 from hp_train.data.packing import Packs, best_fit
 from hp_train.data.renewal import old_digest
-from hp_train.data.tokens import TokenFile
+from hp_train.data.tokens import TokenFile, require_sequence
 from hp_train.errors import DataError
 
 
@@ -115,12 +115,7 @@ class Dataset:
         if isinstance(index, OldIndex):
             raise DataError(f"{printable(directory / INDEX)} must be made anew by a start of a run")
         tokens = TokenFile(directory, split, index)
-        if tokens.size <= seq_len:
-            hint = " (raise data.eval_fraction)" if split == "eval" else ""
-            raise DataError(
-                f"{printable(tokens.path)}: {tokens.size} tokens must exceed data.seq_len "
-                f"({seq_len}){hint}"
-            )
+        require_sequence(tokens.size, split, seq_len=seq_len, where=tokens.path)
         digest = (index.train if split == "train" else index.eval).digest
         if packing == "stream":
             return cls(tokens, seq_len, seed, digest, index.separator if separate else None)

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hp_train.base.folder import read_named, why_not
+from hp_train.config import Config
 from hp_train.data.separator import MARK, separator_of, special_of, without_special
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, DataError
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 
@@ -149,6 +150,25 @@ class HuggingFaceTokenizer:
 def load_tokenizer(path: str, separator: str = "") -> Tokenizer:
     """The tokenizer of ``data.tokenizer`` and ``data.separator``; bytes when the first is empty."""
     return HuggingFaceTokenizer(Path(path), separator) if path else ByteTokenizer()
+
+
+def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding.
+
+    Args:
+        config: Validated configuration.
+        tokenizer: Tokenizer of the data.
+
+    Raises:
+        DataError: When the tokenizer has more tokens.
+    """
+    rows = config.model.vocab_size or tokenizer.vocab_size
+    if rows < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
+            f"({tokenizer.vocab_size})"
+        )
+    return rows
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:

@@ -75,6 +75,25 @@ class TokenWriter:
         return Split(tokens=self.tokens, digest=digest)
 
 
+def require_sequence(num_tokens: int, split: str, *, seq_len: int, where: str | Path) -> None:
+    """Refuse a split that holds not even one sequence.
+
+    Args:
+        num_tokens: Number of its tokens.
+        split: Name of the split, one of `SPLITS`.
+        seq_len: Length of a sequence.
+        where: What holds the tokens, for the message.
+
+    Raises:
+        DataError: When it does not.
+    """
+    if num_tokens <= seq_len:
+        hint = " (raise data.eval_fraction)" if split == "eval" else ""
+        raise DataError(
+            f"{printable(where)}: {num_tokens} tokens must exceed data.seq_len ({seq_len}){hint}"
+        )
+
+
 class TokenFile:
     """The ids of a split, each chunk compared with its digest when it is first read.
 

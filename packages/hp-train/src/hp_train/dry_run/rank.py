@@ -18,6 +18,7 @@ from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
 from hp_train.costs.routing import Skew
 from hp_train.data import load_tokenizer
+from hp_train.data.tokenizer import vocab_size_of
 from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.labels import PARAMETERS, add_labels
 from hp_train.dry_run.summary import RankSummary, Saved, summarize
@@ -33,7 +34,7 @@ from hp_train.training.gpu_settings import (
     launches_from_one_thread,
     loads_eagerly,
 )
-from hp_train.training.startup import connect, vocab_size_of
+from hp_train.training.startup import connect
 from hp_train.training.train import Trainer
 
 

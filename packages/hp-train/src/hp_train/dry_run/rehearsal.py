@@ -15,6 +15,7 @@ from hp_train.config import Config
 from hp_train.costs.machine import GPU_MARGIN
 from hp_train.costs.routing import Skew
 from hp_train.data import load_tokenizer
+from hp_train.data.tokenizer import vocab_size_of
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.rank import Job, RankReport, run_rank
 from hp_train.dry_run.summary import Summary
@@ -22,7 +23,6 @@ from hp_train.errors import RehearsalError
 from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout.communicators import Held
 from hp_train.layout.ranks import Layout
-from hp_train.training.startup import vocab_size_of
 
 SECONDS = 3600.0
 """That a dry run may take."""

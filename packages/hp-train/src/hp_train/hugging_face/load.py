@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,7 +28,7 @@ from hp_train.hugging_face.plan import (
 )
 from hp_train.hugging_face.weight_files import first_of, weight_files
 from hp_train.model.declared import Declared
-from hp_train.model.shapes import model_tensors
+from hp_train.model.shapes import model_shapes, model_tensors
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 # Ends of names that mixed-precision formats give to what they keep beside or instead of weights.
@@ -89,6 +90,24 @@ def check_weights(folder: Path) -> int:
     with opened_files(folder) as files:
         ours, _ = _checked(files, folder)
     return sum(torch.Size(tensor.shape).numel() for tensor in ours.values())
+
+
+def require_fit(folder: Path, model: ModelConfig, vocab_size: int) -> None:
+    """Refuse weights that are not of a model, by the headers of their files.
+
+    Args:
+        folder: Folder with `config.json` and safetensors files.
+        model: Model that is to take them.
+        vocab_size: Rows of its embedding.
+
+    Raises:
+        hp_train.errors.ConfigError: What `load_weights` would raise.
+    """
+    ours = model_shapes(replace(model, vocab_size=vocab_size))
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in ours.items()}
+    with opened_files(folder) as files:
+        for _ in _reads(tensors, files, folder, share=(0, 1)):
+            pass
 
 
 @contextmanager

@@ -120,25 +120,6 @@ def _make_tokens(config: Config, worker: Worker, tokenizer: Tokenizer, waiting: 
         )
 
 
-def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding.
-
-    Args:
-        config: Validated configuration.
-        tokenizer: Tokenizer of the data.
-
-    Raises:
-        DataError: When the tokenizer has more tokens.
-    """
-    rows = config.model.vocab_size or tokenizer.vocab_size
-    if rows < tokenizer.vocab_size:
-        raise DataError(
-            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
-            f"({tokenizer.vocab_size})"
-        )
-    return rows
-
-
 def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Config:
     """The config with `mesh.gather` decided, the same on every rank. All ranks call this together.
 

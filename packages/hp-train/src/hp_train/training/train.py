@@ -28,6 +28,7 @@ from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
 from hp_train.data import Tokenizer
 from hp_train.data.dataset import Dataset
+from hp_train.data.tokenizer import vocab_size_of
 from hp_train.errors import PREEMPTED, DataError, NumericsError, RunDirectoryError
 from hp_train.hugging_face import load_weights
 from hp_train.launch.task import Worker
@@ -57,7 +58,6 @@ from hp_train.training.startup import (
     prepare_data,
     require_same_data,
     step_costs,
-    vocab_size_of,
 )
 from hp_train.training.state import (
     checkpoint_buffers,
