@@ -22,6 +22,7 @@ from hp_expert import (
     TensorParallel,
     TensorSlicedDispatcher,
     TopKRouter,
+    grad_norm,
 )
 from hp_expert.testing import host_reads
 from hp_platform import PeerError, is_waited, new_group
@@ -174,13 +175,19 @@ def own_tokens() -> float:
     router = moe.router.weight.grad
     assert router is not None
     dist.all_reduce(router)
-    w1 = whole.experts.w1.grad
+    w1, b2 = whole.experts.w1.grad, whole.experts.b2
     assert w1 is not None
+    assert b2 is not None
+    assert b2.grad is not None
+    assert moe.experts.b2 is not None
     pairs = [
         (y, all_y.split(sizes)[dist.get_rank()]),
         (x.grad, all_x.grad.split(sizes)[dist.get_rank()] if all_x.grad is not None else None),
         (router, whole.router.weight.grad),
         (moe.experts.w1.grad, w1.chunk(EP)[ep.rank()].chunk(2, 1)[tp.rank()]),
+        # A copy, whose gradient each has whole: nobody is to sum it over tp.
+        (moe.experts.b2.grad, b2.grad.chunk(EP)[ep.rank()]),
+        (grad_norm(moe.experts), grad_norm(whole.experts)),
     ]
     return max(float((a - b).detach().abs().max()) for a, b in pairs if a is not None)
 

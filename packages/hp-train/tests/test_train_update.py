@@ -13,11 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace as with_keys
+from torch import nn
 
-from hp_platform.testing import run_in_threads, watch_operators
-from hp_train.config import TrainConfig
+from hp_expert import ExpertTensorParallel, GroupedExperts, MoE, TopKRouter, grad_norm
+from hp_platform import new_group
+from hp_platform.testing import run_distributed, run_in_threads, watch_operators
+from hp_train.config import MeshConfig, TrainConfig
 from hp_train.config.options import resolve
+from hp_train.layout.communicators import GROUPS
+from hp_train.layout.mesh import Mesh
+from hp_train.layout.ranks import Layout
 from hp_train.model import TransformerStage
+from hp_train.model.declared import declared
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.parameters import Parameter, named_parameters
 from hp_train.training.gradients import GradientNorm, clip_gradients, reduce_gradients
@@ -166,6 +173,55 @@ def test_a_gradient_that_is_summed_by_itself_is_not_copied(
 ) -> None:
     monkeypatch.setattr("hp_train.training.gradients.SIDE_BY_SIDE", 1)
     assert run_in_threads(copies_of_one, world_size=2) == [[], []]
+
+
+ROWS, DIM = 5, 6
+
+
+def layer() -> nn.Module:
+    """A layer of experts with biases, the same on every rank."""
+    moe = MoE(TopKRouter(DIM, 4, 2, bias=True), GroupedExperts(4, DIM, 8, bias=True)).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in moe.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return moe
+
+
+def gradients_of_cut_experts() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Gradients of each parameter, and norms, in a layout and in one process, by name."""
+    layout, rank = Layout.of(MeshConfig(dp_replicate=4, etp=2)), dist.get_rank()
+    world = dist.group.WORLD
+    assert world is not None
+    groups = {name: new_group(layout.ranks(*axes), name=name) for name, axes in GROUPS.items()}
+    mesh = Mesh(layout, rank, {n: g for n, g in groups.items() if g is not None}, world, "cpu")
+    everyone = torch.randn(4, ROWS, DIM, generator=torch.Generator().manual_seed(1)).double()
+    cut, whole = layer(), layer()
+    known = declared(cut)
+    ExpertTensorParallel(sliced=True).apply(cut, (mesh.groups["ep"], mesh.groups["etp"]))
+    (cut(everyone[rank])[0] ** 2).sum().backward()
+    (whole(everyone.flatten(0, 1))[0] ** 2).sum().backward()
+    parameters = named_parameters(cut, known, mesh)
+    reduce_gradients(parameters, mesh)
+    found, expected = [], dict(whole.named_parameters())
+    for parameter in parameters:
+        mine, all_of_it = parameter.local.grad, expected[parameter.name].grad
+        assert mine is not None
+        assert all_of_it is not None
+        parameter.tensor.grad = mine
+        found.append((parameter.name, mine, all_of_it[tuple(slice(*s) for s in parameter.span)]))
+    squares = GradientNorm(parameters, mesh, control=world).local_squares(mine.device)
+    dist.all_reduce(squares)
+    norm = grad_norm(whole)
+    found.append(("norm", squares.sum().sqrt(), norm))
+    return [*found, ("norm of hp-expert", grad_norm(cut), norm)]
+
+
+def test_gradients_of_experts_that_ranks_cut_are_those_of_one_process() -> None:
+    """Of what each rank has a copy of, the output bias, each has the whole gradient."""
+    for found in run_distributed(gradients_of_cut_experts, world_size=4):
+        assert {"experts.b2", "experts.b1", "router.bias"} < {name for name, *_ in found}
+        for name, mine, expected in found:
+            assert torch.allclose(mine, expected, rtol=1e-12, atol=1e-12), name
 
 
 @pytest.fixture

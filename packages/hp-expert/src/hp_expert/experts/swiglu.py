@@ -78,7 +78,8 @@ def routed_swiglu(
         b3: Biases of the up projections [L, H].
         b2: Biases of the down projections [L, D].
         adds_output_bias: Whether the output contains b2. Where ranks have parts of H and sum their
-            outputs, one of them adds it; all of them compute its gradient, which is the same.
+            outputs, one of them adds it. All of them compute its gradient, which is the same and
+            whole: nobody is to sum it over them.
         activation: What is put between the projections; `ClampedSwiGLU` for gpt-oss.
 
     Returns:

@@ -20,7 +20,8 @@ class ParameterSpec:
         tp_dim: Dim that tensor-parallel ranks share out; None: each has all of it.
         is_expert: Whether dim 0 is the experts of a layer.
         hidden_dim: Dim of an expert's parameter that is the hidden width, which ranks with other
-            parts of the same experts share out; None: each has all of it.
+            parts of the same experts share out; None: each has all of it, and computes its whole
+            gradient.
         is_residual: Whether its products are added to the residual stream. Such a matrix starts
             smaller, so that variance does not grow with depth (Radford et al., 2019).
         is_whole_on_tp: Whether tensor-parallel ranks that have copies each compute its whole

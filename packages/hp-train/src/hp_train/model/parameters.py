@@ -39,7 +39,8 @@ class Parameter:
         cuts: How the whole becomes the local part, one cut after the other.
         replicas: Groups whose ranks hold the same values.
         unsummed: Those of them over which gradients are to be summed after backward: all, but for
-            copies of what FSDP shards, over which it sums, and ranks that have whole gradients.
+            copies of what FSDP shards, over which it sums, and ranks that have whole gradients, as
+            those that share out experts' hidden width have of output biases.
         spec: What it is.
         span: First and last + 1 index of the local part in the whole, for each dim.
         tied_copies: The same parameter in other stages of this rank, with gradients of their own:
@@ -147,6 +148,7 @@ def named_parameters(
             cuts, replicas = _placement(tensor, spec, mesh)
         summed = {_copies(spec)} if isinstance(tensor, DTensor) else set()
         summed |= {"tp"} if spec.is_whole_on_tp else set()
+        summed |= {"etp"}  # whose ranks have all rows of an expert: `hp_expert.routed_swiglu`
         found.append(
             Parameter(
                 name=name,
