@@ -353,14 +353,24 @@ def train(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def verify(session: nox.Session) -> None:
-    """Compare 150 generated layouts with one process over 20 steps; `-- --steps 2` is quicker."""
+    """Compare every pair of a feature and a setting, then 150 layouts over 20 steps.
+
+    The pairs go on where they were stopped; `-- pairs` compares these alone, `-- pairs --part 1/4`
+    a part of them. `-- --steps 2` and other options are for the layouts alone.
+    """
     _install(session, "hp-train", group="")
     text = Path(session.create_tmp()) / "documents.jsonl"
     documents = [f"{i}, squared {i * i}. "[: 3 + i % 19] * (1 + i % 29 // 28) for i in range(3000)]
     text.write_text("".join(f'{{"text": "{each}"}}\n' for each in documents))
-    defaults = ("--generate", "150", "--steps", "20", "--data", str(text))
-    model = "integration_tests/verify.toml"
-    session.run("hp", "verify", model, *defaults, *session.posargs)
+    only_pairs = session.posargs[:1] == ["pairs"]
+    if only_pairs or not session.posargs:
+        kept = ("--results", str(SCRATCH / "verify-pairs.jsonl"), "--data", str(text))
+        model, more = "integration_tests/pairs.toml", session.posargs[1:]
+        session.run("hp", "verify", model, "--generate", "pairs", *kept, *more)
+    if not only_pairs:
+        defaults = ("--generate", "150", "--steps", "20", "--data", str(text))
+        model = "integration_tests/verify.toml"
+        session.run("hp", "verify", model, *defaults, *session.posargs)
 
 
 @nox.session(default=False)

@@ -205,13 +205,16 @@ def test_one_process_without_a_bug_equals_the_oracle(corpus: str, runs: Runs) ->
     "adam_has_another_beta",
 )
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_bug_is_found_and_named(name: str, corpus: str, runs: Runs, short_runs: Runs) -> None:
+def test_a_bug_is_found_and_named(
+    name: str, corpus: str, runs: Runs, short_runs: Runs, tmp_path: Path
+) -> None:
     fault = FAULTS[name]
     program = SHORT if fault.found.startswith("step 1,") else PROGRAM
     runs = short_runs if program is SHORT else runs
     config = config_of(corpus, fault.layout, fault=name, program=program)
     if fault.layout:
         other = config_of(corpus, fault.beside, program=program)
+        runs = runs_like(other, tmp_path) if "model." in fault.layout else runs
         comparison = runs.compare(config, other if fault.beside else one_process(other))
     else:
         comparison = runs.compare_with_oracle(config)

@@ -209,6 +209,19 @@ def gradients_of_experts_count_twice(trainer: Trainer) -> None:
     after_gradients(trainer, lambda p, g: g.mul_(2 if p.spec.is_expert else 1))
 
 
+@fault(
+    "mesh.dp_replicate=2 mesh.etp=2 model.expert_bias=true",
+    r"step 1, gradient .*\.moe\.experts\.b2",
+    beside="model.expert_bias=true",
+)
+def output_biases_are_summed_over_ranks_that_have_them_whole(trainer: Trainer) -> None:
+    def change(parameter: Parameter) -> Parameter:
+        return replace(parameter, unsummed=(*parameter.unsummed, "etp"))
+
+    for name in [p.name for p in trainer.parameters if p.name.endswith(".experts.b2")]:
+        change_parameter(trainer, name, change)
+
+
 @fault(DATA, r"step 1, gradient .*\.moe\.router\.weight")
 def routers_have_no_gradient(trainer: Trainer) -> None:
     after_gradients(trainer, lambda p, g: g.mul_(".router." not in p.name))

@@ -44,8 +44,8 @@ from hp_train.config.render import to_toml
         (
             "pipeline.stage_layers=[1,2]",
             (
-                "pipeline.stage_layers ([1, 2]) must have a number for each of 4 stages, which "
-                "sum to model.num_layers (4)"
+                "pipeline.stage_layers ([1, 2]) must have a number for each of mesh.pp (2) x "
+                "pipeline.stages_per_rank (2) = 4 stages, which sum to model.num_layers (4)"
             ),
         ),
         (

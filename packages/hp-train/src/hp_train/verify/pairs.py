@@ -1,13 +1,13 @@
 """Which two configs can be compared, and how close they must come. No torch."""
 
-import fnmatch
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 from msgspec.structs import replace
 
 from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
+from hp_train.config.covering import WITHOUT_EFFECT, is_one_of
 from hp_train.config.schema import fields, shown
 from hp_train.config.space import with_keys
 from hp_train.config.timeouts import Timeouts
@@ -27,25 +27,10 @@ That is where they cut the model alike and no layer comes to ranks of another nu
 `sizes_by_stage`.
 """
 
-_LAYOUT = ("mesh.*", "pipeline.*", "train.microbatch_size", "train.compile", "data.plan_*")
-_BATCHES = ("data.packing",)
+_EXACT = " ".join(EXACT)
+_LAYOUT = "mesh.* pipeline.* train.microbatch_size train.compile data.plan_* " + _EXACT
+_BATCHES = "data.packing"
 """Keys of generated layouts that change what is trained: each value has one process of its own."""
-_WITHOUT_EFFECT = (
-    "launch.*",
-    "run.output_dir",
-    "run.name",
-    "run.resume",
-    "run.tensorboard",
-    "data.cache_gib",
-    "train.*_every",
-    "train.eval_batches",
-    "train.async_save",
-    "train.keep_checkpoints",
-    "train.profile*",
-    "train.max_skipped_steps",
-    "train.not_finite",
-    "train.sample_*",
-)
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
 """Largest relative error that counts as equal, by the dtype that is computed in."""
@@ -97,7 +82,8 @@ def differing_keys(config: Config, other: Config) -> list[str]:
         key
         for section, table in mine.items()
         for name, value in table.items()
-        if theirs[section][name] != value and not _is(key := f"{section}.{name}", _WITHOUT_EFFECT)
+        if theirs[section][name] != value
+        and not is_one_of(key := f"{section}.{name}", WITHOUT_EFFECT)
     ]
 
 
@@ -108,7 +94,7 @@ def require_comparable(config: Config, other: Config) -> None:
         ConfigError: Names the first key.
     """
     for key in differing_keys(config, other):
-        if not _is(key, (*_LAYOUT, *EXACT)):
+        if not is_one_of(key, _LAYOUT):
             section, _, name = key.partition(".")
             mine, theirs = (shown(getattr(getattr(c, section), name)) for c in (config, other))
             raise ConfigError(f"{key} ({mine}) must equal {key} ({theirs}) of the other config")
@@ -116,7 +102,7 @@ def require_comparable(config: Config, other: Config) -> None:
 
 def must_be_exact(config: Config, other: Config) -> bool:
     """Whether two configs may not differ in a single bit of what they compute."""
-    are_alike = all(_is(key, EXACT) for key in differing_keys(config, other))
+    are_alike = all(is_one_of(key, _EXACT) for key in differing_keys(config, other))
     return are_alike and sizes_by_stage(config) == sizes_by_stage(other)
 
 
@@ -136,7 +122,7 @@ def described(config: Config, base: Config) -> str:
     keys = [
         key
         for key in differing_keys(config, one_process(base))
-        if _is(key, (*_LAYOUT, *EXACT, *_BATCHES))
+        if is_one_of(key, f"{_LAYOUT} {_BATCHES}")
     ]
     values = (tables[section][name] for section, _, name in (key.partition(".") for key in keys))
     parts = [f"{key}={value}".replace(" ", "") for key, value in zip(keys, values, strict=True)]
@@ -154,7 +140,3 @@ def families(layouts: Iterable[Config]) -> list[list[Config]]:
         alike = with_keys(layout, {key: fields()[key].default for key in EXACT})
         found[msgspec.json.encode((alike, sizes_by_stage(layout)))].append(layout)
     return list(found.values())
-
-
-def _is(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

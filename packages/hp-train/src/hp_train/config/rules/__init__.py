@@ -41,6 +41,7 @@ __all__ = [
     "check",
     "has_tokens",
     "part_rules",
+    "problems",
     "require_model_folder",
     "require_run_directory",
 ]
@@ -56,17 +57,22 @@ def check(config: Config, world: World | None = None) -> None:
     Raises:
         ConfigError: About the first broken rule.
     """
-    problems = chain(  # found one by one, as they are asked for
-        size_rules(config),
-        _mesh_problems(config, world),
-        _pipeline_problems(config),
-        model_rules(config),
-        saving_rules(config),
-        file_rules(config),
-        extra_rules(config),
-    )
-    for problem in problems:
+    of_files = (rule(config) for rule in (saving_rules, file_rules, extra_rules))
+    for problem in chain(problems(config, world), chain.from_iterable(of_files)):
         raise ConfigError(problem)
+
+
+def problems(config: Config, world: World | None = None) -> Iterator[str]:
+    """Yield, as they are asked for, the rules that a config breaks, but those about files.
+
+    Args:
+        config: Config whose single values are all in their bounds.
+        world: See `check`.
+    """
+    yield from size_rules(config)
+    yield from _mesh_problems(config, world)
+    yield from _pipeline_problems(config)
+    yield from model_rules(config)
 
 
 def allows_mesh(config: Config) -> bool:

@@ -176,8 +176,8 @@ def _deal(config: Config) -> Iterator[str]:
     mesh = config.mesh
     if mesh.heads_degree == mesh.cp:
         yield (
-            f"mesh.cp_deal (true) must be false with mesh.cp ({mesh.cp}) where all of these ranks "
-            "share heads: all positions are on each of them then"
+            f"mesh.cp_deal (true) must be false with mesh.cp ({mesh.cp}) and mesh.cp_heads "
+            f"({mesh.cp_heads}): ranks that all share heads have all positions each"
         )
     if config.data.documents != "separate":
         shown_value = f'data.documents ("{config.data.documents}")'

@@ -24,15 +24,16 @@ def pipeline_rules(config: Config) -> Iterator[str]:
             f"with pipeline.schedule ({shown(pipeline.schedule)})"
         )
     more = " + 1" if KINDS[pipeline.schedule].returns else ""
+    stages = (
+        f"mesh.pp ({mesh.pp}) x pipeline.stages_per_rank ({pipeline.stages_per_rank}){more} = "
+        f"{num_stages}"
+    )
     if model.num_layers < num_stages:
-        yield (
-            f"model.num_layers ({model.num_layers}) must be at least mesh.pp ({mesh.pp}) x "
-            f"pipeline.stages_per_rank ({pipeline.stages_per_rank}){more} = {num_stages}"
-        )
+        yield f"model.num_layers ({model.num_layers}) must be at least {stages}"
     cut = pipeline.stage_layers
     if cut and (len(cut) != num_stages or sum(cut) != model.num_layers):
         yield (
-            f"pipeline.stage_layers ({shown(cut)}) must have a number for each of {num_stages} "
+            f"pipeline.stage_layers ({shown(cut)}) must have a number for each of {stages} "
             f"stages, which sum to model.num_layers ({model.num_layers})"
         )
     sizes, ends_elsewhere = mesh.stage_tp, KINDS[pipeline.schedule].style == "loop"
