@@ -401,6 +401,18 @@ def reliability(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def rules(session: nox.Session) -> None:
+    """Start 2,000 drawn configs that rules accept, and of each rule some that it alone refuses.
+
+    An hour at most; it goes on where it was stopped. `-- --minutes 10` is a shorter part. Take away
+    .nox/rules to begin anew.
+    """
+    _install(session, "hp-train", group="test-torch")
+    kept = ("--results", str(SCRATCH / "rules"))
+    session.run("python", "-m", "integration_tests.reliability.accepted", *kept, *session.posargs)
+
+
+@nox.session(default=False)
 def mutations(session: nox.Session) -> None:
     """Change valid schedules 20,000 times; validation must refuse exactly what does not run."""
     _install(session, "hp-schedule", group="test")

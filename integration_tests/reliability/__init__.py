@@ -7,6 +7,7 @@ Ranks are killed in real runs of the launcher (`kills`), checkpoints are damaged
 loaded under other layouts (`reloads`), configs are fuzzed (`fuzz`), and so are text and
 directories of tokens (`mutants`); run directories come from strangers (`rundirs`, judged as all
 files of strangers are: `strangers`). Folders of models are changed and read beside transformers
-(`folders`, `nox -s folders`, which needs transformers). Everything is drawn from a seed; a case
-that fails is named with what to repeat it by.
+(`folders`, `nox -s folders`, which needs transformers). Rules of a config are held against the code
+(`accepted`, `nox -s rules`: configs that are `drawn` at the edges of rules are `started`).
+Everything is drawn from a seed; a case that fails is named with what to repeat it by.
 """

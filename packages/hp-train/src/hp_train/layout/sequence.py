@@ -58,11 +58,13 @@ class SequenceShare:
             mesh: Mesh of the run.
             seq_len: Length of whole sequences, S.
             gathers_keys: Whether context-parallel ranks compute for their own queries alone, and
-                so need equal shares of early and late ones.
+                so need equal shares of early and late ones. Of a length that does not come in such
+                shares, as sequences that are dealt out may have, each takes a run of positions.
             device: Device of the positions.
             splits_positions: Whether tensor-parallel ranks share positions between layers.
         """
-        layout = HeadTail() if gathers_keys else Contiguous()
+        has_halves = seq_len % (2 * mesh.size("cp")) == 0
+        layout = HeadTail() if gathers_keys and has_halves else Contiguous()
         attended = local_positions(seq_len, mesh.groups["cp"], layout=layout, device=device)
         if not splits_positions:
             return cls(mesh, layout, attended, attended)

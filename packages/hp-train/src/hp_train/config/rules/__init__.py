@@ -5,7 +5,6 @@ Each rule is a function that yields the sentence about every way in which it is 
 """
 
 from collections.abc import Iterator
-from itertools import chain
 
 from hp_train.base.environment import World
 from hp_train.config import Config
@@ -38,6 +37,7 @@ __all__ = [
     "allows_mesh",
     "allows_pipeline",
     "allows_stages",
+    "broken",
     "check",
     "has_tokens",
     "part_rules",
@@ -57,18 +57,24 @@ def check(config: Config, world: World | None = None) -> None:
     Raises:
         ConfigError: About the first broken rule.
     """
-    of_files = (rule(config) for rule in (saving_rules, file_rules, extra_rules))
-    for problem in chain(problems(config, world), chain.from_iterable(of_files)):
+    for problem in broken(config, world):
         raise ConfigError(problem)
 
 
-def problems(config: Config, world: World | None = None) -> Iterator[str]:
-    """Yield, as they are asked for, the rules that a config breaks, but those about files.
+def broken(config: Config, world: World | None = None) -> Iterator[str]:
+    """Find the rules that a config breaks, one by one as they are asked for.
 
-    Args:
-        config: Config whose single values are all in their bounds.
-        world: See `check`.
+    A rule may take for granted that those before it hold: the first one is always right, and what
+    comes after it may raise. Arguments are those of `check`.
     """
+    yield from problems(config, world)
+    yield from saving_rules(config)
+    yield from file_rules(config)
+    yield from extra_rules(config)
+
+
+def problems(config: Config, world: World | None = None) -> Iterator[str]:
+    """Find the broken rules, but for those about files; see `broken`."""
     yield from size_rules(config)
     yield from _mesh_problems(config, world)
     yield from _pipeline_problems(config)
@@ -103,14 +109,16 @@ def allows_stages(config: Config) -> bool:
 
 
 def _mesh_problems(config: Config, world: World | None) -> Iterator[str]:
-    return chain(stage_list_rules(config.mesh), mesh_rules(config, world))
+    yield from stage_list_rules(config.mesh)
+    yield from mesh_rules(config, world)
 
 
 def _pipeline_problems(config: Config) -> Iterator[str]:
-    # The last one lays a schedule out, which the others must allow.
-    rules = (
-        *(pipeline_rules, planned_rules, overlap_rules, gather_rules, recompute_rules),
-        batch_rules,
-        retention_rules,
-    )
-    return chain.from_iterable(rule(config) for rule in rules)
+    yield from pipeline_rules(config)
+    yield from planned_rules(config)
+    yield from overlap_rules(config)
+    yield from gather_rules(config)
+    yield from recompute_rules(config)
+    yield from batch_rules(config)
+    # It lays a schedule out, which the others must allow.
+    yield from retention_rules(config)
