@@ -5,6 +5,7 @@ one of its keys to a neighbouring value breaks that rule and no other: one more 
 another one of a few choices. Without torch.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from hp_train.config.space import with_keys
 from integration_tests.reliability.rule_names import broken_rules, every_rule
 
 Values = dict[str, Any]
+Value = tuple[str, Any]
+"""A key, and one of its values."""
 
 _OFTEN = 30
 """How much seldomer a value is drawn that costs much."""
@@ -54,7 +57,7 @@ DOMAINS: Mapping[str, Sequence[Any]] = {
     "model.vocab_size": (0, 0, 261, 300),
     "model.max_positions": (0, 8, 12, 16, 24, 64),
     "model.dim": (8, 16, 24, 32, 20),
-    "model.num_layers": (1, 2, 3, 4, 5, 6),
+    "model.num_layers": (1, 2, 2, 3, 4, 6),
     "model.attention": ("gqa", "gqa", "mla"),
     "model.num_heads": (1, 2, 3, 4, 6, 8),
     "model.num_kv_heads": (1, 2, 3, 4),
@@ -113,7 +116,7 @@ DOMAINS: Mapping[str, Sequence[Any]] = {
     "data.eval_fraction": (0.2, 0.02),
     "data.cache_gib": (0,),
     "train.steps": (1,),
-    "train.global_batch_size": (1, 2, 3, 4, 6, 8, 12),
+    "train.global_batch_size": (1, 2, 2, 3, 4, 6, 8),
     "train.microbatch_size": (1, 1, 2, 3, 4),
     "train.dtype": ("float32", "float32", "bfloat16", "float64"),
     "train.recompute": fields()["train.recompute"].choices,
@@ -184,11 +187,26 @@ _START: Values = {
     "train.warmup_steps": 1,
     "train.sample_tokens": 0,
     "launch.threads_per_process": 1,
-    "launch.hang_seconds": 60.0,
+    "launch.hang_seconds": 300.0,
 }
 _RANKS = (1, 2, 2, 2, 2, 2, 3, 4, 4)
 _RESTARTS = 0.2
-_MOVES = 80
+"""Share of configs that are not drawn from the one before them."""
+_SECTIONS = {
+    "mesh.": 5,
+    "pipeline.": 3,
+    "model.": 5,
+    "data.": 2,
+    "train.": 3,
+    "run.": 0.2,
+    "launch.": 0.2,
+}
+"""How often keys of each are changed."""
+_COMPARED = 60
+"""Values of which the one that was drawn the least is wanted."""
+_REPAIRS = 60
+"""Keys that are drawn again for one that is wanted to have a value."""
+_MOVES = 150
 """Changes that are tried between two configs that are taken."""
 _TRIES = 6
 """Configs that are looked at for one at the edge of a rule that was met seldom."""
@@ -227,6 +245,8 @@ class Drawn:
 def draw(count: int, *, seed: int | str, largest: int = 4) -> Iterator[Drawn]:
     """Draw configs, three of four at the edge of the rule that was met the least so far.
 
+    Each is drawn for a value of a key that was drawn the least so far, too.
+
     Args:
         count: How many.
         seed: Decides them; the same seed with a larger count gives the same ones first.
@@ -234,6 +254,9 @@ def draw(count: int, *, seed: int | str, largest: int = 4) -> Iterator[Drawn]:
     """
     random = Random(seed)
     seen: Counter[str] = Counter(dict.fromkeys(every_rule(), 0))
+    values: Counter[Value] = Counter(
+        dict.fromkeys(((key, value) for key in DOMAINS for value in DOMAINS[key]), 0)
+    )
     start = current = with_keys(Config(), _START)
     for number in range(count):
         wants_edge = number % 4 > 0
@@ -241,7 +264,8 @@ def draw(count: int, *, seed: int | str, largest: int = 4) -> Iterator[Drawn]:
         for _ in range(_TRIES if wants_edge else 1):
             # Some values forbid so much that few changes lead away from them.
             begin = start if random.random() < _RESTARTS else current
-            current = _walk(begin, random, ranks=min(random.choice(_RANKS), largest))
+            ranks = min(random.choice(_RANKS), largest)
+            current = _walk(begin, random, ranks=ranks, wanted=_seldom(values, random))
             found = edges(current) if wants_edge else []
             least = min((seen[edge.rule] for edge in found), default=len(seen) + count)
             if best is None or least < best[0]:
@@ -253,23 +277,61 @@ def draw(count: int, *, seed: int | str, largest: int = 4) -> Iterator[Drawn]:
         edge = random.choice([e for e in found if seen[e.rule] == least]) if found else None
         if edge is not None:
             seen[edge.rule] += 1
+        values.update((key, value_of(current, key)) for key in DOMAINS)
         yield Drawn(current, edge, frozenset(each.rule for each in found))
 
 
-def _walk(config: Config, random: Random, *, ranks: int) -> Config:
-    """Change one to three keys at a time, many times, and never what the rules refuse."""
-    keys = list(DOMAINS)
+def _seldom(values: Counter[Value], random: Random) -> Value:
+    """A value that was seldom drawn; what costs much is left to chance."""
+    some = random.sample([*values], _COMPARED)
+    cheap = [value for value in some if value[0] not in ("train.compile", "train.profile")]
+    return min(cheap, key=values.__getitem__)
+
+
+def _walk(config: Config, random: Random, *, ranks: int, wanted: Value) -> Config:
+    """Change one to three keys at a time, many times, and never what the rules refuse.
+
+    Args:
+        config: Where to begin.
+        random: Decides the changes.
+        ranks: Ranks that there may come to be.
+        wanted: A key and the value that it is to have, and is not to lose again.
+    """
+    found = _repaired(with_keys(config, dict([wanted])), random, ranks=ranks, wanted=wanted[0])
+    has_wanted, config = found is not None, found or config
     for _ in range(_MOVES):
+        change = {}
         # Keys of the same section belong together more often than others.
-        first = random.choice(keys)
-        near = [key for key in keys if key.partition(".")[0] == first.partition(".")[0]]
-        others = random.choices(near if random.random() < 0.5 else keys, k=random.randrange(3))
-        moved = with_keys(config, {key: random.choice(DOMAINS[key]) for key in (first, *others)})
+        sections = random.choices([*_SECTIONS], [*_SECTIONS.values()], k=2)
+        for section in sections[: 1 + (random.random() < 0.3)]:
+            of_section = [key for key in DOMAINS if key.startswith(section)]
+            for key in random.choices(of_section, k=random.choice((1, 1, 2))):
+                change[key] = random.choice(DOMAINS[key])
+        if has_wanted:
+            change[wanted[0]] = wanted[1]
+        moved = with_keys(config, change)
         if moved.world_size > max(ranks, config.world_size) or moved.world_size > _most(moved):
+            continue
+        if moved.world_size == 1 < min(ranks, config.world_size):
             continue
         if next(rules.broken(moved), None) is None:
             config = moved
     return config
+
+
+def _repaired(config: Config, random: Random, *, ranks: int, wanted: str) -> Config | None:
+    """Draw keys again that a broken rule names, but for a wanted one, until no rule is broken."""
+    for _ in range(_REPAIRS):
+        problem = next(rules.broken(config), None)
+        if problem is None and config.world_size > min(ranks, _most(config)):
+            problem = "mesh.pp mesh.dp_replicate mesh.dp_shard mesh.cp mesh.tp mesh.stage_tp"
+        if problem is None:
+            return config
+        named = [key for key in re.findall(r"[a-z]+\.[a-z_]+", problem) if key in DOMAINS]
+        if others := [key for key in named if key != wanted]:
+            key = random.choice(others)
+            config = with_keys(config, {key: random.choice(DOMAINS[key])})
+    return None
 
 
 def _most(config: Config) -> int:

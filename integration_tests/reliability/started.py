@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -52,27 +53,32 @@ class Started:
     trace: str = ""
 
 
-def start_all(configs: Sequence[Config], folder: Path, *, data: Path) -> Iterator[Started]:
+def start_all(
+    configs: Sequence[Config], folder: Path, *, data: Path, confirms: bool = True
+) -> Iterator[Started]:
     """Start configs of the same number of ranks; one answer for each, in their order.
 
     Args:
         configs: They need not keep the rules.
         folder: An empty folder, which is empty again at the end.
         data: Text to train on.
+        confirms: Whether what fails is started once more by itself, and counts by that.
     """
     text = {"data.paths": (str(data),)}
     left = [with_keys(config, text) for config in configs]
     while left:
-        found = _start_batch(left, folder)
-        if len(found) < len(left) and len(left) > 1:  # the ranks are gone
-            [again] = _start_batch(left[len(found) : len(found) + 1], folder, alone=True)
-            found.append(again)
+        found, failure = _start_batch(left, folder)
+        if failure is not None and confirms and len(left) > 1:
+            again, failure = _start_batch(left[len(found) : len(found) + 1], folder)
+            found += again
+        if failure is not None:
+            found.append(failure)
         yield from found
         left = left[len(found) :]
 
 
-def _start_batch(configs: Sequence[Config], folder: Path, *, alone: bool = False) -> list[Started]:
-    """Start configs until one fails; if there is but one, its failure is told."""
+def _start_batch(configs: Sequence[Config], folder: Path) -> tuple[list[Started], Started | None]:
+    """Start configs until one fails: those before it, and it."""
     run_dir = folder / "batch"
     run_dir.mkdir()
     (run_dir / _BATCH).write_bytes(msgspec.json.encode(configs))
@@ -80,11 +86,9 @@ def _start_batch(configs: Sequence[Config], folder: Path, *, alone: bool = False
     try:
         with output_to(output):
             status = run_entry(configs[0], run_dir, entry=ENTRY)
-        found = [_told(run_dir / str(number), config) for number, config in enumerate(configs)]
-        ended = [each for each in found if each is not None]
-        if status and (alone or len(configs) == 1) and not ended:
-            ended = [_failure(run_dir, output, status)]
-        return ended
+        told = (_told(run_dir / str(number), config) for number, config in enumerate(configs))
+        found = [each for each in takewhile(bool, told) if each is not None]
+        return found, _failure(run_dir, output, status) if len(found) < len(configs) else None
     finally:
         shutil.rmtree(run_dir)
         output.unlink(missing_ok=True)

@@ -30,6 +30,7 @@ from hp_expert import (
 from hp_platform import initialize
 from hp_platform.dry import active_device, run_ranks
 from hp_platform.dry.trace import Collective
+from hp_platform import set_fsdp_gather_dtype
 from hp_platform.testing import compare, run_distributed
 
 EXPERTS, DIM, HIDDEN = 8, 8, 8
@@ -213,6 +214,27 @@ def narrow_parts(num_shards: int) -> dict[str, int]:
 def test_fsdp_cuts_what_tensor_parallelism_leaves_of_an_expert() -> None:
     found = run_distributed(narrow_parts, 4, world_size=8)
     assert found == [{"w1": 0, "w2": 1, "w3": 0, "b1": 0, "b2": 1, "b3": 0}] * 8
+
+
+def without_rows(narrow: bool) -> dict[str, Tensor]:
+    """Gradients of experts that are sharded over two ranks, one of which has no rows for them."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    experts: Any = fully_shard(GroupedExperts(4, DIM, HIDDEN, bias=True), mesh=mesh)
+    if narrow:
+        set_fsdp_gather_dtype(experts.parameters(), torch.bfloat16)
+    counts = torch.tensor([3, 0, 4, 2]) * (dist.get_rank() == 0)
+    rows = torch.linspace(-1, 1, int(counts.sum()) * DIM).view(-1, DIM).bfloat16().requires_grad_()
+    experts(rows, counts).float().square().sum().backward()
+    return gradients(experts)
+
+
+def test_experts_without_rows_get_zeros_whatever_they_are_gathered_in() -> None:
+    wide, narrow = (run_distributed(without_rows, cast, world_size=2) for cast in (False, True))
+    assert wide[0].keys() == {"w1", "w2", "w3", "b1", "b2", "b3"}
+    for name, gradient in wide[0].items():
+        assert torch.equal(gradient, narrow[0][name]), name
+        assert gradient.any()
 
 
 def under_ddp(summed: bool) -> list[str]:

@@ -97,10 +97,6 @@ from hp_train.config.render import to_toml
             "model.num_dense_layers (5) must be at most model.num_layers (4)",
         ),
         (
-            "train.sample_prompt=",
-            'train.sample_prompt ("") must not be empty with train.sample_tokens (200)',
-        ),
-        (
             "train.keep_every=70",
             "train.keep_every (70) must be a multiple of train.save_every (50); nearest: 50 or 100",
         ),

@@ -512,7 +512,9 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     sample_tokens: Annotated[
         CountOrZero, _help("Tokens of the continuation printed at the end. 0: none.")
     ] = 200
-    sample_prompt: Annotated[str, _help("What that continuation starts with.")] = "def "
+    sample_prompt: Annotated[
+        str, _help('What that continuation starts with. "": the beginning of a document.')
+    ] = "def "
 
 
 class Config(Struct, frozen=True, kw_only=True):

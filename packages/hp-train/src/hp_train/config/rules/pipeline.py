@@ -140,7 +140,7 @@ def recompute_rules(config: Config) -> Iterator[str]:
 
 
 def batch_rules(config: Config) -> Iterator[str]:
-    """Microbatches of all ranks must make up a batch, and a sample must begin with something."""
+    """Microbatches of all ranks must make up a batch."""
     train, mesh, unit, data = config.train, config.mesh, config.batch_unit, config.data
     if data.packing != "stream" and data.documents != "separate":
         yield (
@@ -158,9 +158,4 @@ def batch_rules(config: Config) -> Iterator[str]:
             f"train.global_batch_size ({train.global_batch_size}) must be a multiple of "
             f"{shown_factors(mesh, *DATA_AXES)} x train.microbatch_size ({train.microbatch_size}) "
             f"= {unit}{near_multiples(train.global_batch_size, unit)}"
-        )
-    if train.sample_tokens and not train.sample_prompt:
-        yield (
-            'train.sample_prompt ("") must not be empty '
-            f"with train.sample_tokens ({train.sample_tokens})"
         )
