@@ -66,3 +66,27 @@ def test_sequences_that_have_no_two_halves_for_each_rank_are_dealt_out(
     comparison = compare(dealt.first_gradients, alone.first_gradients, bound=1e-12)
     assert comparison.ok, comparison
     assert dealt.eval_loss == pytest.approx(alone.eval_loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_tensor_parallel_ranks_may_have_unequal_parts_of_a_dense_layer(
+    tmp_path: Path, experts: int
+) -> None:
+    model = {"num_experts": experts, "num_dense_layers": 2, "dense_hidden": 5, "num_layers": 2}
+    cut, alone = (config_of(mesh={"tp": tp}, model=model, train=EXACT) for tp in (2, 1))
+    rules.check(cut)
+    found, expected = train_in(cut, tmp_path / "cut"), train_in(alone, tmp_path / "alone")
+    comparison = compare(found.first_gradients, expected.first_gradients, bound=1e-12)
+    assert comparison.ok, comparison
+
+
+def test_what_no_layer_has_need_not_be_divided() -> None:
+    rules.check(config_of(mesh={"tp": 2, "etp": 2}, model={"num_experts": 0, "expert_hidden": 5}))
+
+
+def test_a_sample_may_begin_as_a_document_does(tmp_path: Path) -> None:
+    asked = {"train.sample_tokens": 2, "train.sample_prompt": ""}
+    config = drawn.config_of(asked)
+    rules.check(config)
+    [found] = start_all([config], tmp_path, data=write_corpus(tmp_path))
+    assert found.problem == ""

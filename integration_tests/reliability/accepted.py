@@ -32,6 +32,7 @@ from integration_tests.reliability.drawn import (
     draw,
     keys_that_differ,
     neighbour,
+    smaller,
 )
 from integration_tests.reliability.rule_names import broken_rules, every_rule
 from integration_tests.reliability.started import Started, start_all
@@ -42,9 +43,84 @@ _AT_ONCE = 20
 """Configs that one set of ranks takes after each other."""
 _CLOSE = 1e-5
 
-POLICY: Mapping[str, str] = {}
-"""Rules that refuse what could be computed, and why they do."""
-NO_EDGE: Mapping[str, str] = {}
+_NO_EFFECT = "it would be without effect"
+_MEANT = "it can be computed, and is hardly what is meant"
+
+_WITHOUT_EFFECT = (
+    "planned_rules: data.{key}",
+    "_expert_buffer: {must_be_off} mesh.ep (1)",
+    "_attention: model.{key} (true)",
+    "_attention: model.full_attention_every",
+    "_rotary: model.rope_factor",
+    "_deal: mesh.cp_deal (true)",
+    "mesh_rules: mesh.gather",
+    "_order: pipeline.retention",
+    "_order: pipeline.overlap",
+    "_layout: mesh.cp_deal",
+    "_profile_rules: train.profile_ranks",
+    "saving_rules: train.keep_every",
+    "overlap_rules: {must_be_off} mesh.ep (1)",
+    "overlap_rules: {must_be_off} pipeline.schedule",
+    "overlap_rules: {must_be_off} model.num_experts",
+    "overlap_rules: {must_be_off} train.global_batch_size",
+)
+_HARDLY_MEANT = (
+    "stage_list_rules: mesh.{name}",
+    "mesh_rules: {} must equal",
+    "_context_ranks: mesh.cp_heads",
+    "_rotary: model.rope_low_factor",
+    "_rotary: model.rope_beta_slow",
+    "_attention: model.dim",
+    "_attention: model.num_kv_heads",
+    "model_rules: data.seq_len",
+    "model_rules: model.num_mtp_modules",
+    "model_rules: model.num_dense_layers",
+    "batch_rules: data.documents",
+    "_deal: {} must be",
+)
+_OTHERWISE = {
+    "_expert_buffer: mesh.ep_buffer": "every step would be run again, as rows do not fit",
+    "_layout: mesh.stage_tp": "its price and its proof are of equal stages",
+    "retention_rules: pipeline.retention": "parameters would be copied away with what is kept",
+    "overlap_rules: mesh.ep_buffer": "on a GPU nobody has seen a pair share the buffers",
+    "_expert_ranks: {} must divide model.num_experts": "without experts there is nothing to divide",
+    "_tensor_ranks": "what does not divide may be a width of layers that are not there",
+    "_expert_ranks: mesh.etp": "without experts there is nothing to divide",
+}
+
+
+def _reasons(*tables: Mapping[str, str]) -> dict[str, str]:
+    """Reasons by the names of rules, of which tables have the beginnings."""
+    return {
+        rule: why
+        for table in tables
+        for begin, why in table.items()
+        for rule in every_rule()
+        if rule.startswith(begin)
+    }
+
+
+POLICY = _reasons(
+    dict.fromkeys(_WITHOUT_EFFECT, _NO_EFFECT), dict.fromkeys(_HARDLY_MEANT, _MEANT), _OTHERWISE
+)
+"""Rules that refuse what can be computed, and why they do."""
+
+NO_EDGE = _reasons(
+    dict.fromkeys(("file_rules", "_model_files", "extra_rules"), "it is about files"),
+    dict.fromkeys(
+        ("_own", "overlap_rules: {must_be_off} {} and", "recompute_rules: train.recompute"),
+        "it is about models of one's own, which are not drawn",
+    ),
+    dict.fromkeys(
+        ("size_rules", "_profile_rules: train.{key} ({} of"), "it bounds what would take too long"
+    ),
+    {
+        "mesh_rules: launch.num_processes": "it is about ranks that torchrun started",
+        "_layout: data.packing": "it is about models of one's own, which are not drawn",
+        "_experts: model.top_k ({}) must be at most model.num_experts": "the rule of groups holds "
+        "wherever it does, and this one says it better",
+    },
+)
 """Rules at whose edge no drawn config stands, and why."""
 
 
@@ -111,7 +187,9 @@ def started(configs: Sequence[Config], name: str, kept: Kept, *, data: Path, unt
     Raises:
         OutOfTimeError: When that time has come.
     """
-    known = kept.results(name)
+    rows = kept.results(name)
+    # What failed may have been mended.
+    known = {key for key, row in rows.items() if not row["problem"] or name != "accepted"}
     missing = {key: each for each in configs if (key := named(each)) not in known}
     for batch in _batches([*missing.values()]):
         if time.monotonic() > until:
@@ -158,6 +236,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="of this part")
     parser.add_argument("--results", type=Path, default=Path(".nox/rules"))
+    parser.add_argument("--shrink", action="store_true", help="make what fails small")
     parser.add_argument("--only", choices=["accepted", "refused"])
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
@@ -174,6 +253,9 @@ def main() -> int:
                 started([d.config for d in some], "accepted", kept, data=data, until=until)
         if options.only != "refused":
             failed |= _tell_accepted(drawn, kept.results("accepted"))
+            for each in drawn if options.shrink else ():
+                if problem := kept.results("accepted")[named(each.config)]["problem"]:
+                    say(f"{problem[:200]}\n    {named(_smallest(each.config, data, until))}")
         if options.only != "accepted":
             chosen = _refused(drawn, options.of_each)
             started([each.config for each in chosen], "refused", kept, data=data, until=until)
@@ -184,6 +266,17 @@ def main() -> int:
     except OutOfTimeError:
         say("the time is up; the same command goes on")
     return int(failed)
+
+
+def _smallest(config: Config, data: Path, until: float) -> Config:
+    """A config of few keys that fails as well."""
+
+    def fails(less: Config) -> bool:
+        with tempfile.TemporaryDirectory(prefix="accepted-") as folder:
+            [found] = start_all([less], Path(folder), data=data)
+        return bool(found.problem) and time.monotonic() < until
+
+    return smaller(config, fails)
 
 
 def _tell_accepted(drawn: Sequence[Drawn], results: Mapping[str, dict[str, Any]]) -> bool:

@@ -7,7 +7,7 @@ another one of a few choices. Without torch.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -73,7 +73,7 @@ DOMAINS: Mapping[str, Sequence[Any]] = {
     "model.sliding_window": (0, 1, 3, 8, 100),
     "model.full_attention_every": (0, 1, 2, 5),
     "model.num_dense_layers": (0, 0, 1, 2, 4),
-    "model.dense_hidden": (4, 8, 12, 24),
+    "model.dense_hidden": (1, 5, 8, 12, 24),
     "model.expert_hidden": (1, 4, 6, 8, 12),
     "model.num_experts": (0, 1, 2, 3, 4, 6, 8, 12),
     "model.top_k": (1, 2, 3, 4),
@@ -410,3 +410,26 @@ def config_of(values: Mapping[str, Any]) -> Config:
     """The config that all drawing begins with, with some keys replaced."""
     whole = {key: value_of(with_keys(Config(), _START), key) for key in fields()} | dict(values)
     return msgspec.convert(by_section(whole), Config)
+
+
+def smaller(config: Config, fails: Callable[[Config], bool], *, tries: int = 40) -> Config:
+    """Set keys back to those that all drawing begins with, as long as the config still fails.
+
+    Args:
+        config: A config that the rules accept, and that fails.
+        fails: Asked of configs that the rules accept.
+        tries: How often it is asked.
+    """
+    left = [*keys_that_differ(config)]
+    size = len(left)
+    while size and tries:
+        size = min(-(-size // 2), len(left))
+        for first in range(0, len(left), size):
+            some = left[first : first + size]
+            less = config_of({k: v for k, v in keys_that_differ(config).items() if k not in some})
+            if tries and some and next(rules.broken(less), None) is None:
+                tries -= 1
+                config = less if fails(less) else config
+        left = [*keys_that_differ(config)]
+        size = 0 if size == 1 else size
+    return config

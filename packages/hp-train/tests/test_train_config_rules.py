@@ -111,6 +111,13 @@ def test_a_bad_value_is_named_with_the_relation_it_breaks(override: str, message
     ("overrides", "message"),
     [
         (
+            "mesh.tp=4 model.num_kv_heads=4 model.num_experts=0 mesh.ep=1 model.dense_hidden=5",
+            (
+                "mesh.tp (4) must leave each rank a part of model.dense_hidden (5): parts of 2 "
+                "are 3; nearest: 1 or 5"
+            ),
+        ),
+        (
             "model.attention=mla model.qk_norm=true",
             'model.qk_norm (true) must be false with model.attention ("mla")',
         ),

@@ -104,7 +104,7 @@ def _expert_ranks(config: Config) -> Iterator[str]:
             f"{near_divisors(mesh.ep, model.num_experts)}"
         )
     yield from _expert_buffer(config)
-    if model.expert_hidden % mesh.etp:
+    if model.has_experts and model.expert_hidden % mesh.etp:
         yield (
             f"mesh.etp ({mesh.etp}) must divide model.expert_hidden ({model.expert_hidden})"
             f"{near_divisors(mesh.etp, model.expert_hidden)}"
@@ -135,12 +135,17 @@ def _tensor_ranks(config: Config) -> Iterator[str]:
     cut = {"num_heads": model.num_heads}
     if model.attention == "gqa":
         cut["num_kv_heads"] = model.num_kv_heads
-    if model.num_dense_layers:
-        cut["dense_hidden"] = model.dense_hidden
+    ranks = shown_factors(config.mesh, "tp")
     for name, size in cut.items():
         if size % tp:
-            ranks = shown_factors(config.mesh, "tp")
             yield f"{ranks} must divide model.{name} ({size}){near_divisors(tp, size)}"
+    hidden = model.dense_hidden
+    part = -(-hidden // tp)  # the last rank may have less, and none may have nothing
+    if model.is_dense(0) and -(-hidden // part) < tp:
+        yield (
+            f"{ranks} must leave each rank a part of model.dense_hidden ({hidden}): parts of "
+            f"{part} are {-(-hidden // part)}{near_divisors(tp, hidden)}"
+        )
 
 
 def _context_ranks(config: Config) -> Iterator[str]:
