@@ -38,9 +38,9 @@ def test_a_config_at_an_edge_breaks_one_rule_when_it_goes_a_step_further() -> No
 def test_drawn_configs_start(tmp_path: Path) -> None:
     configs = [each.config for each in drawn.draw(8, seed="sample", largest=2)]
     configs = [each for each in configs if each.world_size == 2 and each.train.compile == "none"]
-    assert len(configs) >= 4
-    found = list(start_all(configs[:4], tmp_path, data=write_corpus(tmp_path)))
-    assert [each.problem for each in found] == [""] * 4
+    assert len(configs) >= 3
+    found = list(start_all(configs[:3], tmp_path, data=write_corpus(tmp_path)))
+    assert [each.problem for each in found] == [""] * 3
     assert all(len(each.numbers) == 1 for each in found)
 
 
@@ -54,6 +54,7 @@ def test_what_fails_between_others_is_told_and_ends_none_of_them(tmp_path: Path)
     assert first.problem == third.problem == ""
 
 
+@pytest.mark.sample("ring")
 @pytest.mark.parametrize("ring", [False, True], ids=["gathered", "ring"])
 def test_sequences_that_have_no_two_halves_for_each_rank_are_dealt_out(
     tmp_path: Path, ring: bool
@@ -68,6 +69,7 @@ def test_sequences_that_have_no_two_halves_for_each_rank_are_dealt_out(
     assert dealt.eval_loss == pytest.approx(alone.eval_loss, rel=1e-9)
 
 
+@pytest.mark.sample("0")
 @pytest.mark.parametrize("experts", [0, 4])
 def test_tensor_parallel_ranks_may_have_unequal_parts_of_a_dense_layer(
     tmp_path: Path, experts: int

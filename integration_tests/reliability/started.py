@@ -32,6 +32,7 @@ from integration_tests.reliability.outcome import output_to
 
 ENTRY = f"{__name__}:rank"
 _BATCH = "batch.json"
+_STOPPED = 128
 _DONE = "done"
 _NUMBERS = ("loss", "balance_loss", "prediction_loss", "grad_norm", "eval_loss")
 
@@ -86,6 +87,8 @@ def _start_batch(configs: Sequence[Config], folder: Path) -> tuple[list[Started]
     try:
         with output_to(output):
             status = run_entry(configs[0], run_dir, entry=ENTRY)
+        if status > _STOPPED:  # somebody wants all of this to end
+            sys.exit(status)
         told = (_told(run_dir / str(number), config) for number, config in enumerate(configs))
         found = [each for each in takewhile(bool, told) if each is not None]
         return found, _failure(run_dir, output, status) if len(found) < len(configs) else None
