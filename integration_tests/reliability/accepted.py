@@ -160,7 +160,10 @@ class Kept:
 
 
 def _drawn(row: Mapping[str, Any]) -> Drawn:
-    edge = row["edge"] and Edge(*row["edge"][:2], _as_value(row["edge"][2]))
+    edge = None
+    if row["edge"] is not None:
+        rule, key, value = row["edge"]
+        edge = Edge(rule, key, _as_value(value))
     return Drawn(config_of(_as_values(row["keys"])), edge, frozenset(row["rules"]))
 
 
@@ -311,7 +314,7 @@ class Refused:
 
 def _refused(drawn: Sequence[Drawn], of_each: int) -> list[Refused]:
     """Of every rule some configs that it alone refuses, by the change of different keys."""
-    found = defaultdict(list)
+    found: dict[str, list[Refused]] = defaultdict(list)
     keys: Counter[tuple[str, str]] = Counter()
     for each in drawn:
         if each.edge is None or len(found[each.edge.rule]) == of_each:
@@ -329,7 +332,7 @@ def _refused(drawn: Sequence[Drawn], of_each: int) -> list[Refused]:
 
 def _tell_refused(chosen: Sequence[Refused], results: Mapping[str, dict[str, Any]]) -> bool:
     """Say what became of refused configs; returns whether a rule refuses what is right."""
-    told = defaultdict(Counter)
+    told: dict[str, Counter[str]] = defaultdict(Counter)
     for each in chosen:
         mine, one = results[named(each.config)], results.get(named(one_process(each.config)))
         told[each.rule][_verdict(mine, one)] += 1

@@ -162,6 +162,7 @@ NOT_DRAWN: Mapping[str, str] = {
     "model.trust_remote_code": "a file of code",
     "data.paths": "files",
     "data.tokenizer": "a file",
+    "data.separator": "a file",
     "data.plan_costs": "a file",
 }
 """Keys that stay as they are, and what they are about."""

@@ -7,10 +7,11 @@ and the sentence, with `{}` for what the config says.
 import ast
 import inspect
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, GeneratorType
+from typing import Any
 
 from hp_train.config import Config, rules
 
@@ -29,7 +30,7 @@ def broken_rules(config: Config) -> list[str]:
     Rules that come after the first broken one may raise, as they take for granted that it holds:
     then `"?"` is the last.
     """
-    found = []
+    found: list[str] = []
     problems = rules.broken(config)
     assert inspect.isgenerator(problems)
     try:
@@ -41,9 +42,9 @@ def broken_rules(config: Config) -> list[str]:
     return found
 
 
-def _name_of(problems: Generator[str, None, None]) -> str:
+def _name_of(problems: GeneratorType[Any, Any, Any]) -> str:
     """The name of the rule at whose sentence a generator stands."""
-    inner = problems
+    inner: Any = problems
     while inspect.isgenerator(inner.gi_yieldfrom):
         inner = inner.gi_yieldfrom
     frame: FrameType = inner.gi_frame
