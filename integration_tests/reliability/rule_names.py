@@ -4,6 +4,8 @@ A rule is the place of a `yield` in :mod:`hp_train.config.rules`; its name is th
 and the sentence, with `{}` for what the config says.
 """
 
+from __future__ import annotations
+
 import ast
 import inspect
 import re
