@@ -27,10 +27,9 @@ from hp_expert import (
     fully_shard_experts,
     reduce_expert_gradients,
 )
-from hp_platform import initialize
+from hp_platform import initialize, set_fsdp_gather_dtype
 from hp_platform.dry import active_device, run_ranks
 from hp_platform.dry.trace import Collective
-from hp_platform import set_fsdp_gather_dtype
 from hp_platform.testing import compare, run_distributed
 
 EXPERTS, DIM, HIDDEN = 8, 8, 8
