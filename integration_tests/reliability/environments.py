@@ -23,7 +23,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration_tests.layouts import write_corpus
 from integration_tests.reliability.outcome import Outcome
 
 _SECONDS = 300.0
@@ -81,7 +80,7 @@ class Environment:
     Attributes:
         name: Names it.
         shell: Lines of bash, run in a new folder that holds `one.toml` and `text`; in them HP is
-            the command, and $ROOM that folder.
+            the command, PYTHON its interpreter, and $ROOM that folder.
         statuses: Exit statuses that are right.
         says: Text that must be printed.
         keeps: Whether a run directory with all steps must be there at the end.
@@ -385,8 +384,8 @@ def meet(case: Environment, folder: Path) -> dict[str, object]:
         return row
     room = Path(tempfile.mkdtemp(prefix="e", dir=folder))
     try:
-        data = write_corpus(room)
-        data.rename(room / "text")
+        lines = (f"{i} squared is {i * i}, and cubed {i**3}.\n" for i in range(600))
+        (room / "text").write_text("".join(lines))
         (room / "one.toml").write_text(
             '[run]\noutput_dir = "runs"\n' + _KEYS.replace("[data]", '[data]\npaths = ["text"]')
         )
@@ -401,7 +400,7 @@ def meet(case: Environment, folder: Path) -> dict[str, object]:
 
 def _run(case: Environment, room: Path) -> tuple[int, list[str]]:
     hp = str(Path(sys.executable).with_name("hp"))
-    shell = case.shell.replace("PYTHON", sys.executable).replace("HP ", f"{hp} ")
+    shell = case.shell.replace("PYTHON ", f"{sys.executable} ").replace("HP ", f"{hp} ")
     env = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")}
     env |= {"ROOM": str(room), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     # With a limit of a file's size Python keeps half of what it compiles, for every later command.

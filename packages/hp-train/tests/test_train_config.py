@@ -180,6 +180,7 @@ def test_the_mesh_must_fit_the_processes_that_others_started() -> None:
     assert str(caught.value) == (
         "mesh.pp (2) x mesh.dp_replicate (2) = 4 must equal WORLD_SIZE (2); "
         "nearest: mesh.dp_replicate = 1"
+        "; where no torchrun has started this process: unset RANK WORLD_SIZE"
     )
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}
     with pytest.raises(ConfigError, match=r"must equal SLURM_NTASKS \(8\)"):
