@@ -1,5 +1,6 @@
 """Environments of a machine; a few in every run of the tests, all in `nox -s reliability`."""
 
+import json
 import os
 import signal
 import subprocess
@@ -45,16 +46,53 @@ def _under_torchrun(folder: Path, **settings: object) -> list[str]:
     return [*torchrun, "-m", "hp_train", "train", *keys]
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        pytest.param({"train.stepz": 3}, "train.stepz", id="an-unknown-key"),
+        pytest.param(
+            {"data.seq_len": 1_000_000}, "must exceed data.seq_len (1000000)", id="too-little-text"
+        ),
+        # Ranks have stepped, as nobody sees before that this rate leads nowhere.
+        pytest.param(
+            {"train.learning_rate": 1e30, "train.steps": 50}, "not finite", id="in-a-step"
+        ),
+    ],
+)
+@pytest.mark.sample("an-unknown-key")
 @pytest.mark.usefixtures("forked_programs")
-def test_under_torchrun_the_last_line_is_why(tmp_path: Path) -> None:
-    command = _under_torchrun(tmp_path, **{"data.seq_len": 1_000_000})
+def test_under_torchrun_the_last_line_is_why(
+    settings: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    command = _under_torchrun(tmp_path, **settings)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert "ChildFailedError" in done.stderr
-    assert lines[-1].startswith("error: rank ")
-    assert "must exceed data.seq_len (1000000)" in lines[-1]
+    assert lines[-1].startswith("error: ")
+    assert why in lines[-1]
     assert any(line.strip() == f"traceback : {lines[-1]}" for line in lines)
+
+
+@pytest.mark.usefixtures("forked_programs")
+def test_the_last_line_is_also_that_of_a_rank_that_ends_before_the_first(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    told = tmp_path / "1" / "error.json"
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(told)}
+    hp = [sys.executable, "-m", "hp_train", "train", "--train.stepz", "3"]
+    done = subprocess.run(
+        # In the place of torchrun, whose end is waited for.
+        ["bash", "-c", '"$@"; exit 1', "bash", *hp],
+        env=os.environ | rank,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr.startswith("error: ")
+    assert "train.stepz" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert json.loads(told.read_text())["message"]["message"] == done.stderr.strip()
 
 
 @pytest.mark.sample

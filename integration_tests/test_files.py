@@ -56,6 +56,7 @@ def test_a_run_opens_nothing_that_the_page_does_not_list(compiler: str, tmp_path
         "train.steps": 1,
     }
     keys |= {"data.paths": write_corpus(tmp_path), "train.compile": compiler}
+    keys["launch.hang_seconds"] = 1000  # a machine that is busy compiles for minutes
     keys |= {"run.output_dir": tmp_path / "out", "mesh.dp_replicate": 1, "mesh.ep": 1}
     subprocess.run(
         # With a flag it has an interpreter of its own, which looks at its `sitecustomize`.

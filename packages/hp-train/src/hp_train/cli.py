@@ -113,7 +113,8 @@ def _have_files() -> None:
 def _refused(error: HpError) -> int:
     if speaks_for_node():
         warn(f"error: {error}")
-        leave_last_word(f"error: {error}")
+    # From whichever comes first: torchrun ends the others, maybe before they have spoken.
+    leave_last_word(f"error: {error}")
     return error.exit_code
 
 

@@ -14,6 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported, bu
 from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import PeerError, RankInfo
+from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_train.base.command_line import say, warn
 from hp_train.base.environment import require_meeting_point, slurm_rendezvous
 from hp_train.base.streams import endure
@@ -104,7 +105,7 @@ def _place(env: MutableMapping[str, str]) -> RankInfo:
     assert info is not None, "the caller has seen that there is a world"
     if "RANK" not in env:
         env.update(slurm_rendezvous(env))
-    elif info.world_size > 1:
+    elif info.world_size > 1 and not env.get(INIT_METHOD_VARIABLE):
         require_meeting_point(env)
     return info
 
