@@ -25,7 +25,7 @@ from pathlib import Path
 
 from integration_tests.reliability.outcome import Outcome
 
-_SECONDS = 300.0
+_SECONDS = 600.0
 _LONGEST_LINE = 600
 _NEVER = re.compile(
     r"Traceback \(most recent|Exception ignored|leaked semaphore|Fatal Python|Segmentation"
@@ -166,6 +166,10 @@ def _folders() -> Iterator[Environment]:
     for name in ("multiprocessing", "signal", "struct", "torch", "socket"):
         mine = f'echo \'open("{name}.ran", "w")\' > {name}.py; {_TRAIN}; s=$?; '
         yield _trained(f"cwd-holds-{name}-train", mine + f"test ! -e {name}.ran && exit $s")
+    mine = 'echo \'open("here.ran", "w")\' | tee ctypes.py > torch.py; '
+    fresh = "export XDG_CACHE_HOME=$ROOM/c; HP train one.toml --train.compile inductor; s=$?; "
+    tried = mine + fresh + "test ! -e here.ran && exit $s"
+    yield _trained("cwd-holds-ctypes-compile", tried, needs="c++ --version")
     yield Environment("output-is-a-file", "touch runs; " + _TRAIN, REFUSED, "run.output_dir")
     yield Environment("output-in-proc", _TRAIN + " --run.output_dir /proc/x", REFUSED, "output_dir")
 

@@ -9,9 +9,6 @@ import threading
 LAUNCHER_VARIABLE = "HP_TRAIN_LAUNCHER_PID"
 """Environment variable by which the server that ranks are forked from knows that it is one."""
 
-SAFE_PATH, NO_MODULES_HERE = "PYTHONSAFEPATH", "hp-train"
-"""Variable, and value that says who has set it, by which the server takes no file of the folder
-that it is started in for a module; its ranks have the path of the launcher."""
 _PR_SET_PDEATHSIG = 1
 
 

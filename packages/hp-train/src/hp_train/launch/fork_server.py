@@ -10,12 +10,7 @@ import os
 import signal
 from types import FrameType
 
-from hp_train.base.lifetime import (
-    LAUNCHER_VARIABLE,
-    NO_MODULES_HERE,
-    SAFE_PATH,
-    kill_when_parent_dies,
-)
+from hp_train.base.lifetime import LAUNCHER_VARIABLE, kill_when_parent_dies
 from hp_train.launch.signals import STOP_SIGNALS
 
 _server = os.getpid()
@@ -39,7 +34,5 @@ if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
         if _handler is not signal.SIG_IGN:
             signal.signal(_signum, _on_interrupt if _signum == signal.SIGINT else signal.SIG_IGN)
     os.register_at_fork(after_in_child=_restore)
-    if os.environ.get(SAFE_PATH) == NO_MODULES_HERE:  # is not meant for what ranks start
-        del os.environ[SAFE_PATH]
     # The launcher blocked them until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -12,7 +12,7 @@ from pathlib import Path
 from hp_train.base.command_line import say, warn
 from hp_train.base.environment import external_world
 from hp_train.base.folder import Folder
-from hp_train.base.lifetime import LAUNCHER_VARIABLE, NO_MODULES_HERE, SAFE_PATH
+from hp_train.base.lifetime import LAUNCHER_VARIABLE
 from hp_train.base.own_caches import why_not_kept
 from hp_train.base.streams import endure
 from hp_train.base.temporary import short_temporary_folder
@@ -72,7 +72,9 @@ _KEEP_MEMORY = ":".join(
 _SERVER_DEFAULTS = {
     "GLIBC_TUNABLES": _KEEP_MEMORY,
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # or a wall of text comes from peers of the dead
-    SAFE_PATH: NO_MODULES_HERE,
+    # No file of the current folder is taken for a module: by the server, whose ranks have the path
+    # of the launcher, and by what ranks start, as inductor does to try what it has compiled.
+    "PYTHONSAFEPATH": "1",
 }
 """Variables of the server and of the ranks, where they are not given."""
 
