@@ -27,7 +27,10 @@ from hp_train.config.render import to_toml
                 "dualpipe_v, u_shape; did you mean 1f1b?"
             ),
         ),
-        ("run.name=../x", 'run.name ("../x") must be letters, digits and _ . + - only, 200 at most'),
+        (
+            "run.name=../x",
+            'run.name ("../x") must be letters, digits and _ . + - only, 200 at most',
+        ),
         ("data.paths=[1]", "data.paths ([1]) must be a list of strings"),
         (
             "mesh.stage_tp=[0,1]",
