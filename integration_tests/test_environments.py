@@ -74,7 +74,6 @@ def test_under_torchrun_the_last_line_is_why(
     assert any(line.strip() == f"traceback : {lines[-1]}" for line in lines)
 
 
-@pytest.mark.usefixtures("forked_programs")
 def test_the_last_line_is_also_that_of_a_rank_that_ends_before_the_first(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     told = tmp_path / "1" / "error.json"
