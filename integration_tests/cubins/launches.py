@@ -138,8 +138,11 @@ def _gather_rows(rows: Callable[[int], Tensor]) -> None:
 def _sum_rows(rows: Callable[[int], Tensor]) -> None:
     for k in CHOICES:
         for weights in (None, _weights(TOKENS, k)):
-            triton_rows.sum_rows(rows(TOKENS * k), _ids(TOKENS, k), weights, holes=True)
-            triton_rows.sum_rows(rows(TOKENS * k), _narrow_ids(TOKENS, k), weights, holes=True)
+            # Under autocast sums of bf16 rows are fp32.
+            for ids, dtype in itertools.product(_ALL_IDS, (None, torch.float32)):
+                triton_rows.sum_rows(
+                    rows(TOKENS * k), ids(TOKENS, k), weights, holes=True, dtype=dtype
+                )
         pair = rows(TOKENS * k), rows(TOKENS * k)
         triton_rows.sum_rows(pair[0], _ids(TOKENS, k), holes=True, more_RD=pair[1])
 

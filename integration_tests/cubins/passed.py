@@ -4,8 +4,9 @@ Layers of every kind run forward and backward on a device that computes nothing,
 kernels are written down. That needs no Triton.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -72,6 +73,8 @@ PASSED = {
     "sum_rows bfloat16 bfloat16 - int64 -",
     "sum_rows bfloat16 bfloat16 - int64 float32",
     "sum_rows bfloat16 bfloat16 bfloat16 int64 -",
+    "sum_rows float32 bfloat16 - int64 -",
+    "sum_rows float32 bfloat16 - int64 float32",
     "sum_rows float32 float32 - int32 -",
     "sum_rows float32 float32 - int32 float32",
     "sum_rows float32 float32 - int64 -",
@@ -104,10 +107,29 @@ def _layers() -> list[str]:
             stack.enter_context(mock.patch.object(launcher, "_launch", noted))
         for dtype in (torch.bfloat16, torch.float32):
             for layer in _of_every_kind():
-                x = torch.randn(TOKENS, DIM, device="cuda", dtype=dtype, requires_grad=True)
-                layer.to(dtype)(x)[0].square().sum().backward()
+                _run(layer.to(dtype), dtype)
             _by_hand(dtype)
+        for layer, dtype in itertools.product(_of_every_kind(), (torch.bfloat16, torch.float32)):
+            with _autocast():  # of fp32 weights
+                _run(layer, dtype)
     return sorted(found)
+
+
+@contextmanager
+def _autocast() -> Iterator[None]:
+    """Let layers find bf16 autocast; `torch.autocast` is refused in dry runs.
+
+    torch's own operators are not narrowed: what reaches our kernels does not depend on that.
+    """
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+
+
+def _run(layer: MoE, dtype: torch.dtype) -> None:
+    x = torch.randn(TOKENS, DIM, device="cuda", dtype=dtype, requires_grad=True)
+    layer(x)[0].square().sum().backward()
 
 
 def _note(

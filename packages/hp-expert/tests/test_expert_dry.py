@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+import itertools
+from functools import partial
 
-from hp_expert import GroupedExperts, MoE, TopKRouter
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hp_expert import ExchangeRead, ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_expert.kernels import kernels_for, triton_rows, triton_sorting
-from hp_platform.dry import DryDevice
+from hp_platform import initialize
+from hp_platform.dry import DryDevice, active_device, run_ranks
 from hp_platform.dry.trace import Allocate, Fault, Launch
+from hp_platform.host_reads import answering
 
 
 def test_rows_are_moved_by_triton_as_far_as_shapes_go() -> None:
@@ -71,3 +78,40 @@ def test_sizes_that_differ_from_step_to_step_make_no_variants_of_kernels() -> No
         triton_rows.gather_rows(torch.zeros(2, 16, device="cuda"), experts[:, 0], holes=True)
         rows = {e.variant for e in gpu.trace if isinstance(e, Launch)} - found - {""}
     assert len(rows) == 2
+
+
+def kernels_of_a_step(dtype: torch.dtype, *, deduplicate: bool, get_rows: bool) -> list[str]:
+    """Kernels of ours that rank 0 of two launches, whose experts get all rows or none."""
+    with torch.device("cuda"):
+        router, experts = TopKRouter(64, 8, 2), GroupedExperts(8, 64, 32, bias=True)
+    assert dist.group.WORLD is not None
+    ExpertParallel(deduplicate=deduplicate).apply(experts, dist.group.WORLD)
+    layer = MoE(router, experts).to(dtype)
+    x = torch.randn(16, 64, device="cuda", dtype=dtype, requires_grad=True)
+
+    def answer(copy: Tensor, purpose: object) -> Tensor:
+        assert isinstance(purpose, ExchangeRead)
+        here, there = (8, 0) if get_rows else (0, 8)
+        return purpose.numbers([here] * 4 + [there] * 4, [2 * here, 2 * there], like=copy)
+
+    events = active_device().trace.events
+    first = len(events)
+    with answering(answer):
+        layer(x)[0].square().sum().backward()
+    return sorted({e.variant for e in events[first:] if isinstance(e, Launch) and e.variant})
+
+
+def kernels_of_steps() -> list[tuple[list[str], list[str]]]:
+    """With rows and without, each way that experts are computed and rows are sent."""
+    initialize(device_type="cuda")
+    ways = itertools.product((torch.bfloat16, torch.float32), (True, False))
+    steps = [partial(kernels_of_a_step, dtype, deduplicate=chosen) for dtype, chosen in ways]
+    return [(step(get_rows=True), step(get_rows=False)) for step in steps]
+
+
+def test_experts_without_rows_launch_every_kernel_that_those_with_rows_do() -> None:
+    """A rank that gets its first rows later than others loads nothing under a message."""
+    run = run_ranks(kernels_of_steps, world_size=2, representatives={0: (0, 1)})
+    for with_rows, without in run.results[0]:
+        assert len(with_rows) >= 8
+        assert without == with_rows

@@ -46,6 +46,28 @@ class GroupedProducts:
         return F.grouped_mm(dy_PM.t(), x_PK, offs=ends)
 
 
+class ProductsOfNothing(GroupedProducts):
+    """The products of no rows, which `grouped_mm` does not take.
+
+    What is around them is then the same as with rows, so that a rank that gets none at first has
+    all kernels loaded before some arrive; see Note [Few variants].
+    """
+
+    def forward(self, x_PK: Tensor, weight_LMK: Tensor, ends: Tensor) -> Tensor:
+        """Return [0, M]."""
+        del ends
+        return x_PK.new_empty(0, weight_LMK.shape[1])
+
+    def input_gradient(self, dy_PM: Tensor, weight_LMK: Tensor, ends: Tensor) -> Tensor:
+        """Return [0, K]."""
+        del ends
+        return dy_PM.new_empty(0, weight_LMK.shape[2])
+
+    def weight_gradient(self, dy_PM: Tensor, x_PK: Tensor, ends: Tensor) -> Tensor:
+        """Return zeros [L, M, K]."""
+        return dy_PM.new_zeros(len(ends), dy_PM.shape[1], x_PK.shape[1])
+
+
 @dataclass(frozen=True, slots=True)
 class Grouped:
     """Experts by grouped products.

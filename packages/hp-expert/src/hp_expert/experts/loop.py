@@ -129,7 +129,10 @@ def _pieces(batch: ExpertBatch, experts: ExpertWeights) -> list[tuple[int, slice
 
 
 def _chunks(batch: ExpertBatch) -> list[tuple[slice, ExpertRun]]:
-    """Positions of each chunk, and whose they are; see Note [Chunks]."""
+    """Positions of each chunk, and whose they are; see Note [Chunks].
+
+    Without rows there is an empty one: kernels are loaded then as well (Note [Few variants]).
+    """
     if batch.counts is None:
         raise ValueError("counts (None) must be on the host to compute one expert after the other")
     chunks, start, size, run = [], 0, 0, ExpertRun([], [])
@@ -141,7 +144,7 @@ def _chunks(batch: ExpertBatch) -> list[tuple[slice, ExpertRun]]:
             run.experts.append(expert)
             run.sizes.append(count)
             size += count
-    if size > 0:
+    if size > 0 or not chunks:
         chunks.append((slice(start, start + size), run))
     return chunks
 
@@ -185,4 +188,7 @@ def _dot(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
 def _dot_bias(dy_RD: Tensor, bias_LD: Tensor, run: ExpertRun, dtype: torch.dtype) -> Tensor:
     """Multiply each row with its expert's bias: [R]."""
     parts = zip(run.experts, dy_RD.split(run.sizes), strict=True)
-    return torch.cat([dy_n.to(dtype) @ bias_LD[expert].to(dtype) for expert, dy_n in parts])
+    nothing = dy_RD.new_empty(0, dtype=dtype)  # there may be no expert
+    return torch.cat(
+        [nothing, *(dy_n.to(dtype) @ bias_LD[expert].to(dtype) for expert, dy_n in parts)]
+    )

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from hp_expert.batch import ExpertBatch, Places, autocast
 from hp_expert.experts import loop
 from hp_expert.experts.activation import SWIGLU, Activation, require_activation
-from hp_expert.experts.grouped import Grouped
+from hp_expert.experts.grouped import Grouped, ProductsOfNothing
 from hp_expert.experts.types import (
     Backend,
     CastOf,
@@ -38,6 +38,7 @@ from hp_platform import wait_tensor
 
 T = TypeVar("T")
 _GROUPED: Final = Grouped()
+_OF_NOTHING: Final = Grouped(ProductsOfNothing())
 _PLACED: Final = 4  # tensors, which `Places` begins with
 
 
@@ -149,7 +150,7 @@ def routed_swiglu_by(
     require_activation(experts.activation)
     _require_fit(batch, parameters)
     backend = _fastest(batch, weights.down) if backend is None else backend
-    if batch.counts is None and (backend.reads_counts or batch.num_slots == 0):
+    if batch.counts is None and backend.reads_counts:
         batch = _without_padding(batch)
     options = _Options(experts.adds_output_bias, experts.activation, cast_of, dtype)
     with torch.autocast(batch.rows.device.type, enabled=False):
@@ -272,7 +273,9 @@ def _fastest(batch: ExpertBatch, down: Tensor) -> Backend:
     """`grouped_mm` wants CUDA, bf16 and strides of a multiple of 16 bytes; all else is a loop."""
     rows, H, D = batch.rows, down.shape[2], batch.rows.shape[1]
     fits = rows.is_cuda and rows.dtype == torch.bfloat16 and H % 8 == 0 and D % 8 == 0
-    return _GROUPED if fits and batch.order.numel() > 0 else loop
+    if not fits:
+        return loop
+    return _GROUPED if batch.order.numel() > 0 else _OF_NOTHING
 
 
 def _require_fit(batch: ExpertBatch, parameters: Sequence[Tensor | None]) -> None:

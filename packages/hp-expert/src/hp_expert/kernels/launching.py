@@ -4,7 +4,8 @@ Note [Few variants]. Triton compiles a kernel anew for other dtypes and constant
 are no multiple of 16 bytes, and for numbers that are 1 or a multiple of 16. Each is loaded when it
 is launched first, which waits for the device. So a number that differs from step to step, as that
 of received slots, is not looked at (`do_not_specialize`): what one step has launched is all that
-any step launches.
+any step launches. Nobody leaves a launch out where there are no rows: Triton then loads the kernel,
+and launches nothing.
 """
 
 import importlib

@@ -66,17 +66,16 @@ def activate(gate_PH: Tensor, up_PH: Tensor, row_P: Tensor, form: Form) -> Tenso
     """
     (num_positions, width), stride = gate_PH.shape, gate_PH.stride(0)
     h_PH = gate_PH.new_empty(num_positions, width)
-    if h_PH.numel() > 0:
-        chosen = options(width)
-        _launch(
-            "activate",
-            (num_positions, num_blocks(width, chosen)),
-            made=(h_PH,),
-            given=(gate_PH, up_PH, row_P, width, stride),
-            wide=h_PH.dtype,
-            **chosen,
-            **form.constants(),
-        )
+    chosen = options(width)
+    _launch(
+        "activate",
+        (num_positions, num_blocks(width, chosen)),
+        made=(h_PH,),
+        given=(gate_PH, up_PH, row_P, width, stride),
+        wide=h_PH.dtype,
+        **chosen,
+        **form.constants(),
+    )
     return h_PH
 
 
@@ -104,16 +103,15 @@ def activate_backward(
     (num_positions, width), stride = dh_PH.shape, pre[0].stride(0)
     scaled_PH = dh_PH.new_empty(num_positions, width)
     grad_S = None if weights_S is None else weights_S.new_zeros(weights_S.shape)
-    if scaled_PH.numel() > 0:
-        _launch(
-            "activate_backward",
-            (num_positions,),
-            made=(*dpre, scaled_PH, grad_S),
-            given=(dh_PH.contiguous(), *pre, *at, weights_S, extra_P, width, stride),
-            wide=dh_PH.dtype,
-            **options(width),
-            **form.constants(),
-        )
+    _launch(
+        "activate_backward",
+        (num_positions,),
+        made=(*dpre, scaled_PH, grad_S),
+        given=(dh_PH.contiguous(), *pre, *at, weights_S, extra_P, width, stride),
+        wide=dh_PH.dtype,
+        **options(width),
+        **form.constants(),
+    )
     return Gradients(scaled_PH, grad_S)
 
 

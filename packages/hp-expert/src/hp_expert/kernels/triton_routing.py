@@ -75,22 +75,21 @@ def route(
     if experts_TK is not None:
         experts_TK = experts_TK.contiguous()
     experts = logits.new_empty(T, K, dtype=torch.int64) if experts_TK is None else experts_TK
-    if T > 0:
-        sizes, grid = _sizes(E, T)
-        _launch(
-            "route",
-            grid,
-            made=(scores, weights, experts),
-            given=(logits, bias, experts_TK),
-            varying=(T,),
-            writes=None if experts_TK is None else (scores, weights),
-            **sizes,
-            BLOCK_K=power_from(K),
-            GROUPS=rule.num_groups,
-            LIMITED=rule.num_limited_groups,
-            TOP2=rule.top2_sum,
-            **_constants(rule, logits),
-        )
+    sizes, grid = _sizes(E, T)
+    _launch(
+        "route",
+        grid,
+        made=(scores, weights, experts),
+        given=(logits, bias, experts_TK),
+        varying=(T,),
+        writes=None if experts_TK is None else (scores, weights),
+        **sizes,
+        BLOCK_K=power_from(K),
+        GROUPS=rule.num_groups,
+        LIMITED=rule.num_limited_groups,
+        TOP2=rule.top2_sum,
+        **_constants(rule, logits),
+    )
     return scores, weights, experts
 
 
@@ -114,19 +113,18 @@ def route_backward(
         load: Counter that the slots of each expert are added to, int64 [E]; None: nobody counts.
     """
     grad_logits, (T, E) = torch.empty_like(scores_TE), scores_TE.shape
-    if T > 0:
-        sizes, grid = _sizes(E, T)
-        grads = [None if g is None else g.contiguous() for g in (grad_weights, grad_scores)]
-        _launch(
-            "route_backward",
-            grid,
-            made=(grad_logits, load),
-            given=(*grads, scores_TE, experts_TK),
-            varying=(T,),
-            updated=(load,),
-            **sizes,
-            **_constants(rule, scores_TE),
-        )
+    sizes, grid = _sizes(E, T)
+    grads = [None if g is None else g.contiguous() for g in (grad_weights, grad_scores)]
+    _launch(
+        "route_backward",
+        grid,
+        made=(grad_logits, load),
+        given=(*grads, scores_TE, experts_TK),
+        varying=(T,),
+        updated=(load,),
+        **sizes,
+        **_constants(rule, scores_TE, num_warps=8),  # of four, some numbers lie on a stack
+    )
     return grad_logits
 
 
@@ -136,13 +134,13 @@ def _sizes(num_experts: int, num_tokens: int) -> tuple[dict[str, Any], tuple[int
     return {"E": num_experts, "BLOCK_E": block, "BLOCK_T": tokens}, (-(-num_tokens // tokens),)
 
 
-def _constants(rule: Rule, like: Tensor) -> dict[str, Any]:
+def _constants(rule: Rule, like: Tensor, *, num_warps: int = 4) -> dict[str, Any]:
     return {
         "K": rule.top_k,
         "SIGMOID": rule.sigmoid,
         "NORMALIZE": rule.normalize,
         "SCALE": float(rule.scaling_factor),
         "TINY": torch.finfo(like.dtype).tiny,
-        "num_warps": 4,
+        "num_warps": num_warps,
         "enable_fp_fusion": False,
     }

@@ -34,15 +34,14 @@ def gather_rows(x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
         return _gather_values(x_TD, token_R)
     num_positions, width = token_R.shape[0], x_TD.shape[1]
     rows_RD = x_TD.new_empty(num_positions, width)
-    if rows_RD.numel() > 0:
-        chosen = options(width)
-        _launch(
-            "gather_rows",
-            (num_positions, num_blocks(width, chosen)),
-            made=(rows_RD,),
-            given=(x_TD.contiguous(), token_R.contiguous(), width),
-            **chosen,
-        )
+    chosen = options(width)
+    _launch(
+        "gather_rows",
+        (num_positions, num_blocks(width, chosen)),
+        made=(rows_RD,),
+        given=(x_TD.contiguous(), token_R.contiguous(), width),
+        **chosen,
+    )
     return rows_RD
 
 
@@ -63,17 +62,16 @@ def sum_rows(
         return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes).to(dtype or rows_RD.dtype)
     (num_tokens, num_choices), width = inverse_TK.shape, rows_RD.shape[1]
     y_TD = rows_RD.new_empty(num_tokens, width, dtype=dtype)
-    if y_TD.numel() > 0:
-        chosen, tensors = options(width), (rows_RD, more_RD, inverse_TK, weights_TK)
-        _launch(
-            "sum_rows",
-            (num_tokens, num_blocks(width, chosen)),
-            made=(y_TD,),
-            given=(*(None if t is None else t.contiguous() for t in tensors), width),
-            wide=rows_RD.dtype,
-            K=num_choices,
-            **chosen,
-        )
+    chosen, tensors = options(width), (rows_RD, more_RD, inverse_TK, weights_TK)
+    _launch(
+        "sum_rows",
+        (num_tokens, num_blocks(width, chosen)),
+        made=(y_TD,),
+        given=(*(None if t is None else t.contiguous() for t in tensors), width),
+        wide=rows_RD.dtype,
+        K=num_choices,
+        **chosen,
+    )
     return y_TD
 
 
@@ -86,34 +84,32 @@ def sum_rows_backward(
     # Contiguous, which those of `empty_like` are not if the originals are not.
     grad_rows_RD = rows_RD.new_empty(rows_RD.shape)
     grad_weights_TK = weights_TK.new_zeros(weights_TK.shape)
-    if grad_rows_RD.numel() > 0:
-        tensors = grad_TD, rows_RD, slot_R, weights_TK
-        _launch(
-            "sum_rows_backward",
-            (num_positions,),
-            made=(grad_rows_RD, grad_weights_TK),
-            given=(*(t.contiguous() for t in tensors), width),
-            wide=rows_RD.dtype,
-            K=weights_TK.shape[1],
-            **options(width),
-        )
+    tensors = grad_TD, rows_RD, slot_R, weights_TK
+    _launch(
+        "sum_rows_backward",
+        (num_positions,),
+        made=(grad_rows_RD, grad_weights_TK),
+        given=(*(t.contiguous() for t in tensors), width),
+        wide=rows_RD.dtype,
+        K=weights_TK.shape[1],
+        **options(width),
+    )
     return grad_rows_RD, grad_weights_TK
 
 
 def _gather_values(x_T: Tensor, index_R: Tensor) -> Tensor:
     num_positions = index_R.numel()
     values_R = x_T.new_empty(num_positions)
-    if num_positions > 0:
-        _launch(
-            "gather_values",
-            (-(-num_positions // _VALUES),),
-            made=(values_R,),
-            given=(x_T.contiguous(), index_R.contiguous()),
-            varying=(num_positions,),
-            BLOCK=_VALUES,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    _launch(
+        "gather_values",
+        (-(-num_positions // _VALUES),),
+        made=(values_R,),
+        given=(x_T.contiguous(), index_R.contiguous()),
+        varying=(num_positions,),
+        BLOCK=_VALUES,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return values_R
 
 

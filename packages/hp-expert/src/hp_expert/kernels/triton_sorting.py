@@ -57,18 +57,17 @@ def count(experts_TK: Tensor, num_experts: int, *, run: int = 1) -> Starts:
     starts = experts_TK.new_empty(num_blocks + 1, keys, dtype=torch.int32)
     totals = experts_TK.new_empty(num_experts + 2, dtype=torch.int64)
     ends = experts_TK.new_empty(num_experts, dtype=torch.int32)
-    if num_slots > 0:
-        _launch(
-            "count",
-            (num_blocks,),
-            made=(found,),
-            given=(experts_TK,),
-            varying=(num_slots,),
-            **sizes,
-            DIV=run,
-            BLOCK=_BLOCK,
-            PART=_PART,
-        )
+    _launch(
+        "count",
+        (num_blocks,),
+        made=(found,),
+        given=(experts_TK,),
+        varying=(num_slots,),
+        **sizes,
+        DIV=run,
+        BLOCK=_BLOCK,
+        PART=_PART,
+    )
     _launch(
         "scan",
         (1,),
@@ -95,19 +94,18 @@ def place(experts_TK: Tensor, counted: Starts) -> tuple[Tensor, Tensor, Tensor]:
         experts_TK.new_empty(experts_TK.shape, dtype=torch.int64),
     )
     num_blocks = -(-num_slots // _BLOCK)
-    if num_slots > 0:
-        _launch(
-            "place",
-            (num_blocks,),
-            made=made,
-            given=(counted.starts, experts_TK),
-            varying=(num_slots, num_blocks),
-            **_sizes(counted.ends.numel()),
-            DIV=counted.run,
-            K=num_choices,
-            BLOCK=_BLOCK,
-            PART=_PART,
-        )
+    _launch(
+        "place",
+        (num_blocks,),
+        made=made,
+        given=(counted.starts, experts_TK),
+        varying=(num_slots, num_blocks),
+        **_sizes(counted.ends.numel()),
+        DIV=counted.run,
+        K=num_choices,
+        BLOCK=_BLOCK,
+        PART=_PART,
+    )
     return made
 
 
@@ -124,19 +122,18 @@ def fill(
     order, token = experts_TK.new_full((2, num_ranks * room), -1, dtype=torch.int64)
     inverse = experts_TK.new_empty(experts_TK.shape, dtype=torch.int64)
     num_blocks = -(-num_slots // _BLOCK)
-    if num_slots > 0:
-        _launch(
-            "fill",
-            (num_blocks,),
-            made=(order, token, inverse),
-            given=(counted.starts, experts_TK),
-            varying=(num_slots, num_blocks, room),
-            **_sizes(counted.ends.numel()),
-            L=num_local,
-            K=num_choices,
-            BLOCK=_BLOCK,
-            PART=_PART,
-        )
+    _launch(
+        "fill",
+        (num_blocks,),
+        made=(order, token, inverse),
+        given=(counted.starts, experts_TK),
+        varying=(num_slots, num_blocks, room),
+        **_sizes(counted.ends.numel()),
+        L=num_local,
+        K=num_choices,
+        BLOCK=_BLOCK,
+        PART=_PART,
+    )
     return order, token, inverse
 
 
@@ -152,20 +149,19 @@ def find_ranks(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> tuple[T
     slots = experts_TK.new_empty(num_tokens, num_ranks, dtype=torch.int32)
     width = power_from(num_ranks)
     tokens = max(1, _TILE // 32 // width)
-    if num_tokens > 0:
-        _launch(
-            "find_ranks",
-            (-(-num_tokens // tokens),),
-            made=(ranks, slots),
-            given=(experts_TK,),
-            varying=(num_tokens,),
-            W=num_ranks,
-            L=num_local,
-            K=num_choices,
-            BLOCK_T=tokens,
-            BLOCK_W=width,
-            enable_fp_fusion=False,
-        )
+    _launch(
+        "find_ranks",
+        (-(-num_tokens // tokens),),
+        made=(ranks, slots),
+        given=(experts_TK,),
+        varying=(num_tokens,),
+        W=num_ranks,
+        L=num_local,
+        K=num_choices,
+        BLOCK_T=tokens,
+        BLOCK_W=width,
+        enable_fp_fusion=False,
+    )
     return ranks, slots
 
 
@@ -175,19 +171,18 @@ def encode(
     """Return the code of the slot at each position [S]; see `hp_expert.dispatch.deduplicated`."""
     num_slots, (_, num_choices) = order_S.numel(), experts_TK.shape
     codes = order_S.new_empty(num_slots, dtype=dtype)
-    if num_slots > 0:
-        _launch(
-            "encode",
-            (-(-num_slots // _BLOCK),),
-            made=(codes,),
-            given=(order_S, experts_TK),
-            varying=(num_slots,),
-            E=num_local * num_ranks,
-            L=num_local,
-            K=num_choices,
-            BLOCK=_BLOCK,
-            enable_fp_fusion=False,
-        )
+    _launch(
+        "encode",
+        (-(-num_slots // _BLOCK),),
+        made=(codes,),
+        given=(order_S, experts_TK),
+        varying=(num_slots,),
+        E=num_local * num_ranks,
+        L=num_local,
+        K=num_choices,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
     return codes
 
 
@@ -201,17 +196,16 @@ def decode(codes_P: Tensor, num_begun_P: Tensor, *, per_row: int) -> tuple[Tenso
     """
     num_codes = codes_P.numel()
     slots, experts = torch.empty_like(num_begun_P), torch.empty_like(num_begun_P)
-    if num_codes > 0:
-        _launch(
-            "decode",
-            (-(-num_codes // _BLOCK),),
-            made=(slots, experts),
-            given=(codes_P, num_begun_P),
-            varying=(num_codes, per_row),
-            BLOCK=_BLOCK,
-            num_warps=8,  # a number for each thread: of two, some lie on a stack
-            enable_fp_fusion=False,
-        )
+    _launch(
+        "decode",
+        (-(-num_codes // _BLOCK),),
+        made=(slots, experts),
+        given=(codes_P, num_begun_P),
+        varying=(num_codes, per_row),
+        BLOCK=_BLOCK,
+        num_warps=8,  # a number for each thread: of two, some lie on a stack
+        enable_fp_fusion=False,
+    )
     return slots, experts
 
 
