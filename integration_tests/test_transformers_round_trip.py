@@ -122,7 +122,7 @@ def _two_checkpoints(encoded: bytes, directory: str, address: str) -> None:
     info = RankInfo.from_env()
     assert info is not None
     runtime = initialize(info, device_type="cpu", init_method=address)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.separator)
     trainer = Trainer(config, worker_of(info, Path(directory)), runtime, tokenizer)
     trainer.resume()
     trainer.save()
@@ -143,7 +143,7 @@ def _run_of(name: str | None, keys: dict[str, Any], directory: Path) -> Path:
     with Folder.open(run) as folder:
         keep_original(folder, resolved)
         write_config(folder, resolved)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.separator)
     prepare(run / "data", paths=paths, tokenizer=tokenizer, eval_fraction=0.2)
     address = f"file://{directory}/rendezvous-{uuid4().hex}"
     work = partial(_two_checkpoints, msgspec.json.encode(config), str(run), address)
@@ -314,6 +314,20 @@ def test_another_tokenizer_than_the_models_goes_with_its_own_ids(
     assert (out / "README.md").exists()
     files = _files(other)
     assert {name: content for name, content in _files(out).items() if name in files} == files
+
+
+def test_a_separator_that_is_named_ends_what_is_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    round_trips.write_model("llama", source, dtype="float32", tokenizer="llama2")
+    keys = {"model.transformers": str(source), "data.tokenizer": str(source / "tokenizer.json")}
+    run = _run_of(None, {**keys, "data.separator": "<|im_end|>"}, tmp_path / "runs")
+    out = _exported(run, tmp_path / "out", "--step", "0")
+    assert "config.json as well, but for eos_token_id\n" in capsys.readouterr().out
+    end = transformers.AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("<|im_end|>")
+    made = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert made.config.eos_token_id == made.generation_config.eos_token_id == end
 
 
 def test_an_index_names_no_tensor_that_is_not_written(tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ from hp_train.hugging_face import (
     save_weights,
 )
 from hp_train.hugging_face.config import config_after
+from hp_train.hugging_face.handed_on import tokens_of
 from hp_train.hugging_face.load import opened_files
+from hp_train.launch.original import Original
 from hp_train.model.shapes import model_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -417,6 +419,53 @@ def test_settings_say_what_a_run_has_changed_and_nothing_else() -> None:
     theirs["num_local_experts"] = theirs["num_experts"]
     fewer = replace(model, top_k=1)
     assert config_after(theirs, fewer, dtype=None) == theirs | {"num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize(
+    ("separator", "ends", "generates", "has_other", "expected"),
+    [
+        ("", 9, None, False, None),
+        ("<z>", 0, None, False, 1),
+        ("<z>", [0, 2], [0], False, 1),
+        ("<z>", None, None, False, 1),
+        ("<z>", 1, None, False, None),
+        ("<z>", None, [0, 1], False, None),
+        ("<z>", 0, [0, 1], False, 1),
+        ("<z>", 1, None, True, 1),
+        ("", 9, None, True, 0),
+    ],
+)
+def test_a_separator_that_a_run_names_ends_what_its_export_generates(
+    separator: str,
+    ends: object,
+    generates: object,
+    has_other: bool,
+    expected: int | None,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("tokenizers")
+    vocab = {"<eos>": 0, "<z>": 1, "a": 2}
+    added = [{"id": i, "content": name, "special": i < 2} for name, i in vocab.items() if i < 2]
+    rules = {key: False for key in ("single_word", "lstrip", "rstrip", "normalized")}
+    came: dict[str, dict[str, Any]] = {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [token | rules for token in added],
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "a"},
+        },
+        "tokenizer_config.json": {"eos_token": "<eos>"},
+        "config.json": {"eos_token_id": ends},
+    }
+    if generates is not None:
+        came["generation_config.json"] = {"eos_token_id": generates}
+    files = {name: partial(bytes, json.dumps(values).encode()) for name, values in came.items()}
+    used = tmp_path / "tokenizer.json"
+    used.write_bytes(files[used.name]())
+    keys = [("data.tokenizer", str(used)), ("data.separator", separator)]
+    config = resolve("debug-llama3", keys, env={}).config
+    found = tokens_of(Original(files, has_other_tokenizer=has_other), config)
+    assert found.ids.get("eos_token_id") == expected
+    assert has_other or found.ids.keys() <= {"eos_token_id"}
 
 
 def test_a_weight_that_does_not_fit_the_files_it_came_in_is_named(tmp_path: Path) -> None:

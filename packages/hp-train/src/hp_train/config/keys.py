@@ -397,7 +397,10 @@ class DataConfig(Struct, frozen=True, kw_only=True):
 
     paths: Annotated[
         tuple[str, ...],
-        _help("Text files, folders or .jsonl files. []: text of Python's standard library."),
+        _help(
+            "Text files, folders, or JSON lines: .jsonl, .ndjson, .json. "
+            "[]: text of Python's standard library."
+        ),
     ] = ()
     tokenizer: Annotated[
         str,

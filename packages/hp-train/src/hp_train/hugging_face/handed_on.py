@@ -86,13 +86,17 @@ def usual_dtype(before: Before) -> str:
 def tokens_of(original: Original, config: Config) -> Tokens:
     """Special tokens of the tokenizer of a run, where it is not the one that the model came with.
 
-    What ends a document in training ends a text that is generated.
+    What ends a document in training ends a text that is generated. With the model's own tokenizer
+    what the model came with stays, unless ``data.separator`` names another end.
 
     Raises:
         ConfigError: When the tokenizer cannot be read.
     """
     if SETTINGS in original.files and not original.has_other_tokenizer:
-        return Tokens({}, {})
+        if not config.data.separator:
+            return Tokens({}, {})
+        separator = _separator(original, config.data.separator)
+        return Tokens({} if _is_end(original, separator) else {"eos_token_id": separator}, {})
     ids: dict[str, int | None] = dict.fromkeys(f"{name}_id" for name in _SPECIAL)
     content = original.text(TOKENIZER)
     if content is None:
@@ -155,6 +159,13 @@ _WHY = {OTHER_WEIGHTS: "weights that training has not changed"}
 
 def _is_read(name: str, original: Original) -> bool:
     return name in original.weights
+
+
+def _is_end(original: Original, token: int) -> bool:
+    """Whether all files of a model that say where generation ends name a token."""
+    said = (parsed(original.text(name) or b"{}", name) for name in (SETTINGS, _GENERATION))
+    ends = [end for values in said if (end := values.get("eos_token_id")) is not None]
+    return bool(ends) and all(token in (e if isinstance(e, list) else [e]) for e in ends)
 
 
 def _separator(original: Original, name: str) -> int:
