@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,25 @@ def test_any_number_of_processes_gives_the_same_ids(
         assert [e.piece for e in found] == pieces
         assert [e.digest for e in found] == [e.digest for e in alone]
         assert [e.tokens.tobytes() for e in found] == [e.tokens.tobytes() for e in alone]
+
+
+def test_answers_that_came_together_are_not_waited_for(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = _pieces(_text(tmp_path), 700, monkeypatch)[:2]
+    waits: list[float] = []
+
+    def slowly() -> Iterator[Piece]:
+        yield from pieces
+        time.sleep(2)  # both are encoded meanwhile
+        waits.clear()
+
+    def on_wait() -> None:
+        waits.append(time.monotonic())
+        assert len(waits) < 30
+
+    found = encode_all(slowly(), tokenizer, num_processes=1, on_wait=on_wait)
+    assert [each.piece for each in found] == pieces
 
 
 def test_text_that_a_process_cannot_read_is_named_and_none_is_left(

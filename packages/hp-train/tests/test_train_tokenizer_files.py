@@ -281,7 +281,8 @@ def test_documents_of_no_tokens_leave_no_separator_and_are_counted(tmp_path: Pat
     is_end = ids == tokenizer.separator
     assert not (is_end[1:] & is_end[:-1]).any()
     assert not is_end[0]
-    assert told == ["note: 12 documents of data.paths give no tokens, and are left out"]
+    notes = [line for line in told if not line.startswith("tokenised ")]  # of a slow machine
+    assert notes == ["note: 12 documents of data.paths give no tokens, and are left out"]
 
 
 def _regex(content: dict[str, Any]) -> None:

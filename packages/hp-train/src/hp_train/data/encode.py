@@ -37,6 +37,7 @@ _HEAD = struct.Struct("<B16sQQ")
 _GOOD, _BAD_TEXT, _BAD_CONFIG = range(3)
 _AHEAD = 2  # pieces that each process has been given
 _BYTES_PER_PROCESS = 1 << 22  # a second's work for a tokenizer of Hugging Face
+_READ_BYTES = 1 << 16  # what a pipe holds
 _LOOK_SECONDS = 1.0
 _WATCHED_SECONDS = (
     1200  # of a wait for one piece; what takes longer is left to whoever looks for hangs
@@ -242,10 +243,10 @@ class _Helper:
             if select.select([self._from], [], [], _LOOK_SECONDS)[0]:
                 break
             self._on_wait()
-        head = self._from.read(_HEAD.size)
+        head = self._read(_HEAD.size)
         if len(head) == _HEAD.size:
             kind, digest, num_empty, size = _HEAD.unpack(head)
-            content = self._from.read(size)
+            content = self._read(size)
             if len(content) == size and kind == _GOOD:
                 return digest, num_empty, content
             if len(content) == size:
@@ -253,6 +254,13 @@ class _Helper:
                 raise refused(content.decode(errors="replace"))
         self._on_wait()  # which raises if all were asked to stop
         raise self._ended(self._process.wait())
+
+    def _read(self, size: int) -> bytes:
+        """The next bytes, fewer at the end; no more, since `select` would not see what is kept."""
+        content = bytearray()
+        while part := os.read(self._from.fileno(), min(size - len(content), _READ_BYTES)):
+            content += part
+        return bytes(content)
 
     def _ended(self, status: int) -> Exception:
         takes = {
