@@ -422,31 +422,26 @@ def test_settings_say_what_a_run_has_changed_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("separator", "ends", "generates", "has_other", "expected"),
+    ("separator", "ends", "has_other", "expected"),
     [
-        ("", 9, None, False, None),
-        ("<z>", 0, None, False, 1),
-        ("<z>", [0, 2], [0], False, 1),
-        ("<z>", None, None, False, 1),
-        ("<z>", 1, None, False, None),
-        ("<z>", None, [0, 1], False, None),
-        ("<z>", 0, [0, 1], False, 1),
-        ("<z>", 1, None, True, 1),
-        ("", 9, None, True, 0),
+        ("", [9], False, None),
+        ("<z>", [0], False, 1),
+        ("<z>", [[0, 2], [0]], False, 1),
+        ("<z>", [None], False, 1),
+        ("<z>", [1], False, None),
+        ("<z>", [None, [0, 1]], False, None),
+        ("<z>", [0, [0, 1]], False, 1),
+        ("<z>", [1], True, 1),
+        ("", [9], True, 0),
     ],
 )
 def test_a_separator_that_a_run_names_ends_what_its_export_generates(
-    separator: str,
-    ends: object,
-    generates: object,
-    has_other: bool,
-    expected: int | None,
-    tmp_path: Path,
+    tmp_path: Path, separator: str, ends: list[object], has_other: bool, expected: int | None
 ) -> None:
     pytest.importorskip("tokenizers")
     vocab = {"<eos>": 0, "<z>": 1, "a": 2}
     added = [{"id": i, "content": name, "special": i < 2} for name, i in vocab.items() if i < 2]
-    rules = {key: False for key in ("single_word", "lstrip", "rstrip", "normalized")}
+    rules = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     came: dict[str, dict[str, Any]] = {
         "tokenizer.json": {
             "version": "1.0",
@@ -454,10 +449,9 @@ def test_a_separator_that_a_run_names_ends_what_its_export_generates(
             "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "a"},
         },
         "tokenizer_config.json": {"eos_token": "<eos>"},
-        "config.json": {"eos_token_id": ends},
     }
-    if generates is not None:
-        came["generation_config.json"] = {"eos_token_id": generates}
+    for name, end in zip(("config.json", "generation_config.json"), ends, strict=False):
+        came[name] = {"eos_token_id": end}
     files = {name: partial(bytes, json.dumps(values).encode()) for name, values in came.items()}
     used = tmp_path / "tokenizer.json"
     used.write_bytes(files[used.name]())
