@@ -30,12 +30,12 @@ from hp_train.config.options import resolve, shipped
 from hp_train.config.space import Axis, sample_layouts, with_keys
 from hp_train.costs.routing import parse_skew
 from hp_train.data import load_tokenizer
+from hp_train.data.tokenizer import vocab_size_of
 from hp_train.dry_run.classes import classes_of
 from hp_train.errors import ConfigError
 from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import count_microbatches, count_stages
-from hp_train.training.startup import vocab_size_of
 from hp_train.verify.pairs import differing_keys
 
 GPUS = (8, 64, 256)

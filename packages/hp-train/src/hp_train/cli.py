@@ -184,10 +184,10 @@ def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -
 
 
 def _train(resolved: Resolved, options: argparse.Namespace) -> int:
-    run, data = resolved.config.run, resolved.config.data
+    run, data, model = resolved.config.run, resolved.config.data, resolved.config.model
     if run.resume:
         require_same_run(resolved)
-    if options.dry_run or data.paths:
+    if data.paths or (options.dry_run and any((data.tokenizer, run.init_from, model.vocab_size))):
         from hp_train.training.beforehand import refuse_beforehand  # noqa: PLC0415 - only here
 
         refuse_beforehand(resolved.config, weights=options.dry_run)

@@ -91,6 +91,7 @@ def routed_swiglu(
         ValueError: If the rows or weights do not fit each other, or rows are of a dtype that is
             wider than that of a weight or that it does not contain.
     """
+    require_activation(activation)
     weights, biases = Projections((w1, w3), w2), Projections((b1, b3), b2)
     experts = ExpertWeights(weights, biases, adds_output_bias, activation)
     return routed_swiglu_by(None, batch, experts)
@@ -147,7 +148,6 @@ def routed_swiglu_by(
     batch = batch._replace(rows=autocast(batch.rows))
     weights, biases = experts.weights, experts.biases
     parameters = (*weights.gate_up, weights.down, *biases.gate_up, biases.down)
-    require_activation(experts.activation)
     _require_fit(batch, parameters)
     backend = _fastest(batch, weights.down) if backend is None else backend
     if batch.counts is None and backend.reads_counts:

@@ -95,28 +95,22 @@ class WeightGradient:
         return self.result()
 
     def result(self) -> Tensor:
-        """Return the gradient of the factors that were taken; if it is computed now."""
+        """Return the gradient of the factors that were taken, zero for experts without rows."""
         total, self._total = self._total, None
         if total is None:  # what FSDP gathers in another dtype has no `zeros_like`
             dtype, device = self._weight.dtype, self._weight.device
             total = torch.zeros(self._shape, dtype=dtype, device=device)
+        elif self._counts is not None:
+            for expert, count in enumerate(self._counts):
+                if count == 0:
+                    total[expert].zero_()
+        elif fuses(total):
+            total = total.contiguous()  # of a bias it is a column of a product
+            triton_activation.zero_idle(total, self._num_tokens_per_expert)
         else:
-            total = self._without_idle(total)
+            idle = self._num_tokens_per_expert == 0
+            total.masked_fill_(idle.view(-1, *[1] * (total.ndim - 1)), 0)
         gradient = total.view(self._shape).to(self._weight.dtype)
         if isinstance(self._weight, DTensor):
             return placed_like(self._weight, gradient)
         return gradient
-
-    def _without_idle(self, total: Tensor) -> Tensor:
-        """Set the gradients of experts without rows to zero."""
-        if self._counts is None and fuses(total):
-            total = total.contiguous()  # of a bias it is a column of a product
-            triton_activation.zero_idle(total, self._num_tokens_per_expert)
-        elif self._counts is None:
-            idle = self._num_tokens_per_expert == 0
-            total.masked_fill_(idle.view(-1, *[1] * (total.ndim - 1)), 0)
-        else:
-            for expert, count in enumerate(self._counts):
-                if count == 0:
-                    total[expert].zero_()
-        return total
