@@ -141,6 +141,8 @@ class ExpertBatch(NamedTuple):
         if self.weights is None:
             return None
         wide = torch.promote_types(self.weights.dtype, torch.float32)
+        if self.num_slots == 0:  # all positions are padding
+            return self.weights.new_zeros(self.order.numel(), dtype=wide)
         return self.weights.reshape(-1).to(wide).index_select(0, self.slot_at())
 
     def weight_gradient(self, grad_P: Tensor | None) -> Tensor | None:

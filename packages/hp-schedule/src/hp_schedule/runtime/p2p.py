@@ -249,7 +249,9 @@ class PointToPoint:
                 self._want(_Wanted(self._request(stage), device, lambda: _HEADER_SPECS))
 
     def _want(self, wanted: _Wanted) -> None:
-        self._receives[wanted.message.edge].want(wanted)
+        # A group that has been broken meanwhile is noticed here, before anybody waits.
+        with _noted("waiting for", wanted.message):
+            self._receives[wanted.message.edge].want(wanted)
 
     def _take(self, message: Message) -> tuple[Tensors, Specs]:
         with _noted("waiting for", message):
