@@ -139,3 +139,10 @@ def test_yarn_makes_scores_grow_in_one_place_or_the_other(
     cos, sin, _ = rotation(config, torch.arange(3))
     assert torch.hypot(cos, sin).flatten().tolist() == pytest.approx([turned] * cos.numel())
     assert softmax_growth(config) == pytest.approx(scores)
+
+
+def test_one_token_turns_wherever_its_channels_begin() -> None:
+    turn = rotation(_config(rope_pairs="neighbours"), torch.tensor([3]))
+    for more in (3, 4):
+        part = torch.randn(1, 1, 1, WIDTH + more, dtype=torch.float64)[..., more:]
+        assert torch.equal(turn.apply(part)[0], turn.apply(part.clone())[0])

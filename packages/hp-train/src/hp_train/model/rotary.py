@@ -57,7 +57,9 @@ class _Turn(torch.autograd.Function):
         *strides, last = x.stride()
         # A part of the channels of heads is read where it is, if complex numbers can be seen there.
         in_place = last == 1 and not any(each % 2 for each in (*strides, x.storage_offset()))
-        pairs = torch.view_as_complex((x if in_place else x.contiguous()).unflatten(-1, (-1, 2)))
+        if not in_place:  # `contiguous` returns one token as it lies, at an odd place as well
+            x = x.clone(memory_format=torch.contiguous_format)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turn).flatten(-2)
 
     @staticmethod
