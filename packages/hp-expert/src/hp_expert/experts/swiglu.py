@@ -43,7 +43,7 @@ _PLACED: Final = 4  # tensors, which `Places` begins with
 
 
 class _Options(NamedTuple):
-    """What is no tensor: of `ExpertWeights`, where casts are found, and the output's dtype."""
+    """Carries what is no tensor: settings, where casts are found, the dtype of the output."""
 
     adds_output_bias: bool
     activation: Activation

@@ -64,7 +64,7 @@ def launch_kernel(
 
 
 def _variant(arguments: Sequence[object], constants: dict[str, Any]) -> str:
-    """What Triton compiles a kernel for; see Note [Few variants]."""
+    """Name the variant of a kernel that Triton compiles; see Note [Few variants]."""
     kinds = map(_kind, arguments)
     values = (f"{name}={value}" for name, value in sorted(constants.items()) if value is not None)
     return " ".join((*kinds, *values))

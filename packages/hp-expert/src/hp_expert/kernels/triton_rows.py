@@ -114,7 +114,7 @@ def _gather_values(x_T: Tensor, index_R: Tensor) -> Tensor:
 
 
 def options(width: int) -> dict[str, Any]:
-    """How a kernel goes through rows of some width.
+    """Choose how a kernel goes through rows of some width.
 
     Raises:
         ValueError: If they are wider than 2 ** 30: columns of a row are counted in 32 bits.

@@ -33,7 +33,7 @@ class World:
 
     @property
     def remedy(self) -> str:
-        """What to do where the variables are left over from another job, to end a message."""
+        """Remedy where the variables are left over from another job, to end a message."""
         return _REMEDIES[self.variable]
 
 

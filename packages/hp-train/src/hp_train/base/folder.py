@@ -211,7 +211,7 @@ def open_file(directory: int, name: str, flags: int = os.O_RDONLY, *, mode: int 
         directory: Descriptor of the directory.
         name: Name of the file in it.
         flags: As `os.open` takes them.
-        mode: Of a file that is made, less the umask.
+        mode: Permission bits of a file that is made, less the umask.
 
     Raises:
         DamageError: If it is missing, a symbolic link, or anything else but a regular file.

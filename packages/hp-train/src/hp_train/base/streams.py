@@ -61,7 +61,7 @@ def endure(*, tells: bool = True) -> None:
 
 
 class _Output(io.FileIO):
-    """What is written to a descriptor, which leads nowhere once it could not be written to."""
+    """Writes to a descriptor, and drops what follows once that has failed."""
 
     def write(self, data: object, /) -> int:
         try:

@@ -34,7 +34,7 @@ def leave_last_word(
     Args:
         line: What is to be read last.
         is_final: Whether torchrun ends even though it might start the ranks again.
-        env: Of a rank; without torchrun nothing is done.
+        env: Environment of a rank; without torchrun nothing is done.
     """
     path = env.get(_FILE)
     restarts, most = (env.get(f"TORCHELASTIC_{x}", "0") for x in ("RESTART_COUNT", "MAX_RESTARTS"))

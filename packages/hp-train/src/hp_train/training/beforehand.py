@@ -17,8 +17,8 @@ _LITTLE = 1 << 20
 def refuse_beforehand(config: Config, *, weights: bool) -> None:
     """Look at text, tokenizer and weights as a start will, as far as that takes no time.
 
-    Weights are looked at by their headers. Text that is longer than a MiB has a sequence for
-    certain, unless sequences are as long.
+    Weights are looked at by their headers. Text that is longer than a MiB is left to the ranks: it
+    takes longer, and hardly ever has no sequence.
 
     Args:
         config: Validated.

@@ -22,7 +22,7 @@ from hp_platform.dry.trace import Collective, Event, Launch, Trace
 
 
 class Modules:
-    """What a device has loaded, while a trace is gone through.
+    """Keeps what a device has loaded, while a trace is gone through.
 
     Args:
         eager: Whether `CUDA_MODULE_LOADING` is EAGER.
