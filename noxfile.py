@@ -279,7 +279,7 @@ def docs(session: nox.Session) -> None:
 def models_sample(session: nox.Session) -> None:
     """Run cells of the table of models, each also with a mistake; mutants; two round trips."""
     _install(session, "hp-train", group="test-transformers")
-    table = "packages/hp-train/tests/test_train_transformers_table.py"
+    table = "integration_tests/test_transformers_table.py"
     folders = "integration_tests/test_transformers_folders.py"
     trips = "integration_tests/test_transformers_round_trip.py::test_a_"
     family, model = (
@@ -455,7 +455,7 @@ def bench(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Run the acceptance kit (docs/gpus.md), on the torch that HP_TORCH or HP_TORCH_INDEX name."""
     _install(session, *map(_with_extras, PACKAGES), group="test-transformers")
-    session.run("python", "-m", "hp_train.kit", *session.posargs)
+    session.run("python", "-m", "integration_tests.acceptance", *session.posargs)
 
 
 @nox.session(default=False)

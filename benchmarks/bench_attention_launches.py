@@ -1,7 +1,7 @@
 """What a layer of attention asks of a GPU and of the host: by blocks, and in calls of segments.
 
 A microbatch of two sequences in bf16, forward and backward of a layer that is not the first, on a
-device that computes nothing (`hp_platform.dry`): kernels and copies but for those between ranks,
+device that computes nothing (`hp_dry`): kernels and copies but for those between ranks,
 what the host waits for, bytes of masks, the most memory beside what was there, and calls of Python
 functions of hp-context and hp-train. "blocks" is what runs where the kernel of variable lengths is
 not taken; what it has while it runs is counted for that kernel alone. Nothing here is a time. Over
@@ -36,8 +36,8 @@ from hp_context import (
     SlidingWindow,
 )
 from hp_context.kernels import varlen
-from hp_platform.dry import DryDevice, run_ranks
-from hp_platform.dry.trace import Allocate, HostWait, Launch
+from hp_dry import DryDevice, run_ranks
+from hp_dry.trace import Allocate, HostWait, Launch
 from hp_train.model.attention import attend
 
 BATCH, LOCAL, RANKS, LAYERS = 2, 8192, 4, 2
@@ -169,8 +169,8 @@ def mask_bytes(event: object) -> int:
 
 def of_rank(case: Case) -> dict[str, int]:
     """One rank of several."""
+    from hp_dry.cuda.current import active  # noqa: PLC0415
     from hp_platform import initialize, shutdown  # noqa: PLC0415
-    from hp_platform.dry.cuda.current import active  # noqa: PLC0415
 
     initialize(device_type="cuda")
     found = layer(case, active())

@@ -3,7 +3,7 @@
     python benchmarks/bench_moe_launches.py                # one rank, and 4 that share experts
     python benchmarks/bench_moe_launches.py --lines        # and every launch with its source line
 
-`hp_platform.dry` runs the real code of the layer (bf16, the branches of CUDA and NCCL) and writes
+`hp_dry` runs the real code of the layer (bf16, the branches of CUDA and NCCL) and writes
 down every launch, every wait of the host and every allocation; nothing is computed or timed.
 Columns:
 
@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hp_dry import DryDevice, active_device, run_ranks
+from hp_dry.trace import Allocate, Event, HostWait, Launch, Release, Trace
 from hp_expert import BoundedAllToAllDispatcher, ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_expert import rows_per_pair as rows_of
 from hp_platform import initialize
-from hp_platform.dry import DryDevice, active_device, run_ranks
-from hp_platform.dry.trace import Allocate, Event, HostWait, Launch, Release, Trace
 from hp_platform.host_reads import answering
 from hp_train.costs.routing import Skew
 from hp_train.dry_run.answers import Answers

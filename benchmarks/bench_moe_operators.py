@@ -6,7 +6,7 @@
 Counted are leaf operators: what torch's dispatcher, or a Triton kernel's launch, sees below
 autograd, without views, without matrix products (one for each expert on a CPU, grouped elsewhere),
 and without what only allocates. `cpu` runs the layer; `cuda` runs it on a device that computes
-nothing (`hp_platform.dry`), which takes the branches of CUDA. torchtitan's layer (0.3.0, one rank,
+nothing (`hp_dry`), which takes the branches of CUDA. torchtitan's layer (0.3.0, one rank,
 no shared expert) is restated operator by operator, as it needs triton, tyro and more to be
 imported; where it can be, its own is counted on the CPU as well, and must agree.
 
@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_dry import DryDevice, active_device
+from hp_dry.trace import Launch
 from hp_expert import GroupedExperts, MoE, TopKRouter
-from hp_platform.dry import DryDevice, active_device
-from hp_platform.dry.trace import Launch
 from hp_platform.testing import watch_operators
 
 T, D, H, E, K = 128, 64, 32, 8, 2

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hp_base.data_sheets import REACHED, SHEETS
 from hp_train.config import Config
 from hp_train.config.options import resolve
-from hp_train.costs.machine import REACHED, SHEETS, of_sheet
+from hp_train.costs.machine import of_sheet
 from hp_train.plan import Spread, estimate
 
 BEFORE: Mapping[str, float] = {

@@ -33,16 +33,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hp_base.signals import StopFlag
 from hp_context import Documents
+from hp_data import load_tokenizer
+from hp_data.prepare import prepare
 from hp_platform import RankInfo, initialize, shutdown, submit_weight_grad
 from hp_platform.testing import run_distributed
 from hp_schedule import MetaStepType
 from hp_train.config import Config
 from hp_train.config.options import build
-from hp_train.data import load_tokenizer
-from hp_train.data.prepare import prepare
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model import Microbatch
 from hp_train.model.block import Block

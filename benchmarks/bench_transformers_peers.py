@@ -62,9 +62,9 @@ def make(name: str, folder: Path, *, steps: int) -> None:
     import torch  # noqa: PLC0415 - of a child
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    from hp_train.data import load_tokenizer  # noqa: PLC0415
-    from hp_train.data.dataset import Dataset  # noqa: PLC0415
-    from hp_train.data.prepare import prepare  # noqa: PLC0415
+    from hp_data import load_tokenizer  # noqa: PLC0415
+    from hp_data.dataset import Dataset  # noqa: PLC0415
+    from hp_data.prepare import prepare  # noqa: PLC0415
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **COMMON, **MODELS[name])

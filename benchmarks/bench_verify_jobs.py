@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_train.jobs.events import SUFFIX
-from hp_train.jobs.request import Focus, Request, environment
+from hp_verify.recording.events import SUFFIX
+from hp_verify.recording.request import Focus, Request, environment
 
 STEPS, SKIPPED = 6, 2
 WAYS = ("alone", "reference", "job", "second run")

@@ -100,10 +100,10 @@ class HpTrain:
         shapes = importlib.import_module("hp_train.config.transformers_folder")
         launch = importlib.import_module("hp_train.launch.task")
         beats = importlib.import_module("hp_train.launch.heartbeats").Heartbeats
-        stop = importlib.import_module("hp_train.launch.signals").StopFlag
+        stop = importlib.import_module("hp_base.signals").StopFlag
         startup = importlib.import_module("hp_train.training.startup")
         trainer = importlib.import_module("hp_train.training.train").Trainer
-        tokenizer = importlib.import_module("hp_train.data").load_tokenizer("")
+        tokenizer = importlib.import_module("hp_data").load_tokenizer("")
         info = importlib.import_module("hp_platform").RankInfo.from_env()
         keys = json.loads((folder / "keys.json").read_text()) | MESHES[layout]
         keys |= {"model.transformers": str(folder / "model"), "train.learning_rate": LEARNING_RATE}

@@ -14,14 +14,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from hp_base.signals import StopFlag
+from hp_data import load_tokenizer
+from hp_data.prepare import prepare
 from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_schedule import Schedule, from_json, to_json
 from hp_train.config import Config
-from hp_train.data import load_tokenizer
-from hp_train.data.prepare import prepare
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model.loss import loss_of
 from hp_train.model.parameters import Parameter

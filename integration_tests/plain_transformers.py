@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
-from hp_train.base.lifting import lifting
+from hp_data.dataset import Dataset
+from hp_platform.device.lifting import lifting
 from hp_train.config import Config
 from hp_train.config.options import build
 from hp_train.config.transformers_folder import shape_of_folder
-from hp_train.data.dataset import Dataset
 from hp_train.training.optimizer import learning_rate
 from integration_tests.layouts import BASE, Result, prepare_run
 

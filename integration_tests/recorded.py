@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hp_platform.testing import run_distributed
-from hp_train.jobs.compare import Comparison, compare, with_floor
-from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.recorder import recording
-from hp_train.jobs.request import Request
+from hp_verify.comparing.compare import Comparison, compare, with_floor
+from hp_verify.comparing.joined import Recording, join
+from hp_verify.recording.begin import recording
+from hp_verify.recording.request import Request
 
 
 def _work(request: Request, train: Callable[[], object]) -> None:

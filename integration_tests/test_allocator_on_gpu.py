@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from hp_platform.dry import replay
-from hp_platform.dry.trace import Allocate, Borrow, Event, HostWait, Launch, Release
+from hp_dry import replay
+from hp_dry.trace import Allocate, Borrow, Event, HostWait, Launch, Release
 
 MIB = 2**20
 BORROWERS = 2**40

@@ -79,7 +79,7 @@ def test_the_command_makes_it_and_proves_and_prices_what_it_made(added: Path) ->
 
 def test_a_config_can_name_it(added: Path) -> None:
     program = f"""
-from hp_train.errors import ConfigError
+from hp_base.errors import ConfigError
 from hp_train.config.options import resolve
 from hp_train.layout.schedules import training_schedule
 from hp_train.config.schema import fields

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from hp_platform.dry import DryDevice
+from hp_dry import DryDevice
 from integration_tests.dry_memory import (
     FSDP,
     LAYOUTS,

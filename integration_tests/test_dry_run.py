@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hp_platform.dry import same_program
-from hp_platform.dry.trace import Collective, Trace
+from hp_data import load_tokenizer
+from hp_dry import same_program
+from hp_dry.trace import Collective, Trace
 from hp_train.cli import main
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
 from hp_train.costs.routing import parse_skew
-from hp_train.data import load_tokenizer
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.command import dry_config, fit_to
 from hp_train.dry_run.made_up import write_tokens

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hp_base.errors import ConfigError
+from hp_data import load_tokenizer
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import run_distributed
 from hp_train.config import Config
 from hp_train.config.options import resolve
-from hp_train.data import load_tokenizer
-from hp_train.errors import ConfigError
 from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, worker_of
 

@@ -1,4 +1,4 @@
-"""On GPUs, what the acceptance kit (`hp_train.kit`) leaves to a test: a run across devices.
+"""On GPUs, what the acceptance kit leaves to a test: a run across devices.
 
 Ranks take a GPU each; where there are fewer, several share one, through NCCL from 2.30 on and
 through Gloo before. In fp64 only the order of sums differs: 1e-10. In fp32 a sum of 32 products of

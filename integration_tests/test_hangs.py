@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.errors import HangError
+from hp_base.errors import HangError
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.kills import TINY
 

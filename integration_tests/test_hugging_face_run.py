@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from hp_base.folder import Folder
+from hp_checkpoint.runs import save_checkpoint
+from hp_data import load_tokenizer
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
-from hp_train.base.folder import Folder
-from hp_train.checkpoint import save_checkpoint
 from hp_train.cli import main
 from hp_train.config import Config, ModelConfig
 from hp_train.config.options import resolve
 from hp_train.config.render import to_toml
-from hp_train.data import load_tokenizer
 from hp_train.hugging_face import check_weights, save_weights
 from hp_train.launch.original import keep_original
 from hp_train.launch.rundir import write_config

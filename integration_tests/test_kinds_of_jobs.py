@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.jobs import events as ev
-from hp_train.jobs.compare import Comparison
-from hp_train.jobs.explain import explain
+from hp_verify.comparing.compare import Comparison
+from hp_verify.comparing.explain import explain
+from hp_verify.recording import events as ev
 from integration_tests.further_kinds_of_jobs import FURTHER
 from integration_tests.kinds_of_jobs import OTHER, SOUND, STEPS, train
 from integration_tests.more_kinds_of_jobs import MORE, short

@@ -21,7 +21,16 @@ SECRET = "of-nobodys-business-4711"
 
 
 def kit(out: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    command = [sys.executable, *prefix, "-m", "hp_train.kit", "--out", str(out), "--device", "cpu"]
+    command = [
+        sys.executable,
+        *prefix,
+        "-m",
+        "integration_tests.acceptance",
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+    ]
     return subprocess.Popen(
         [*command, *arguments],
         stdout=subprocess.PIPE,

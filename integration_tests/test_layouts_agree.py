@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from hp_base.signals import StopFlag
+from hp_data import load_tokenizer
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import compare, run_distributed
 from hp_train.config import Config
-from hp_train.data import load_tokenizer
-from hp_train.launch.signals import StopFlag
 from hp_train.training.train import Trainer
 from integration_tests.layouts import Result, config_of, prepare_run, train_in, worker_of
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from hp_checkpoint.runs import BackgroundSaver, load_latest, save_checkpoint
 from hp_platform.testing import run_distributed
-from hp_train.checkpoint import BackgroundSaver, load_latest, save_checkpoint
 
 _ROOT = Path(__file__).resolve().parents[1]
 _EXECUTES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -32,7 +32,7 @@ _ALLOWED = {
     # What a process pickles for its own child, through a pipe that nobody else can open.
     "hp_platform/testing/child.py: pickle",
     # What torch's object collectives pickle, between processes that were forked for one dry run.
-    "hp_platform/dry/world/objects.py: pickle",
+    "hp_dry/world/objects.py: pickle",
     "hp_platform/testing/processes.py: pickle",
 }
 

@@ -12,13 +12,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from hp_base.errors import NumericsError
+from hp_checkpoint import files
+from hp_data import load_tokenizer
 from hp_expert import TopKRouter
 from hp_platform import RankInfo, initialize, shutdown
-from hp_platform.store import files
 from hp_platform.testing import run_distributed
 from hp_train.config import Config
-from hp_train.data import load_tokenizer
-from hp_train.errors import NumericsError
 from hp_train.layout.mesh import Mesh
 from hp_train.model.parameters import Parameter
 from hp_train.training import train

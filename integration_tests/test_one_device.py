@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import torch
 
+from hp_data import load_tokenizer
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import STAND_IN, run_distributed, watch_devices
 from hp_train.config import Config
 from hp_train.config.options import resolve
-from hp_train.data import load_tokenizer
 from hp_train.training import train
 from hp_train.training.gradients import clip_gradients
 from hp_train.training.train import Trainer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.jobs.compare import Comparison
-from hp_train.jobs.explain import explain
+from hp_verify.comparing.compare import Comparison
+from hp_verify.comparing.explain import explain
 from integration_tests.kinds_of_jobs import STEPS, train
 from integration_tests.padded_kinds_of_jobs import FAULTS, PADDED
 from integration_tests.recorded import beside_one

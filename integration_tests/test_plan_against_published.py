@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from hp_train.costs.machine import REACHED
+from hp_base.data_sheets import REACHED
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bench_plan_published.py"
 

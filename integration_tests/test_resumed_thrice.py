@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from hp_data import load_tokenizer
+from hp_data.dataset import Batch, Dataset
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import run_distributed
 from hp_train.config import Config
-from hp_train.data import load_tokenizer
-from hp_train.data.dataset import Batch, Dataset
 from hp_train.training import train
 from hp_train.training.gradients import reduce_gradients
 from hp_train.training.train import Trainer

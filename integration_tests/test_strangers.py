@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.errors import PREEMPTED
+from hp_base.errors import PREEMPTED
 from integration_tests.layouts import write_corpus
 from integration_tests.stranger import attack, listeners_of, processes_of
 from integration_tests.test_train_command import TINY, finish, metrics_of, start

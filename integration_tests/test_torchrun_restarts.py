@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
-from hp_train.checkpoint.directory import complete_checkpoints
+from hp_checkpoint.runs.directory import complete_checkpoints
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.kills import TINY
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from hp_base.errors import ConfigError
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 from hp_train.transformers_model.balance import balance_of
 from integration_tests.layouts import Result, train_in
 from integration_tests.plain_transformers import make_folder, run_of, train_plainly
@@ -99,7 +99,7 @@ def test_documents_of_a_microbatch_are_balanced_together(
 def test_a_loss_that_is_another_one_is_refused(
     name: str, fields: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    from hp_train.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
+    from integration_tests.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
 
     config = Tiny(name).config
     config.update({"output_router_logits": True, **fields})
@@ -109,7 +109,7 @@ def test_a_loss_that_is_another_one_is_refused(
 
 
 def test_a_model_without_such_a_loss_has_none(tmp_path: Path) -> None:
-    from hp_train.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
+    from integration_tests.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
 
     config = Tiny("deepseek_v3").config
     config.output_router_logits = True

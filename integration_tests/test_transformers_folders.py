@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hp_platform.store import Part
+from hp_base.errors import ConfigError
+from hp_checkpoint import Part
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 
 transformers = pytest.importorskip("transformers", reason="of `nox -s models-sample`")
 

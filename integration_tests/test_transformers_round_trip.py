@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import torch
 
+from hp_base.folder import Folder
+from hp_data import load_tokenizer
+from hp_data.prepare import prepare
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
-from hp_train.base.folder import Folder
 from hp_train.cli import main
 from hp_train.config import Config
 from hp_train.config.options import resolve
-from hp_train.data import load_tokenizer
-from hp_train.data.prepare import prepare
 from hp_train.launch.original import keep_original
 from hp_train.launch.rundir import write_config
 from hp_train.training.train import Trainer

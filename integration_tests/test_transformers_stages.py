@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hp_base.errors import CheckpointError, ConfigError
+from hp_checkpoint import Box, Part
 from hp_expert.hugging_face import apply_to_transformers
 from hp_overlap import CommComputeOverlap, HookCoordinator
-from hp_platform.store import Box, Part
 from hp_train.config import Config
 from hp_train.config.options import resolve
-from hp_train.errors import CheckpointError, ConfigError
 from hp_train.model import DropoutKey, Microbatch, Stage
 from hp_train.model.compiled import compile_blocks
 from hp_train.model.declared import declared
@@ -424,7 +424,7 @@ def test_a_trial_finds_nothing_where_documents_stay_apart(
 
 
 def test_a_trial_finds_keys_that_are_chosen_in_other_documents(tmp_path: Path) -> None:
-    from hp_train.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
+    from integration_tests.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
 
     Tiny("glm_moe_dsa").make(tmp_path / "model")
     path = tmp_path / "model" / "config.json"  # which chooses more keys than a trial has

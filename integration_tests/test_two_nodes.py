@@ -17,7 +17,7 @@ import pytest
 from benchmarks import namespaces as spaces
 from benchmarks.namespaces import connect, namespaces, switch_on
 
-from hp_train.base.folder import Folder
+from hp_base.folder import Folder
 from hp_train.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

@@ -15,10 +15,10 @@ import pytest
 
 from hp_train.config import Config
 from hp_train.config.options import resolve
-from hp_train.jobs.compare import Comparison, Floor, compare
-from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import Request, environment
 from hp_train.verify.pairs import checked_config
+from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.joined import Recording, join
+from hp_verify.recording.request import Request, environment
 from integration_tests.test_verify_faults import SMALL
 from integration_tests.verify_door import MORE, PROGRAM
 from integration_tests.verify_faults import CONTEXT, FAULTS, LAYOUTS, PIPELINE, SHARDED, TENSOR

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.compared.checkpoints import compare as compare_checkpoints
-from hp_train.compared.sources import opened_source
-from hp_train.jobs.compare import Comparison, Floor, compare
-from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Recording, join
-from hp_train.jobs.request import Request, environment
-from hp_train.launch.session import last_lines, status_of
+from hp_base.session import last_lines, status_of
+from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.explain import explain
+from hp_verify.comparing.joined import Recording, join
+from hp_verify.files.checkpoints import compare as compare_checkpoints
+from hp_verify.files.sources import opened_source
+from hp_verify.recording.request import Request, environment
 
 FOLDER = Path(__file__).parent / "libraries"
 LIBRARIES = {

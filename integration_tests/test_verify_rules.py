@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hp_train.jobs.compare import Comparison, Floor, compare
-from hp_train.jobs.joined import Recording
-from hp_train.jobs.request import Request
+from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.joined import Recording
+from hp_verify.recording.request import Request
 from integration_tests.recorded import record
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.demo.found import look_for
-from hp_train.demo.zoo.bugs import BUGS, REPORTS, Bug
-from hp_train.demo.zoo.job import PRECISIONS, train
-from hp_train.jobs.compare import Comparison, compare, with_floor
-from hp_train.jobs.events import GRADIENT, OWN
-from hp_train.jobs.explain import explain
-from hp_train.jobs.joined import Recording, distance
-from hp_train.jobs.reproduction import MOST_LINES
-from hp_train.jobs.request import Focus, Request
-from hp_train.jobs.second import look_again
+from hp_verify.comparing.compare import Comparison, compare, with_floor
+from hp_verify.comparing.explain import explain
+from hp_verify.comparing.joined import Recording, distance
+from hp_verify.comparing.reproduction import MOST_LINES
+from hp_verify.recording.events import GRADIENT, OWN
+from hp_verify.recording.request import Focus, Request
+from hp_verify.reproducing.locate import look_again
+from integration_tests.demo.found import look_for
 from integration_tests.recorded import record
+from integration_tests.zoo.bugs import BUGS, REPORTS, Bug
+from integration_tests.zoo.job import PRECISIONS, train
 
 WANTED = {(bug.layout, bug.name): bug for bug in BUGS}
 
@@ -229,7 +229,7 @@ def test_a_second_run_says_where_a_public_bug_is(layout: str, bug: str, referees
     assert ran.stdout == made.output
     assert re.search(verdict, made.verdict), made.output
     assert "hp_" not in made.text.replace(
-        "hp_train.demo.zoo", ""
+        "integration_tests.zoo", ""
     )  # where the job's own classes are
 
 

@@ -24,15 +24,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from hp_base.errors import ConfigError
+from hp_data import load_tokenizer
+from hp_data.tokenizer import vocab_size_of
 from hp_train.cli import main as command
 from hp_train.config import Config, MeshConfig, PipelineConfig, rules, to_dict
 from hp_train.config.options import resolve, shipped
 from hp_train.config.space import Axis, sample_layouts, with_keys
 from hp_train.costs.routing import parse_skew
-from hp_train.data import load_tokenizer
-from hp_train.data.tokenizer import vocab_size_of
 from hp_train.dry_run.classes import classes_of
-from hp_train.errors import ConfigError
 from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout.ranks import Layout
 from hp_train.layout.schedules import count_microbatches, count_stages
@@ -103,7 +103,7 @@ def is_cheap(config: Config) -> bool:
     config = with_keys(
         config, {"train.global_batch_size": batch_size(config), "model.num_layers": layers}
     )
-    vocab_size = vocab_size_of(config, load_tokenizer(config.data.tokenizer))
+    vocab_size = vocab_size_of(load_tokenizer(config.data.tokenizer), config.model.vocab_size)
     classes = classes_of(config, parse_skew("uniform", config.model), vocab_size=vocab_size)
     return len(classes) * layers // config.mesh.pp * count_microbatches(config) <= MOST_LAYERS
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_dry import run_ranks
 from hp_expert import (
     AllToAllDispatcher,
     BoundedAllToAllDispatcher,
@@ -35,7 +36,6 @@ from hp_expert.kernels import (
     triton_sorting,
 )
 from hp_platform import initialize
-from hp_platform.dry import run_ranks
 from hp_platform.host_reads import answering
 from hp_train.config.options import resolve
 from hp_train.costs.routing import parse_skew

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hp_train.base.command_line import say
+from hp_base.command_line import say
 from hp_train.config import Config
 from hp_train.config.space import with_keys
 from hp_train.verify.pairs import one_process

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_checkpoint.runs import load_latest, save_checkpoint
 from hp_platform.testing import run_distributed
-from hp_train.checkpoint import load_latest, save_checkpoint
 from integration_tests.reliability.outcome import Outcome
 
 _OTHERS = ("empty", "half", "one byte less", "one byte more", "deleted", "swapped", "zeros")

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hp_platform.store import Part
+from hp_base.errors import HpError
+from hp_checkpoint import Part
 from hp_train.cli import main
 from hp_train.config import ModelConfig
 from hp_train.config.options import resolve
-from hp_train.errors import HpError
 from hp_train.hugging_face import load_weights
 from hp_train.model import Microbatch, TransformerStage
 from hp_train.transformers_model.conversion import one_name, saved_tensors

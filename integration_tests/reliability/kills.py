@@ -16,10 +16,10 @@ from typing import Any
 
 import torch._dynamo  # noqa: F401 - imported once by the server that ranks are forked from
 
-from hp_platform.store.manifest import SavedTensor
-from hp_train.base.folder import Folder
-from hp_train.checkpoint.directory import newest_checkpoint
-from hp_train.checkpoint.verify import open_checkpoint, verify_checkpoint
+from hp_base.folder import Folder
+from hp_checkpoint.manifest import SavedTensor
+from hp_checkpoint.runs.directory import newest_checkpoint
+from hp_checkpoint.runs.verify import open_checkpoint, verify_checkpoint
 from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.launch import launcher

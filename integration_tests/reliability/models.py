@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from hp_platform.store.safetensors import INDEX
+from hp_checkpoint.safetensors import INDEX
 from hp_train.config.options import resolve
 from hp_train.hugging_face import save_weights
 from hp_train.hugging_face.config import FAMILIES

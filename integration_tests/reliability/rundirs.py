@@ -24,7 +24,7 @@ import torch.distributed.tensor  # noqa: F401 - imported once, for every case
 
 import hp_train.launch.external
 import hp_train.training.train  # noqa: F401 - likewise
-from hp_platform.store.manifest import digest_line
+from hp_checkpoint.manifest import digest_line
 from hp_train.config.schema import fields
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability import strangers

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hp_expert.checkpoint.save as saving
+from hp_checkpoint import CheckpointError
 from hp_expert import (
     ExpertNames,
     GroupedExperts,
@@ -28,7 +29,6 @@ from hp_expert import (
     to_hf,
 )
 from hp_platform import PeerError
-from hp_platform.store import CheckpointError
 from hp_platform.testing import RankError, run_in_threads
 
 EXPERTS, DIM, HIDDEN = 4, 3, 2

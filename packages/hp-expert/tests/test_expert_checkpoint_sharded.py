@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import hp_expert.checkpoint.save as saving
+from hp_checkpoint.save import Written
 from hp_expert import GroupedExperts, from_hf, load_experts, save_experts, to_hf
-from hp_platform.store.save import Written
 from hp_platform.testing import run_distributed
 
 EXPERTS, DIM, HIDDEN = 8, 3, 4

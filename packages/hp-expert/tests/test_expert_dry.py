@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_dry import DryDevice, active_device, run_ranks
+from hp_dry.trace import Allocate, Fault, Launch
 from hp_expert import ExchangeRead, ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_expert.kernels import kernels_for, triton_rows, triton_sorting
 from hp_platform import initialize
-from hp_platform.dry import DryDevice, active_device, run_ranks
-from hp_platform.dry.trace import Allocate, Fault, Launch
 from hp_platform.host_reads import answering
 
 

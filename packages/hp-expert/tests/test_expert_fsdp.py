@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hp_dry import active_device, run_ranks
+from hp_dry.trace import Collective
 from hp_expert import (
     BaseExpertParallel,
     ExpertParallel,
@@ -28,8 +30,6 @@ from hp_expert import (
     reduce_expert_gradients,
 )
 from hp_platform import initialize, set_fsdp_gather_dtype
-from hp_platform.dry import active_device, run_ranks
-from hp_platform.dry.trace import Collective
 from hp_platform.testing import compare, run_distributed
 
 EXPERTS, DIM, HIDDEN = 8, 8, 8

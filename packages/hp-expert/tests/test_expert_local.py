@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hp_dry import DryDevice, Gpu
+from hp_dry.trace import Fault, HostWait
 from hp_expert import GroupedExperts, LocalDispatcher, MoE, TopKRouter, batch
 from hp_expert.experts import swiglu
 from hp_expert.experts.grouped import Grouped
 from hp_expert.testing import host_reads
-from hp_platform.dry import DryDevice, Gpu
-from hp_platform.dry.trace import Fault, HostWait
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hp_dry import DryDevice, check_streams
 from hp_platform import linear
-from hp_platform.dry import DryDevice, check_streams
 from hp_platform.testing import LiveBytes, RankError, run_distributed
 from hp_schedule import (
     Costs,

@@ -7,11 +7,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hp_base.signals import StopFlag
+from hp_data import Tokenizer
 from hp_platform import RankInfo, Runtime, shutdown
 from hp_train.config import Config
-from hp_train.data import Tokenizer
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.training.startup import connect, prepare_data
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
+from hp_base.errors import HangError
 from hp_platform import RankInfo
-from hp_train.errors import HangError
 from hp_train.launch.agent import meet, why_no_node_is_replaced
 
 _SECONDS = timedelta(seconds=20)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hp_base.errors import ConfigError
 from hp_train import __version__
 from hp_train.cli import main
 from hp_train.config.options import split_overrides
-from hp_train.errors import ConfigError
 
 # Ends the program at once if anything imports torch.
 _WITHOUT_TORCH = """

@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from hp_base.errors import CheckpointError
+from hp_checkpoint.runs import save_checkpoint
 from hp_platform.testing import run_distributed
-from hp_train.checkpoint import save_checkpoint
 from hp_train.cli import main
-from hp_train.compared.checkpoints import Comparison, compare
-from hp_train.compared.sources import opened_source
 from hp_train.config import ModelConfig, to_dict
 from hp_train.config.options import resolve, shipped
-from hp_train.errors import CheckpointError
 from hp_train.hugging_face import save_weights
 from hp_train.model.shapes import model_shapes
+from hp_verify.files.checkpoints import Comparison, compare
+from hp_verify.files.sources import opened_source
 
 Tensors = dict[str, Tensor]
 WIDTH, HIDDEN, VOCABULARY, EXPERTS = 8, 12, 20, 3

@@ -9,12 +9,12 @@ import pytest
 import tomli_w
 from train_refusals import refusal
 
-from hp_train.base.environment import World, external_world, slurm_rendezvous, speaks_for_node
+from hp_base.environment import World, external_world, slurm_rendezvous, speaks_for_node
+from hp_base.errors import ConfigError
 from hp_train.config import Config, to_dict
 from hp_train.config.options import build, for_saving, resolve, shipped
 from hp_train.config.render import to_json, to_lines, to_toml
 from hp_train.config.schema import fields
-from hp_train.errors import ConfigError
 
 
 def test_every_key_has_help_and_a_default_that_is_within_its_bounds() -> None:

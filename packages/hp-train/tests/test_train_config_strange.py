@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from train_refusals import refusal
 
+from hp_base.errors import ConfigError
 from hp_train.config.aliases import _CALLED, aliases
 from hp_train.config.options import resolve, split_overrides
 from hp_train.config.schema import fields, sections
-from hp_train.errors import ConfigError
 
 
 @pytest.mark.parametrize(

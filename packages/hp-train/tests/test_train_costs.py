@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_train.base.dtypes import BYTES
+from hp_base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hp_base.errors import ConfigError
 from hp_train.cli import main
 from hp_train.config import Config, covering, rules, to_dict
 from hp_train.config.covering import Design, Setting, changes, cover, values_of
 from hp_train.config.options import resolve
 from hp_train.config.schema import fields
 from hp_train.config.space import with_keys
-from hp_train.errors import ConfigError
 from hp_train.model import TransformerStage
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.parameters import named_parameters

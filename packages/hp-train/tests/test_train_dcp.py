@@ -31,16 +31,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import hp_train.dcp
-from hp_platform.store.files import DamageError
+import hp_checkpoint.dcp
+from hp_base.errors import CheckpointError
+from hp_base.folder import DamageError
+from hp_checkpoint.dcp.metadata import read_metadata
+from hp_checkpoint.dcp.tensors import read_box
+from hp_checkpoint.runs import load_latest, save_checkpoint
 from hp_platform.testing import run_distributed
-from hp_train.checkpoint import load_latest, save_checkpoint
 from hp_train.cli import main
 from hp_train.config import Config, to_dict
-from hp_train.dcp.command import export_dcp, import_dcp
-from hp_train.dcp.metadata import read_metadata
-from hp_train.dcp.tensors import read_box
-from hp_train.errors import CheckpointError
+from hp_train.dcp_command import export_dcp, import_dcp
 
 
 def world() -> ProcessGroup:
@@ -433,7 +433,7 @@ def test_mutated_files_are_read_right_or_refused(plain: Path) -> None:
 def test_nothing_here_can_execute_what_it_reads() -> None:
     forbidden = {"pickle", "importlib", "ctypes", "marshal", "torch.serialization"}
     calls = {"__import__", "compile", "eval", "exec", "getattr"}
-    for source in Path(hp_train.dcp.__file__).parent.glob("*.py"):
+    for source in Path(hp_checkpoint.dcp.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", "")}

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hp_base.errors import ConfigError
 from hp_train.config import ModelConfig
 from hp_train.costs.routing import Skew, busiest_load, gini, parse_skew, rows_per_rank
-from hp_train.errors import ConfigError
 
 MODEL = ModelConfig(num_experts=64, top_k=4)
 

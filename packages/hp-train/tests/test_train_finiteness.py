@@ -2,8 +2,8 @@
 
 import pytest
 
+from hp_base.errors import NumericsError
 from hp_train.config import TrainConfig
-from hp_train.errors import NumericsError
 from hp_train.training.finiteness import Skips
 
 SKIPPING = TrainConfig(not_finite="skip", max_skipped_steps=2)

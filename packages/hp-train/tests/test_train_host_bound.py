@@ -3,13 +3,13 @@
 import pytest
 from msgspec.structs import replace
 
-from hp_platform.dry.trace import Trace
+from hp_dry.report.summary import RankSummary, Summary, summarize
+from hp_dry.report.tables import paces
+from hp_dry.report.work import Cell, Cost, Work
+from hp_dry.trace import Trace
 from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.costs.machine import MACHINES, Machine, machine_named
-from hp_train.dry_run.summary import RankSummary, Summary, summarize
-from hp_train.dry_run.tables import paces
-from hp_train.dry_run.work import Cell, Cost, Work
 from hp_train.plan.report import details, table
 from hp_train.price.gather import planned
 

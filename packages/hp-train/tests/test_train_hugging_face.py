@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hp_platform.store import Box
-from hp_platform.store.safetensors import FileTensor
+from hp_base.errors import CheckpointError, ConfigError
+from hp_checkpoint import Box
+from hp_checkpoint.safetensors import FileTensor
 from hp_platform.testing import RankError, compare, run_distributed
 from hp_train.cli import main
 from hp_train.config import ModelConfig
 from hp_train.config.options import resolve, shipped
-from hp_train.errors import CheckpointError, ConfigError
 from hp_train.hugging_face import (
     check_weights,
     hf_config,

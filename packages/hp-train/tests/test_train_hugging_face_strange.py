@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hp_base.errors import ConfigError
 from hp_train.cli import main
 from hp_train.config import ModelConfig
 from hp_train.config.options import resolve
-from hp_train.errors import ConfigError
 from hp_train.hugging_face import check_weights, hf_config, load_weights, model_config, save_weights
 from hp_train.hugging_face.copies import are_equal
 from hp_train.hugging_face.load import opened_files

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.base.folder import Folder
+from hp_base.errors import ConfigError
+from hp_base.folder import Folder
 from hp_train.config.options import Resolved, resolve
-from hp_train.errors import ConfigError
 from hp_train.launch import launcher
 from hp_train.launch.heartbeats import Heartbeats, Slot, State
 from hp_train.launch.rundir import locked

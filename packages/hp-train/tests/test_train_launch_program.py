@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
+from hp_base.errors import ConfigError
 from hp_train.config.options import resolve
-from hp_train.errors import ConfigError
 from hp_train.launch import external
 from hp_train.launch.supervise import process_state
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from hp_base.errors import DataError
+from hp_base.signals import StopFlag
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_schedule import MetaStep, MetaStepType, Span, Timeline
 from hp_train.config import Config
-from hp_train.errors import DataError
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.model.parameters import Parameter

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from integration_tests.architectures import kept
+from integration_tests.architectures.cells import Architecture
 
-from hp_train.architectures import kept
-from hp_train.architectures.cells import Architecture
-from hp_train.base.command_line import write_named
+from hp_base.command_line import write_named
+from hp_base.errors import HpError
 from hp_train.cli import main
-from hp_train.compared.command import _names
-from hp_train.compared.curves import read_curve
-from hp_train.compared.manifest import read_listing
 from hp_train.config.options import resolve, shipped
 from hp_train.costs.routing import parse_skew
-from hp_train.errors import HpError
-from hp_train.jobs import events
-from hp_train.jobs.rules import read_rules
 from hp_train.plan.command import known_machine
 from hp_train.step_plan.costs_file import read_costs
 from hp_train.step_plan.generators import read_lengths
+from hp_verify.files.command import _names
+from hp_verify.files.curves import read_curve
+from hp_verify.files.manifest import read_listing
+from hp_verify.recording import events
+from hp_verify.recording.rules import read_rules
 
 CONFIG = resolve(shipped()[0], env={}).config
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hp_train.base.folder import MOST_BYTES
+from hp_base.errors import CheckpointError, ConfigError
+from hp_base.folder import MOST_BYTES
 from hp_train.config.options import resolve
-from hp_train.errors import CheckpointError, ConfigError
 from hp_train.launch import launcher
 from hp_train.launch.original import (
     LISTING,

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from hp_base.errors import ConfigError
 from hp_expert import GroupedExperts, TopKRouter
 from hp_train.cli import main
 from hp_train.config import Config, ModelConfig
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
 from hp_train.costs.modules import kernels
-from hp_train.errors import ConfigError
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.model import declare
 from hp_train.model.declared import declared

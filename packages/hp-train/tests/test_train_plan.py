@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from train_layouts import enumerate_layouts
 
+from hp_base.errors import ConfigError
 from hp_schedule import Precedence
 from hp_train.cli import main
 from hp_train.config import Config, rules
 from hp_train.config.options import resolve
 from hp_train.config.space import Axis, enumerate_meshes, with_keys
 from hp_train.costs.machine import GPU_MARGIN
-from hp_train.errors import ConfigError
 from hp_train.layout.communicators import Held, held
 from hp_train.layout.schedules import placement
 from hp_train.plan import MACHINES, Machine, Spread, choose, estimate

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from hp_base.errors import ConfigError
 from hp_train.cli import main
 from hp_train.config.options import resolve
 from hp_train.costs.machine import MACHINES
-from hp_train.errors import ConfigError
 from hp_train.price.gather import estimate
 from hp_train.step_plan.generators import stream
 from hp_train.step_plan.percentiles import (

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hp_train.base.randomness import uniform
-from hp_train.base.runs import runs_in
+from hp_base.errors import ConfigError
+from hp_base.runs import runs_in
+from hp_data import load_tokenizer
+from hp_data.dataset import Dataset
+from hp_data.prepare import prepare
 from hp_train.config.options import for_saving, resolve
-from hp_train.data import load_tokenizer
-from hp_train.data.dataset import Dataset
-from hp_train.data.prepare import prepare
-from hp_train.errors import ConfigError
 from hp_train.layout.schedules import planned_tokens, splits_backward
 from hp_train.model.ahead import look_ahead
+from hp_train.model.randomness import uniform
 from hp_train.plan.command import run as run_plan
 from hp_train.step_plan import Pipeline, Planner, StepCosts, prove
 from hp_train.step_plan.costs_file import read_costs

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hp_base.dtypes import BYTES
 from hp_schedule import Precedence, Schedule, simulate
-from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hp_base.signals import StopFlag
 from hp_platform import RankInfo
 from hp_train.config import TrainConfig
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.training import profiler
 from hp_train.training.profiler import Profiler

@@ -1,6 +1,7 @@
 import torch
 
-from hp_train.base.randomness import derive_seed, generator, uniform
+from hp_base.seeds import derive_seed
+from hp_train.model.randomness import generator, uniform
 
 
 def test_seeds_differ_by_purpose_and_do_not_depend_on_the_process() -> None:

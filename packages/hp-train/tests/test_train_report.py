@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from hp_train.base.folder import Folder
+from hp_base.folder import Folder
 from hp_train.training.metrics import MetricsWriter, StepMetrics, read_metrics
 from hp_train.training.report import loss_curve_svg, write_report
 

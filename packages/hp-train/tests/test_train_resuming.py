@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.base.folder import Folder
+from hp_base.errors import CheckpointError, ConfigError
+from hp_base.folder import Folder
+from hp_data import load_tokenizer
+from hp_data.prepare import prepare
 from hp_train.cli import main
 from hp_train.config import Config, to_dict
 from hp_train.config.options import resolve
 from hp_train.config.schema import fields
-from hp_train.data import load_tokenizer
-from hp_train.data.prepare import prepare
-from hp_train.errors import CheckpointError, ConfigError
 from hp_train.launch.rundir import write_config
 from hp_train.training.resuming import require_same_position
 

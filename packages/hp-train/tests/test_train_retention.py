@@ -9,13 +9,13 @@ import torch
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hp_base.errors import ConfigError
+from hp_data import Tokenizer
 from hp_platform import Runtime
 from hp_platform.testing import LiveBytes
 from hp_schedule import validate
 from hp_train.config import Config, PipelineConfig, rules
 from hp_train.config.options import resolve
-from hp_train.data import Tokenizer
-from hp_train.errors import ConfigError
 from hp_train.launch.task import Worker
 from hp_train.layout.schedules import KINDS, compute_schedule, training_schedule
 from hp_train.model import Microbatch, stage

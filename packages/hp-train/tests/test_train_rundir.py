@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hp_platform.store.files import create_staging
-from hp_train.base.folder import Folder
-from hp_train.checkpoint import Loaded
-from hp_train.checkpoint.directory import complete_checkpoints, with_exit_code
+from hp_base.errors import CheckpointError, ConfigError, RunDirectoryError
+from hp_base.folder import Folder
+from hp_checkpoint.files import create_staging
+from hp_checkpoint.runs import Loaded
+from hp_checkpoint.runs.directory import complete_checkpoints
 from hp_train.cli import main
 from hp_train.config.options import resolve
-from hp_train.errors import CheckpointError, ConfigError, RunDirectoryError
 from hp_train.launch import launcher
 from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.rundir import locked, open_run_directory
@@ -295,7 +295,7 @@ def test_a_link_to_checkpoints_is_neither_read_nor_written(tmp_path: Path) -> No
     (elsewhere / "step-00000009").mkdir(parents=True)
     (tmp_path / "checkpoints").symlink_to(elsewhere)
     attempts: list[Callable[[Path], Any]]
-    staged = with_exit_code()(lambda path: create_staging(path, "step-00000003"))
+    staged = lambda path: create_staging(path, "step-00000003")  # noqa: E731
     attempts = [complete_checkpoints, staged]
     for attempt in attempts:
         with pytest.raises(CheckpointError, match="must be a directory and no symbolic link"):

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hp_dry import active_device, run_ranks
+from hp_dry.trace import Collective
 from hp_platform import RankInfo, Runtime, initialize, shutdown
-from hp_platform.dry import active_device, run_ranks
-from hp_platform.dry.trace import Collective
 from hp_platform.testing import compare, run_distributed
 from hp_train.config import MeshConfig, ModelConfig
 from hp_train.config.options import resolve

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hp_base.errors import ConfigError
 from hp_context import Deal, DealCost
 from hp_schedule import to_csv
 from hp_train.cli import main
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
 from hp_train.costs.machine import MACHINES
-from hp_train.errors import ConfigError
 from hp_train.price.estimate import Plan
 from hp_train.step_plan import (
     Pipeline,

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hp_base.errors import DataError
+from hp_data import corpus
+from hp_data.corpus import find_sources, look_at, pieces_of, read_piece, texts_of
 from hp_train.cli import main
-from hp_train.data import corpus
-from hp_train.data.corpus import find_sources, look_at, pieces_of, read_piece, texts_of
-from hp_train.errors import DataError
 
 
 def texts(*paths: Path) -> list[str]:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hp_base.signals import StopFlag
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_train.config.options import resolve
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout

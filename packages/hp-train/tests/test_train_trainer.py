@@ -7,13 +7,13 @@ import msgspec
 import pytest
 import torch
 
+from hp_base.errors import PREEMPTED, DataError
+from hp_base.signals import StopFlag
+from hp_data import Tokenizer, load_tokenizer
+from hp_data.prepare import prepare
 from hp_platform import Runtime
 from hp_train.config import Config
 from hp_train.config.options import resolve
-from hp_train.data import Tokenizer, load_tokenizer
-from hp_train.data.prepare import prepare
-from hp_train.errors import PREEMPTED, DataError
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.model import Microbatch
 from hp_train.training.banner import banner

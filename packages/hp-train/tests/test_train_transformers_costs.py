@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="of `nox -s transformers`")
 
+from integration_tests.architectures.tiny import Tiny
+
 from hp_platform.testing import run_distributed
-from hp_train.architectures.tiny import Tiny
 from hp_train.cli import main
 from hp_train.config import ModelConfig
 from hp_train.config.options import build

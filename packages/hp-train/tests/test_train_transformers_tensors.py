@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hp_train.errors import ConfigError
+from hp_base.errors import ConfigError
 from hp_train.transformers_model.tensor_parallel import styles_of
 
 transformers: Any = pytest.importorskip("transformers", reason="of `nox -s transformers`")
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # of transformers
 
 def styles(name: str, *, ranks: int = 2, **fields: Any) -> dict[str, str]:
     """Styles in the first layer of a tiny model, by path in it."""
-    from hp_train.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
+    from integration_tests.architectures.tiny import Tiny  # noqa: PLC0415 - needs transformers
 
     config = Tiny(name).config
     for key, value in fields.items():

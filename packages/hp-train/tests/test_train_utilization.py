@@ -4,10 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hp_base.data_sheets import PEAK_TERAFLOPS, REACHED, peak_flops
 from hp_platform import RankInfo, initialize, shutdown
 from hp_train.config import Config, DataConfig, ModelConfig
 from hp_train.config.space import with_keys
-from hp_train.costs.machine import MACHINES, PEAK_TERAFLOPS, REACHED, peak_flops
+from hp_train.costs.machine import MACHINES
 from hp_train.training.utilization import Utilization, model_flops
 
 VOCAB = 256

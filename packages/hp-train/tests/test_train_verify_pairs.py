@@ -6,12 +6,12 @@ import os
 
 import pytest
 
+from hp_base.errors import ConfigError
 from hp_train.cli import main
 from hp_train.config import Config, rules, to_dict
 from hp_train.config.options import resolve, shipped
 from hp_train.config.space import sample_layouts, with_keys
 from hp_train.costs.modules import whole_model
-from hp_train.errors import ConfigError
 from hp_train.verify.pairs import (
     checked_config,
     described,

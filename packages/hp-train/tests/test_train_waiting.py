@@ -8,11 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
+from hp_base.signals import StopFlag
+from hp_data.progress import Progress
 from hp_platform import RankInfo, new_group
 from hp_platform.testing import run_distributed
-from hp_train.data.progress import Progress
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
 from hp_train.training.waiting import Interrupted, Waiting
 

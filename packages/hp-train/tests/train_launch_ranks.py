@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hp_base.errors import PREEMPTED, DataError
 from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_train.config import Config
 from hp_train.config.options import resolve
-from hp_train.errors import PREEMPTED, DataError
 from hp_train.launch.launcher import run
 from hp_train.launch.task import Worker
 from hp_train.training.metrics import Console

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from hp_base.errors import ConfigError
 from hp_train.config.options import resolve
-from hp_train.errors import ConfigError
 
 
 def refusal(

@@ -30,6 +30,7 @@ from hp_platform.collectives.narrow import set_fsdp_gather_dtype
 from hp_platform.collectives.p2p import irecv, isend, isend_irecv
 from hp_platform.collectives.pending import Pending
 from hp_platform.device.device import backend_for, local_device
+from hp_platform.device.dry import is_dry
 from hp_platform.device.norms import float64_norms
 from hp_platform.device.streams import Event, current_stream, side_stream, use_stream
 from hp_platform.failures.agreement import agree
@@ -90,6 +91,7 @@ __all__ = [
     "give_up",
     "initialize",
     "irecv",
+    "is_dry",
     "is_echo",
     "is_no_failure",
     "is_waited",

@@ -9,29 +9,31 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from integration_tests.demo import command as demo
+
+from hp_base.command_line import Parser, warn
+from hp_base.environment import speaks_for_node
+from hp_base.errors import ConfigError, HpError, MachineError, told
+from hp_base.messages import did_you_mean
+from hp_base.numbers import whole
+from hp_base.own_caches import own_caches, own_temporary_folder
+from hp_base.signals import ignore_stops
+from hp_base.streams import own_streams
 from hp_train import __version__
-from hp_train.base.command_line import Parser, warn
-from hp_train.base.environment import speaks_for_node
-from hp_train.base.numbers import whole
-from hp_train.base.own_caches import own_caches, own_temporary_folder
-from hp_train.base.streams import own_streams
-from hp_train.compared import command as compared
 from hp_train.config import rules
 from hp_train.config.aliases import absent
 from hp_train.config.options import Resolved, resolve, shipped, split_overrides
 from hp_train.config.render import to_json, to_lines, to_toml
-from hp_train.config.schema import did_you_mean, keys_called
-from hp_train.demo import command as demo
+from hp_train.config.schema import keys_called
 from hp_train.dry_run import command as dry_run
-from hp_train.errors import ConfigError, HpError, MachineError, told
-from hp_train.jobs import command as jobs
 from hp_train.launch.last_word import leave_last_word
-from hp_train.launch.signals import ignore_stops
 from hp_train.layout.ranks import Layout
 from hp_train.plan import command as plan
 from hp_train.plan import step_command as step_plan
 from hp_train.training.resuming import require_same_run
 from hp_train.verify import command as verify
+from hp_verify import command as jobs
+from hp_verify.files import command as compared
 
 _LEAST_FILES = 64
 _WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None: those of this process, which is then at its end.
 
     Returns:
-        Exit status, see `hp_train.errors`.
+        Exit status, see `hp_base.errors`.
     """
     if argv is None:
         own_streams()
@@ -153,7 +155,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 _MODELS = "--models"
-"""`hp_train.architectures.command.FLAG`."""
+"""`integration_tests.architectures.command.FLAG`."""
 
 
 def _other_door(argv: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
@@ -163,7 +165,7 @@ def _other_door(argv: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
     if demo.FLAG in argv:
         return demo.run
     if _MODELS in argv:
-        from hp_train.architectures.command import run  # noqa: PLC0415 - imports torch
+        from integration_tests.architectures.command import run  # noqa: PLC0415 - imports torch
 
         return run
     return compared.run if any(argument in compared.FLAGS for argument in argv) else None
@@ -175,7 +177,7 @@ def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -
     resolved = resolve(options.config, given)
     data = resolved.config.data
     if data.tokenizer and options.command != "config":
-        from hp_train.data.encode import try_out  # noqa: PLC0415 - only where there is one
+        from hp_data.encode import try_out  # noqa: PLC0415 - only where there is one
 
         try_out(data.tokenizer, data.separator)
     if options.command == "verify":
@@ -307,7 +309,7 @@ def _add_export(commands: "argparse._SubParsersAction[Parser]", name: str, *, wh
 def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if options.command == "export-dcp":  # before torch is imported
         rules.require_run_directory(options.run)
-    from hp_train.dcp import command  # noqa: PLC0415 - imports torch
+    from hp_train import dcp_command as command  # noqa: PLC0415 - imports torch
 
     folder, run = Path(options.folder), Path(options.run)
     if options.command == "export-dcp":

@@ -1,6 +1,6 @@
 """Checkpoints that know names and global shapes but no layout: any layout loads any other's.
 
-A checkpoint is a directory of `hp_platform.store`: a safetensors file per rank and a manifest with
+A checkpoint is a directory of `hp_checkpoint`: a safetensors file per rank and a manifest with
 a hash of every part, which is compared when it is read. Every part is written once, however many
 copies there are. The directory gets its name when all of it has been written and read back. What
 version 0.1.0 wrote, which has no hashes, is still read.
@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hp_checkpoint import CheckpointError, Part, Source, encode_extra, rename, save
+from hp_checkpoint.files import remove_leftovers
 from hp_platform import all_gather_json
-from hp_platform.store import CheckpointError, Part, Source, encode_extra, rename, save
-from hp_platform.store.files import remove_leftovers
 from hp_vtp.checkpoint_reader import open_saved
 from hp_vtp.topology.layout import PipelineLayout
 from hp_vtp.topology.placement import cut

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hp_checkpoint import Box, Checkpoint
+from hp_checkpoint.manifest import MANIFEST
+from hp_checkpoint.safetensors import FileTensor, opened_tensors
 from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, keys_of, pieces, stacked_parts
 from hp_platform.failures.agreement import agreeing
-from hp_platform.store import Box, Checkpoint
-from hp_platform.store.manifest import MANIFEST
-from hp_platform.store.safetensors import FileTensor, opened_tensors
 
 _DTYPES = ("F64", "F32", "BF16", "F16")
 _SHOWN = 3

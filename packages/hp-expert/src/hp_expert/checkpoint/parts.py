@@ -9,8 +9,8 @@ from typing import NamedTuple, Self
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hp_checkpoint import Box, Part
 from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames, Projection
-from hp_platform.store import Box, Part
 
 
 class StackedPart(Part):

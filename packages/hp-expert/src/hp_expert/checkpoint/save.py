@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from hp_checkpoint import Part, Source
+from hp_checkpoint.collective import on_rank_zero
+from hp_checkpoint.files import created, write
+from hp_checkpoint.manifest import DIGEST, MANIFEST, NAME_OF, Manifest
+from hp_checkpoint.safetensors import INDEX, index_of
+from hp_checkpoint.save import Written, finish, write_file
 from hp_expert.checkpoint.convert import to_hf
 from hp_expert.checkpoint.names import ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, find_experts
 from hp_platform import agree
 from hp_platform.failures.agreement import agreeing
-from hp_platform.store import Part, Source
-from hp_platform.store.collective import on_rank_zero
-from hp_platform.store.files import created, write
-from hp_platform.store.manifest import DIGEST, MANIFEST, NAME_OF, Manifest
-from hp_platform.store.safetensors import INDEX, index_of
-from hp_platform.store.save import Written, finish, write_file
 
 
 def save_experts(

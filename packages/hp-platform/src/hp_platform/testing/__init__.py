@@ -3,43 +3,23 @@
 Needs no test framework; pytest, if there is one, is imported ahead for the ranks.
 """
 
-from hp_platform.testing.agreeing import (
-    CHOICES,
-    SCORES,
-    Flip,
-    Place,
-    RunComparison,
-    compare_runs,
-)
 from hp_platform.testing.comparing import Comparison, Difference, compare
 from hp_platform.testing.devices import STAND_IN, watch_devices
 from hp_platform.testing.exchanges import Exchange, record_exchanges
 from hp_platform.testing.operators import LiveBytes, watch_operators
 from hp_platform.testing.processes import RankError, run_distributed
-from hp_platform.testing.recording import Part, RecordedStep, Recorder, parts_of, read_steps
 from hp_platform.testing.slow import CountedClock, slow_group
 from hp_platform.testing.threaded import run_in_threads
 
 __all__ = [
-    "CHOICES",
-    "SCORES",
     "STAND_IN",
     "Comparison",
     "CountedClock",
     "Difference",
     "Exchange",
-    "Flip",
     "LiveBytes",
-    "Part",
-    "Place",
     "RankError",
-    "RecordedStep",
-    "Recorder",
-    "RunComparison",
     "compare",
-    "compare_runs",
-    "parts_of",
-    "read_steps",
     "record_exchanges",
     "run_distributed",
     "run_in_threads",

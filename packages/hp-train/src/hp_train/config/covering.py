@@ -23,10 +23,11 @@ from random import Random
 from types import EllipsisType, MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from hp_base.errors import ConfigError
+from hp_base.messages import shown
 from hp_train.config import Config, rules
-from hp_train.config.schema import Field, convert, fields, shown
+from hp_train.config.schema import Field, convert, fields
 from hp_train.config.space import AXES, with_keys
-from hp_train.errors import ConfigError
 
 WITHOUT_EFFECT: Final = (
     "launch.* run.output_dir run.name run.resume run.tensorboard data.cache_gib train.*_every "

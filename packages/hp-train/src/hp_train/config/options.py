@@ -11,21 +11,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from hp_train.base.environment import external_world
-from hp_train.base.folder import Folder, read_named, why_not
+from hp_base.environment import external_world
+from hp_base.errors import ConfigError
+from hp_base.folder import Folder, read_named, why_not
+from hp_base.messages import did_you_mean, shown
 from hp_train.config import Config, rules
-from hp_train.config.schema import (
-    Field,
-    by_section,
-    convert,
-    did_you_mean,
-    fields,
-    sections,
-    shown,
-    unknown_key,
-)
+from hp_train.config.schema import Field, by_section, convert, fields, sections, unknown_key
 from hp_train.config.transformers_folder import shape_of_folder
-from hp_train.errors import ConfigError
 
 CONFIG = "config.toml"
 """Name of the config in a run directory."""

@@ -6,23 +6,21 @@ the type names of the library that found it.
 
 import contextlib
 import difflib
-import json
 import math
 import operator
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import msgspec
 from msgspec import Meta, Struct
 
+from hp_base.errors import ConfigError
+from hp_base.messages import did_you_mean, shown
 from hp_train.config import Config
 from hp_train.config.aliases import absent, aliases
-from hp_train.errors import ConfigError
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
 _LISTS = {int: "integers", str: "strings"}
@@ -170,35 +168,6 @@ def _refusal(field: Field, raw: object, *, strict: bool) -> str:
             relation = field.bounds(msgspec.convert(raw, field.base, strict=strict))
     bare = isinstance(raw, str) and not strict and field.base in _KINDS and field.base is not str
     return f"{field.key} ({shown(raw)[1:-1] if bare else shown(raw)}) must be {relation}{hint}"
-
-
-def shown(value: object, *, limit: int = _SHOWN) -> str:
-    """A value for a one-line message: as TOML writes it, cut to a number of characters."""
-    if isinstance(value, dict):
-        return "a table"
-    plain = isinstance(value, str | int | float | list | tuple | NoneType)
-    try:
-        text = json.dumps(value, default=str) if plain else str(value)
-    except ValueError:  # Python writes no integer of more than 4300 digits
-        return "a number of thousands of digits"
-    except RecursionError:
-        return "a list in a list in a list ..."
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def shown_path(path: str | Path) -> str:
-    """A path for a one-line message, which names most of them whole."""
-    return shown(str(path), limit=250)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint to append to a message; empty where nothing is close.
-
-    >>> did_you_mean("steeps", ["steps", "seed"])
-    '; did you mean steps?'
-    """
-    close = difflib.get_close_matches(word[:_SHOWN], list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def keys_called(name: str, section: str = "") -> list[str]:

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hp_train.config.schema import convert, fields, shown
-from hp_train.errors import ConfigError, told
+from hp_base.errors import ConfigError, told
+from hp_base.messages import shown
+from hp_train.config.schema import convert, fields
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),

@@ -21,9 +21,9 @@ from typing import TypeVar
 
 import msgspec
 
-from hp_train.base.atomic_write import names_in, replacing
-from hp_train.base.folder import DamageError, read_whole
-from hp_train.base.user_cache import make_own, opened_own, user_cache
+from hp_base.atomic_write import names_in, replacing
+from hp_base.folder import DamageError, read_whole
+from hp_base.user_cache import make_own, opened_own, user_cache
 
 FOLDER = "hp-plan"
 _SOURCES = ("hp_context", "hp_expert", "hp_platform", "hp_train")

@@ -1,6 +1,6 @@
 """What each block of a model has a GPU launch, learned on a device that computes nothing.
 
-The model runs forward and backward on `hp_platform.dry.DryDevice`, one rank with one layer of each
+The model runs forward and backward on `hp_dry.DryDevice`, one rank with one layer of each
 kind, once with two sequences and once with three, or where a loss goes in tiles from three on, with
 three and four: what differs grows with tokens, what stays is read or written whatever their number,
 as weights are. Experts get the same number of tokens; where they are computed one by one, as in
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from hp_context import Attention, SlidingWindow
+from hp_dry import DryDevice
+from hp_dry.trace import Launch, Trace
 from hp_expert import MoE
-from hp_platform.dry import DryDevice
-from hp_platform.dry.trace import Launch, Trace
 from hp_platform.host_reads import answering
 from hp_train.config import ModelConfig
 from hp_train.costs.routed import evenly

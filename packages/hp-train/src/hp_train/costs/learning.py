@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from hp_platform.dry import is_dry
+from hp_platform.device.dry import is_dry
 from hp_train.config import ModelConfig
 from hp_train.costs.kernels import learn
 from hp_train.costs.meta_run import run
@@ -60,7 +60,7 @@ def require_stages(model: ModelConfig) -> None:
     """See whether a model can be cut into stages.
 
     Raises:
-        hp_train.errors.ConfigError: When it cannot.
+        hp_base.errors.ConfigError: When it cannot.
     """
     build_stage(model, model.vocab_size, layers=range(1), first=True, last=False)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from hp_base.data_sheets import REACHED, SHEETS, Sheet, sheet_named
+
 _MAY_BE_ZERO = frozenset(
     (
         "layer_seconds",
@@ -134,111 +136,6 @@ after the first all-to-all with seven of them (NVIDIA/nccl #1685). Fragmentation
 """
 
 
-PEAK_TERAFLOPS: dict[str, dict[str, float]] = {
-    "A100": {"bfloat16": 312, "float32": 19.5, "float64": 19.5},
-    "A800": {"bfloat16": 312, "float32": 19.5},
-    "H100 NVL": {"bfloat16": 835, "float32": 60, "float64": 60},
-    "H100 PCIe": {"bfloat16": 756, "float32": 51, "float64": 51},
-    "H100": {"bfloat16": 989, "float32": 67, "float64": 67},
-    "H800": {"bfloat16": 989},
-    "H200 NVL": {"bfloat16": 835, "float32": 60, "float64": 60},
-    "H200": {"bfloat16": 989, "float32": 67, "float64": 67},
-    "H20": {"bfloat16": 148},
-    "GH200": {"bfloat16": 989, "float32": 67, "float64": 67},
-    "B200": {"bfloat16": 2250, "float32": 75},
-    "GB200": {"bfloat16": 2500, "float32": 80},
-    "T4": {"float32": 8.1, "float64": 0.254},
-    "V100-SXM2": {"float32": 15.7, "float64": 7.8},
-    "V100-SXM3": {"float32": 15.7, "float64": 7.8},
-    "V100-PCIE": {"float32": 14.0, "float64": 7.0},
-    "A10": {"bfloat16": 125, "float32": 31.2},
-    "A40": {"bfloat16": 149.7, "float32": 37.4},
-    "L4": {"bfloat16": 121, "float32": 30.3},
-    "L40": {"bfloat16": 181, "float32": 90.5},
-    "L40S": {"bfloat16": 362, "float32": 91.6},
-    "GeForce RTX 3090": {"bfloat16": 71, "float32": 35.6},
-    "GeForce RTX 4090": {"bfloat16": 165.2, "float32": 82.6},
-    "GeForce RTX 5090": {"bfloat16": 209.5, "float32": 104.8},
-}
-"""Dense peaks of data sheets by words of CUDA's device name and by `train.dtype`.
-
-float32 without TF32, which torch leaves off by default; float64 on tensor cores, where there are
-such. What is not listed is not known: a T4 has no bf16.
-"""
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Operations per second that a data sheet promises; None where that is not known.
-
-    Of several entries the longest counts that is whole words of the name:
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16"), peak_flops("NVIDIA H100 PCIe", "bfloat16")
-    (989000000000000.0, 756000000000000.0)
-    >>> peak_flops("Tesla T4", "bfloat16") is None
-    True
-    """
-    words = f" {device_name.replace('-', ' ')} "
-    fitting = [name for name in PEAK_TERAFLOPS if f" {name.replace('-', ' ')} " in words]
-    if not fitting or " MIG " in words or " Laptop " in words:
-        return None
-    teraflops = PEAK_TERAFLOPS[max(fitting, key=len)].get(dtype)
-    return None if teraflops is None else teraflops * 1e12
-
-
-REACHED: Mapping[str, float] = {
-    "product": 0.57,
-    "grouped": 0.385,
-    "attention": 0.69,
-    "memory": 0.76,
-    "link": 0.73,
-    "node link": 0.70,
-    "compiled": 0.40,
-    "launch seconds": 5.0e-6,
-}
-"""What programs reach of data sheets, fitted to published steps by `bench_plan_published.py`.
-
-Of the peak of products of matrices, of those of experts and of attention; of the bandwidth of
-memory, counting each operand of a kernel once; of links within a node and between nodes. Of kernels
-that are no products, the share that is left where they are fused. And the seconds in which a host
-launches a kernel.
-"""
-
-
-class Sheet(NamedTuple):
-    """What a data sheet says of a GPU and its usual links.
-
-    Attributes:
-        teraflops: Dense peak in bfloat16.
-        gigabytes: Memory.
-        terabytes_per_second: Bandwidth of that memory.
-        link: Gigabytes per second to other GPUs of the node, in each direction.
-        node_link: The same to other nodes.
-        node_size: GPUs that such links connect.
-    """
-
-    teraflops: float
-    gigabytes: float
-    terabytes_per_second: float
-    link: float = 450.0
-    node_link: float = 50.0
-    node_size: int = 8
-
-
-_PEAKS = {
-    name: values["bfloat16"] for name, values in PEAK_TERAFLOPS.items() if "bfloat16" in values
-}
-
-SHEETS: Mapping[str, Sheet] = {
-    "a100": Sheet(_PEAKS["A100"], 80, 2.0, link=300, node_link=25),
-    "h100": Sheet(_PEAKS["H100"], 80, 3.35),
-    "h100-96gb": Sheet(0.8 * _PEAKS["H100"], 96, 2.4),
-    "h200": Sheet(_PEAKS["H200"], 141, 4.8),
-    "b200": Sheet(_PEAKS["B200"], 180, 7.7, link=900),
-    "gb200": Sheet(_PEAKS["GB200"], 186, 8.0, link=900, node_size=72),
-}
-"""SXM variants. The H100 with 96 GB of HBM2e draws 500 W, not 700: 0.8 of the peak is assumed."""
-
-
 def of_sheet(sheet: Sheet, reached: Mapping[str, float] = REACHED) -> Machine:
     """What programs reach of a data sheet."""
     flops = sheet.teraflops * 1e12
@@ -283,8 +180,8 @@ def machine_named(device_name: str) -> Machine | None:
     >>> machine_named("Tesla T4") is None
     True
     """
-    words = device_name.lower().replace("-", " ").split()
-    return next((MACHINES[name] for name in SHEETS if name in words), None)
+    name = sheet_named(device_name)
+    return MACHINES[name] if name else None
 
 
 def machine_found(device_name: str, *, memory: float, node_size: int) -> Machine:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from hp_train.base.dtypes import BYTES
+from hp_base.dtypes import BYTES
 from hp_train.config import Config
 from hp_train.costs.machine import Machine
 from hp_train.costs.modules import kept_once

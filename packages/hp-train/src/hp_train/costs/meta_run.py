@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from hp_base.errors import ConfigError
 from hp_context import Attention
 from hp_expert import MoE
-from hp_train.base._internals import FakeTensorMode
+from hp_platform._internals.modes import FakeTensorMode
 from hp_train.config import ModelConfig
 from hp_train.costs.kernels import forward, named_blocks, seen_positions
 from hp_train.costs.work import BlockWork, ModelWork, Weight, Work, alike
-from hp_train.errors import ConfigError
 from hp_train.layout.vocabulary import LogitTile
 from hp_train.model.block import Block
 from hp_train.model.declared import Declared, declared
@@ -66,7 +66,7 @@ def run(
         sizes: Ranks that a model is cut over that cuts itself, by axis.
 
     Raises:
-        hp_train.errors.ConfigError: When `model.factory` makes no stage, or one that cannot be cut
+        hp_base.errors.ConfigError: When `model.factory` makes no stage, or one that cannot be cut
             so.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))

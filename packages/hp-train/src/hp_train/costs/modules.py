@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
-from hp_train.base.dtypes import BYTES
+from hp_base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.costs.kept import kept
 from hp_train.costs.stored import StoredKernels, StoredModel
@@ -54,7 +54,7 @@ def require_stages(config: Config) -> None:
     """See whether a model can be cut into stages.
 
     Raises:
-        hp_train.errors.ConfigError: When it cannot.
+        hp_base.errors.ConfigError: When it cannot.
     """
     from hp_train.costs import learning  # noqa: PLC0415 - imports torch
 

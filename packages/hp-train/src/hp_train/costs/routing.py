@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from random import Random
 
-from hp_train.base.folder import read_named, why_not
+from hp_base.errors import ConfigError
+from hp_base.folder import read_named, why_not
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 
 _MOST_BYTES = 1 << 26
 _HALVINGS = 60

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from hp_train.base.command_line import require_files, require_folder
-from hp_train.base.environment import require_unstarted
-from hp_train.base.numbers import whole
+from hp_base.command_line import require_files, require_folder
+from hp_base.environment import require_unstarted
+from hp_base.errors import ConfigError
+from hp_base.numbers import whole
 from hp_train.config import Config, rules
 from hp_train.config.options import COMMAND_LINE, resolve
 from hp_train.config.space import with_keys
 from hp_train.costs.machine import machine_found
 from hp_train.costs.routing import parse_skew
-from hp_train.errors import ConfigError
 from hp_train.plan.command import known_vocab_size
 from hp_train.price.gather import decided
 
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
     """
     resolved = resolve(options.config, given, fit=fit_to(options.gpus))
     if resolved.config.data.tokenizer:
-        from hp_train.data.encode import try_out  # noqa: PLC0415 - imports numpy
+        from hp_data.encode import try_out  # noqa: PLC0415 - imports numpy
 
         try_out(resolved.config.data.tokenizer, resolved.config.data.separator)
     most = resolved.config.data.seq_len
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
     _require_places(options)
     require_possible(resolved.config, options.rank)
     skews = [parse_skew(text, resolved.config.model) for text in options.skew or ["uniform"]]
-    from hp_train.dry_run.outcome import show  # noqa: PLC0415
+    from hp_dry.report.outcome import show  # noqa: PLC0415
     from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 
     config = dry_config(resolved.config, gpus_per_node=options.gpus_per_node)
@@ -160,7 +160,7 @@ def run_script(
     if not Path(script[0]).is_file():
         raise ConfigError(f"-- {script[0]} must be a Python script")
     _require_places(options)
-    from hp_train.dry_run.outcome import show  # noqa: PLC0415
+    from hp_dry.report.outcome import show  # noqa: PLC0415
     from hp_train.dry_run.script import rehearse_script  # noqa: PLC0415 - imports torch
 
     found = rehearse_script(
@@ -256,7 +256,7 @@ def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
         config: Config of the run.
         gpus_per_node: Devices of a machine.
     """
-    from hp_platform.dry import Gpu  # noqa: PLC0415 - imports torch
+    from hp_dry import Gpu  # noqa: PLC0415 - imports torch
 
     launch = replace(
         config.launch,
@@ -291,8 +291,8 @@ def write_data(
     Returns:
         The folder with the tokens.
     """
-    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
-    from hp_train.data.prepare import prepare  # noqa: PLC0415 - likewise
+    from hp_data import load_tokenizer  # noqa: PLC0415 - imports numpy
+    from hp_data.prepare import prepare  # noqa: PLC0415 - likewise
     from hp_train.dry_run.made_up import (  # noqa: PLC0415 - likewise
         count_documents,
         document_lengths,

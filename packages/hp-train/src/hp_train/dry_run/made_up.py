@@ -1,7 +1,7 @@
 """Tokens for a run that nobody trains: as many documents in every sequence, the same in each.
 
 Every rank then reads sequences of the same documents, so that ranks of other data run the same
-program. The files are those of any run (`hp_train.data`), and are read as such.
+program. The files are those of any run (`hp_data`), and are read as such.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_train.data import Tokenizer
-from hp_train.data.index import Index, write_index
-from hp_train.data.tokens import SPLITS, TokenWriter
+from hp_data import Tokenizer
+from hp_data.index import Index, write_index
+from hp_data.tokens import SPLITS, TokenWriter
 
 _SEQUENCES = 64
 _TOKENS_PER_DOCUMENT = 1024
@@ -62,8 +62,8 @@ def write_tokens(folder: Path, tokenizer: Tokenizer, lengths: Sequence[int]) -> 
         vocab_size=tokenizer.vocab_size,
         separator=tokenizer.separator,
         tokenizer=tokenizer.identity,
-        eval_fraction=None,
-        source=None,
+        eval_fraction=0.0,
+        source="0" * 32,
         train=splits["train"],
         eval=splits["eval"],
     )

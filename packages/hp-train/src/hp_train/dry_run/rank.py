@@ -9,23 +9,23 @@ from typing import Any
 
 import msgspec
 
+from hp_base.dtypes import BYTES
+from hp_base.signals import StopFlag
+from hp_checkpoint import sources_of
+from hp_data import load_tokenizer
+from hp_data.tokenizer import vocab_size_of
+from hp_dry import active_device, check_streams, late_loads, replay
+from hp_dry.report.labels import PARAMETERS, add_labels
+from hp_dry.report.summary import RankSummary, Saved, summarize
+from hp_dry.trace import Fault, Trace
 from hp_platform import RankInfo, doing, failing_together
-from hp_platform.dry import active_device, check_streams, late_loads, replay
-from hp_platform.dry.trace import Fault, Trace
 from hp_platform.host_reads import answering
-from hp_platform.store import sources_of
-from hp_train.base.dtypes import BYTES
 from hp_train.config import Config
 from hp_train.costs.routing import Skew
-from hp_train.data import load_tokenizer
-from hp_train.data.tokenizer import vocab_size_of
 from hp_train.dry_run.answers import Answers
-from hp_train.dry_run.labels import PARAMETERS, add_labels
-from hp_train.dry_run.summary import RankSummary, Saved, summarize
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import Worker
-from hp_train.layout.vocabulary import logit_tile
+from hp_train.layout.vocabulary import LOSS, logit_tile
 from hp_train.model.parallelize import vocabulary_of
 from hp_train.price.gather import in_words
 from hp_train.training.gpu_settings import (
@@ -108,11 +108,11 @@ def _train(job: Job, worker: Worker) -> Any:
     with doing("plan of a save"):
         saved = _plan_of_save(trainer)
     trainer.close()
-    width = len(vocabulary_of(trainer.mesh, vocab_size_of(config, tokenizer)))
+    width = len(vocabulary_of(trainer.mesh, vocab_size_of(tokenizer, config.model.vocab_size)))
     tokens = config.train.microbatch_size * len(trainer.pipeline.sequence.attended)
     tile = logit_tile(tokens, width, size=BYTES[config.train.dtype])
     tile_widths = () if tile is None else (tile.rows, width % tile.rows)
-    add_labels(device.trace, logits_width=width, tile_widths=tile_widths)
+    add_labels(device.trace, logits_width=width, tile_widths=tile_widths, loss_place=LOSS)
     return report_of(
         device.trace,
         skew=job.skew.name,

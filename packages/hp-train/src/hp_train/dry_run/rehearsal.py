@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from hp_platform.dry import DryRun, DryRunError, Gpu, prove, run_ranks
-from hp_platform.dry.trace import Collective, Trace
+from hp_base.errors import RehearsalError
+from hp_data import load_tokenizer
+from hp_data.tokenizer import vocab_size_of
+from hp_dry import DryRun, DryRunError, Gpu, prove, run_ranks
+from hp_dry.report.summary import Summary
+from hp_dry.trace import Collective, Trace
 from hp_train.config import Config
 from hp_train.costs.machine import GPU_MARGIN
 from hp_train.costs.routing import Skew
-from hp_train.data import load_tokenizer
-from hp_train.data.tokenizer import vocab_size_of
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.rank import Job, RankReport, run_rank
-from hp_train.dry_run.summary import Summary
-from hp_train.errors import RehearsalError
 from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_train.layout.communicators import Held
 from hp_train.layout.ranks import Layout
@@ -57,7 +57,7 @@ def rehearse(
     """
     began = time.monotonic()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.separator)
-    vocab_size = vocab_size_of(config, tokenizer)
+    vocab_size = vocab_size_of(tokenizer, config.model.vocab_size)
     found: list[Summary] = []
     traces: list[Trace] = []
     for skew in skews:

@@ -13,16 +13,16 @@ import torch
 from msgspec.structs import replace
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hp_platform.dry import active_device
-from hp_platform.dry.trace import Trace
+from hp_base.errors import ConfigError
+from hp_dry import active_device
+from hp_dry.report.labels import GRADIENTS, PARAMETERS, add_labels
+from hp_dry.report.summary import Summary
+from hp_dry.trace import Trace
 from hp_platform.host_reads import answering
 from hp_train.costs.routing import Skew
 from hp_train.dry_run.answers import Answers
-from hp_train.dry_run.labels import GRADIENTS, PARAMETERS, add_labels
 from hp_train.dry_run.rank import report_of
 from hp_train.dry_run.rehearsal import run_classes, summary_of
-from hp_train.dry_run.summary import Summary
-from hp_train.errors import ConfigError
 from hp_train.training.gpu_settings import grows_segments, keeps_launch_order
 
 MOST_PROCESSES = 16

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
+from hp_base.errors import CheckpointError
 from hp_platform.failures.agreement import agreeing
-from hp_train.errors import CheckpointError
 
 T = TypeVar("T")
 

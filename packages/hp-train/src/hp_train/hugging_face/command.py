@@ -12,16 +12,18 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from hp_platform.store import Box, decode_extra
-from hp_platform.store.manifest import Manifest
-from hp_train.checkpoint.directory import newest_checkpoint, with_exit_code
-from hp_train.checkpoint.verify import open_checkpoint
+from hp_base.errors import CheckpointError, ConfigError
+from hp_base.messages import shown
+from hp_checkpoint import Box, decode_extra
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.runs.directory import newest_checkpoint
+from hp_checkpoint.runs.verify import open_checkpoint
+from hp_checkpoint.weight_files import first_of, other_forms
 from hp_train.config import Config, ModelConfig, rules
 from hp_train.config.options import build
 from hp_train.config.render import to_toml
 from hp_train.config.rules.files import TOKENIZER
-from hp_train.config.schema import fields, shown
-from hp_train.errors import CheckpointError, ConfigError
+from hp_train.config.schema import fields
 from hp_train.hugging_face.config import (
     config_after,
     hf_config,
@@ -42,7 +44,6 @@ from hp_train.hugging_face.handed_on import (
 )
 from hp_train.hugging_face.load import check_weights
 from hp_train.hugging_face.save import write_model
-from hp_train.hugging_face.weight_files import first_of, other_forms
 from hp_train.launch.original import SETTINGS, Original, kept_original, original_of
 
 _PREFIX = "model."
@@ -104,7 +105,6 @@ def import_hf(folder: Path, out: Path | None) -> int:
     return 0
 
 
-@with_exit_code()
 def export_hf(
     run: Path,
     folder: Path,

@@ -7,13 +7,14 @@ from typing import Any
 
 from msgspec.structs import asdict, replace
 
+from hp_base.errors import ConfigError
+from hp_base.messages import shown
+from hp_checkpoint.json_file import read_json
 from hp_train.config import ModelConfig, rules
 from hp_train.config.options import build
-from hp_train.config.schema import convert, fields, shown
-from hp_train.errors import ConfigError
+from hp_train.config.schema import convert, fields
 from hp_train.hugging_face import deepseek_v3, gpt_oss, llama, mixtral, qwen3
 from hp_train.hugging_face.family import Family, Json, Settings, common_keys
-from hp_train.hugging_face.json_file import read_json
 
 FAMILIES = {
     family.model_type: family
@@ -68,7 +69,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Parse the `config.json` of a folder.
 
     Raises:
-        hp_train.errors.ConfigError: When it cannot be read.
+        hp_base.errors.ConfigError: When it cannot be read.
     """
     return read_json(folder / "config.json", most_bytes=_MOST_BYTES)
 
@@ -77,7 +78,7 @@ def family_of(values: Json) -> Family:
     """Find the family of a `config.json`.
 
     Raises:
-        hp_train.errors.ConfigError: When there is none of that name, or its weights are quantised.
+        hp_base.errors.ConfigError: When there is none of that name, or its weights are quantised.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -100,7 +101,7 @@ def model_config(values: Json) -> ModelConfig:
     """The `[model]` section for a `config.json`.
 
     Raises:
-        hp_train.errors.ConfigError: About the first setting that the models here do not have.
+        hp_base.errors.ConfigError: About the first setting that the models here do not have.
     """
     family = family_of(values)
     found = family.read(Settings(values, family.defaults))
@@ -128,7 +129,7 @@ def train_dtype(values: Json) -> str:
     """What `train.dtype` keeps the dtype of the weights: that of `config.json`.
 
     Raises:
-        hp_train.errors.ConfigError: When it is none that weights can have.
+        hp_base.errors.ConfigError: When it is none that weights can have.
     """
     settings = Settings(values, {"dtype": None})
     key = settings.either("dtype", "torch_dtype")
@@ -146,7 +147,7 @@ def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         dtype: Dtype of the weights, such as `bfloat16`.
 
     Raises:
-        hp_train.errors.ConfigError: When no family of Hugging Face has such a model.
+        hp_base.errors.ConfigError: When no family of Hugging Face has such a model.
     """
     family = _matching(model)
     head = {
@@ -166,7 +167,7 @@ def config_after(theirs: Json, model: ModelConfig, *, dtype: str | None) -> dict
         dtype: Dtype of the weights; None: what it was.
 
     Raises:
-        hp_train.errors.ConfigError: When no family of Hugging Face has such a model.
+        hp_base.errors.ConfigError: When no family of Hugging Face has such a model.
     """
     came, family = model_config(theirs), family_of(theirs)
     before, after = (common_keys(m) | family.write(m) for m in (came, model))

@@ -10,10 +10,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hp_platform.store import Box
-from hp_platform.store.safetensors import FileTensor
+from hp_base.errors import ConfigError
+from hp_checkpoint import Box
+from hp_checkpoint.safetensors import FileTensor
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 from hp_train.hugging_face.plan import Stored
 from hp_train.model.rotary import inverse_frequencies
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hp_base.errors import ConfigError
+from hp_base.messages import shown
 from hp_train.config import LARGEST, MOST_EXPERTS, MOST_LAYERS, ModelConfig
-from hp_train.config.schema import shown
-from hp_train.errors import ConfigError
 
 Json = Mapping[str, Any]
 Stacking = Literal["none", "interleaved", "concatenated"]

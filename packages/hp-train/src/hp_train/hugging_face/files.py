@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hp_platform.store import Box
-from hp_platform.store.files import created, fsync_directory, write
-from hp_platform.store.safetensors import INDEX, FileTensor, index_of, layout_of
-from hp_train.base.atomic_write import closed_at_end, replace_file
-from hp_train.errors import CheckpointError, ConfigError
+from hp_base.atomic_write import closed_at_end, replace_file
+from hp_base.errors import CheckpointError, ConfigError
+from hp_checkpoint import Box
+from hp_checkpoint.files import created, fsync_directory, write
+from hp_checkpoint.safetensors import INDEX, FileTensor, index_of, layout_of
 
 SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 SINGLE = "model.safetensors"
@@ -102,7 +102,7 @@ def require_no_model(folder: Path) -> None:
     """Make a folder, if it is missing, and refuse one that has a model.
 
     Raises:
-        hp_train.errors.ConfigError: When it has one.
+        hp_base.errors.ConfigError: When it has one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():
@@ -115,7 +115,7 @@ def make_files(folder: Path, places: Mapping[str, Place]) -> None:
     One that has no index gets its header at the end: without it, it is no model.
 
     Raises:
-        hp_train.errors.ConfigError: When the folder has a model.
+        hp_base.errors.ConfigError: When the folder has a model.
     """
     require_no_model(folder)
     for file, inside in _by_file(places).items():
@@ -180,7 +180,7 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Values in the dtype of a file.
 
     Raises:
-        hp_train.errors.CheckpointError: When one is too large for it.
+        hp_base.errors.CheckpointError: When one is too large for it.
     """
     made = values.to(dtype)
     if dtype == torch.float16 and not torch.equal(made.isinf(), values.isinf()):

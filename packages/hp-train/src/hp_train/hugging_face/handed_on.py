@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hp_platform.store.manifest import DTYPES
-from hp_train.base.atomic_write import replace_file
-from hp_train.base.dtypes import dtype_name
+from hp_base.atomic_write import replace_file
+from hp_base.dtypes import dtype_name
+from hp_base.errors import ConfigError
+from hp_checkpoint.manifest import DTYPES
+from hp_checkpoint.weight_files import first_of
+from hp_data import load_tokenizer
 from hp_train.config import Config
 from hp_train.config.rules.files import TOKENIZER
-from hp_train.data import load_tokenizer
-from hp_train.errors import ConfigError
 from hp_train.hugging_face.config import as_text
 from hp_train.hugging_face.family import Json
 from hp_train.hugging_face.files import Before
 from hp_train.hugging_face.load import FLOATS
-from hp_train.hugging_face.weight_files import first_of
 from hp_train.launch.original import INDEX, OTHER_WEIGHTS, SETTINGS, Original
 
 _TOKENIZER_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"

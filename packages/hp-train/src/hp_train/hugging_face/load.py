@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.store import Box, CheckpointError, Part
-from hp_platform.store.safetensors import FileTensor, opened_tensors
+from hp_base.errors import ConfigError
+from hp_checkpoint import Box, CheckpointError, Part
+from hp_checkpoint.safetensors import FileTensor, opened_tensors
+from hp_checkpoint.weight_files import first_of, weight_files
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 from hp_train.hugging_face.all_ranks import on_all_ranks
 from hp_train.hugging_face.config import family_of, model_config, read_config
 from hp_train.hugging_face.copies import is_beside, require_copies
@@ -26,7 +27,6 @@ from hp_train.hugging_face.plan import (
     theirs_of,
     to_ours,
 )
-from hp_train.hugging_face.weight_files import first_of, weight_files
 from hp_train.model.declared import Declared
 from hp_train.model.shapes import model_shapes, model_tensors
 
@@ -55,7 +55,7 @@ def load_weights(
         group: CPU group of the ranks that call together; None: this rank is alone.
 
     Raises:
-        hp_train.errors.ConfigError: On every rank and before any tensor is touched: the folder has
+        hp_base.errors.ConfigError: On every rank and before any tensor is touched: the folder has
             no model that can be read, or not the one that the tensors are of.
         hp_platform.PeerError: When another rank failed for another reason.
     """
@@ -85,7 +85,7 @@ def check_weights(folder: Path) -> int:
         Number of parameters.
 
     Raises:
-        hp_train.errors.ConfigError: About the first thing that is wrong.
+        hp_base.errors.ConfigError: About the first thing that is wrong.
     """
     with opened_files(folder) as files:
         ours, _ = _checked(files, folder)
@@ -101,7 +101,7 @@ def require_fit(folder: Path, model: ModelConfig, vocab_size: int) -> None:
         vocab_size: Rows of its embedding.
 
     Raises:
-        hp_train.errors.ConfigError: What `load_weights` would raise.
+        hp_base.errors.ConfigError: What `load_weights` would raise.
     """
     ours = model_shapes(replace(model, vocab_size=vocab_size))
     tensors = {name: torch.empty(shape, device="meta") for name, shape in ours.items()}

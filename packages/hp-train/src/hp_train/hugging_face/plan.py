@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hp_platform.store import Box
+from hp_checkpoint import Box
 from hp_train.config import ModelConfig
 from hp_train.hugging_face.family import Family, Stacking
 from hp_train.model.declared import Declared

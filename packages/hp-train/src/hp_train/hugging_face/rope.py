@@ -6,9 +6,9 @@ Published files have `rope_theta` and `rope_scaling`; transformers 5 puts both i
 
 from typing import Any
 
+from hp_base.errors import ConfigError
+from hp_base.messages import shown
 from hp_train.config import ModelConfig
-from hp_train.config.schema import shown
-from hp_train.errors import ConfigError
 from hp_train.hugging_face.family import Json, Settings
 
 # Ours, theirs, and what an absent one means; None: it must be there.

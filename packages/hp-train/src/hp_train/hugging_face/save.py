@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.store import Box, Part
-from hp_platform.store.collective import gathered, is_first
-from hp_platform.store.safetensors import FileTensor
-from hp_train.base.atomic_write import replace_file
-from hp_train.base.dtypes import dtype_name
+from hp_base.atomic_write import replace_file
+from hp_base.dtypes import dtype_name
+from hp_base.errors import CheckpointError
+from hp_checkpoint import Box, Part
+from hp_checkpoint.collective import gathered, is_first
+from hp_checkpoint.safetensors import FileTensor
 from hp_train.config import ModelConfig
-from hp_train.errors import CheckpointError
 from hp_train.hugging_face.all_ranks import on_all_ranks
 from hp_train.hugging_face.config import FAMILIES, as_text, hf_config
 from hp_train.hugging_face.family import Family
@@ -73,9 +73,9 @@ def save_weights(
         shard_bytes: Approximate size of a file, in bytes.
 
     Raises:
-        hp_train.errors.ConfigError: On every rank: no family has such a model, or the folder is in
+        hp_base.errors.ConfigError: On every rank: no family has such a model, or the folder is in
             use.
-        hp_train.errors.CheckpointError: When the ranks together do not have every tensor once, or a
+        hp_base.errors.CheckpointError: When the ranks together do not have every tensor once, or a
             file cannot be written.
         hp_platform.PeerError: When another rank failed for another reason.
     """

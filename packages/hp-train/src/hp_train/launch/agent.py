@@ -19,8 +19,8 @@ from uuid import uuid4
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # exported, but untyped
 
+from hp_base.errors import HangError
 from hp_platform import RankInfo
-from hp_train.errors import HangError
 from hp_train.launch.ranks import LOOPBACK
 
 _LOOPBACK = "127.0.0.1"

@@ -17,11 +17,11 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from hp_base.command_line import say
+from hp_base.errors import HpError
+from hp_base.own_caches import CACHES, own_caches, why_not_kept
 from hp_train import __version__
-from hp_train.base.command_line import say
-from hp_train.base.own_caches import CACHES, own_caches, why_not_kept
 from hp_train.config import Config, MeshConfig
-from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
 

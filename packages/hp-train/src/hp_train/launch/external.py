@@ -13,14 +13,15 @@ from typing import NoReturn
 from torch.distributed import Store  # type: ignore[attr-defined] # exported, but untyped
 from torch.distributed.rendezvous import rendezvous
 
+from hp_base.command_line import say, warn
+from hp_base.environment import require_meeting_point, slurm_rendezvous
+from hp_base.errors import PREEMPTED, ConfigError
+from hp_base.signals import StopFlag
+from hp_base.streams import endure
 from hp_platform import PeerError, RankInfo
 from hp_platform.launch import INIT_METHOD_VARIABLE
-from hp_train.base.command_line import say, warn
-from hp_train.base.environment import require_meeting_point, slurm_rendezvous
-from hp_train.base.streams import endure
 from hp_train.config.options import Resolved
 from hp_train.config.timeouts import Timeouts
-from hp_train.errors import PREEMPTED, ConfigError
 from hp_train.launch.agent import (
     has_agents_store,
     meet,
@@ -38,7 +39,6 @@ from hp_train.launch.rundir import (
     say_finished,
     write_config,
 )
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import ERRORS, Worker, drop_empty, error_file, read_error, stack_file
 from hp_train.launch.worker import one_line, report_stacks, run_guarded
 

@@ -10,8 +10,8 @@ import os
 import signal
 from types import FrameType
 
-from hp_train.base.lifetime import LAUNCHER_VARIABLE, kill_when_parent_dies
-from hp_train.launch.signals import STOP_SIGNALS
+from hp_base.lifetime import LAUNCHER_VARIABLE, kill_when_parent_dies
+from hp_base.signals import STOP_SIGNALS
 
 _server = os.getpid()
 _previous = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}

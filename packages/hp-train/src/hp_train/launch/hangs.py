@@ -14,12 +14,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from hp_base.command_line import warn
+from hp_base.errors import HangError
 from hp_platform import FailureReport, PeerError, default_note
 from hp_platform.failures.failures import WORLD_KEY
 from hp_platform.failures.liveness import whom_to_blame
 from hp_platform.threads.places import main_place, stand
-from hp_train.base.command_line import warn
-from hp_train.errors import HangError
 from hp_train.launch.last_word import leave_last_word
 from hp_train.launch.task import Worker
 from hp_train.launch.worker import exit_status

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hp_train.base.folder import Folder
-from hp_train.errors import RunDirectoryError
+from hp_base.errors import RunDirectoryError
+from hp_base.folder import Folder
 
 _HEADER_BYTES = 64
 _SLOT_BYTES = 128
@@ -153,7 +153,7 @@ class Heartbeats:
         )
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop; see Note [one request] in `hp_train.launch.signals`."""
+        """Ask all ranks to stop; see Note [one request] in `hp_base.signals`."""
         self._memory[0] = 1
 
     def stop_requested(self) -> bool:

@@ -9,17 +9,9 @@ import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from hp_train.base.command_line import say, warn
-from hp_train.base.environment import external_world
-from hp_train.base.folder import Folder
-from hp_train.base.lifetime import LAUNCHER_VARIABLE
-from hp_train.base.own_caches import why_not_kept
-from hp_train.base.streams import endure
-from hp_train.base.temporary import short_temporary_folder
-from hp_train.config import Config
-from hp_train.config.options import Resolved
-from hp_train.config.timeouts import Timeouts
-from hp_train.errors import (
+from hp_base.command_line import say, warn
+from hp_base.environment import external_world
+from hp_base.errors import (
     PREEMPTED,
     ConfigError,
     HangError,
@@ -27,6 +19,15 @@ from hp_train.errors import (
     RankLostError,
     RunDirectoryError,
 )
+from hp_base.folder import Folder
+from hp_base.lifetime import LAUNCHER_VARIABLE
+from hp_base.own_caches import why_not_kept
+from hp_base.signals import STOP_SIGNALS, StopTrap, name_of
+from hp_base.streams import endure
+from hp_base.temporary import short_temporary_folder
+from hp_train.config import Config
+from hp_train.config.options import Resolved
+from hp_train.config.timeouts import Timeouts
 from hp_train.launch.heartbeats import Heartbeats, State
 from hp_train.launch.original import keep_original
 from hp_train.launch.ranks import LOOPBACK, SERVER, Ranks, noticing_server, server_end
@@ -39,7 +40,6 @@ from hp_train.launch.rundir import (
     say_finished,
     write_config,
 )
-from hp_train.launch.signals import STOP_SIGNALS, StopTrap, name_of
 from hp_train.launch.supervise import Verdict, Watch, gone, kill_ranks, most_suspect
 from hp_train.launch.task import (
     ERRORS,
@@ -96,7 +96,7 @@ def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
         _entry: ``module:function`` that each rank calls, for tests.
 
     Returns:
-        Exit status, see `hp_train.errors`.
+        Exit status, see `hp_base.errors`.
 
     Raises:
         ConfigError: When the run directory or the device cannot be used.
@@ -136,7 +136,7 @@ def run_entry(config: Config, run_dir: Path, *, entry: str, data: Path | None = 
         data: Where the tokens are; None: in `run_dir`.
 
     Returns:
-        Exit status, see `hp_train.errors`; 128 + the number of the signal that asked to stop.
+        Exit status, see `hp_base.errors`; 128 + the number of the signal that asked to stop.
     """
     with StopTrap() as trap, open_run_directory(run_dir) as folder:
         task = Task(config, run_dir, os.getpid(), entry, data)
@@ -169,7 +169,7 @@ def _may_have_gpu() -> bool:
 
 def _newest_checkpoint(run_dir: Path) -> str:
     """Name of the one that ranks look at first; empty: there is none."""
-    from hp_train.checkpoint.directory import complete_checkpoints  # noqa: PLC0415 - imports torch
+    from hp_checkpoint.runs.directory import complete_checkpoints  # noqa: PLC0415 - imports torch
 
     return next((path.name for path in complete_checkpoints(run_dir / CHECKPOINTS)), "")
 

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import msgspec
 
-from hp_train.base.atomic_write import closed_at_end
-from hp_train.base.command_line import warn
-from hp_train.base.folder import (
+from hp_base.atomic_write import closed_at_end
+from hp_base.command_line import warn
+from hp_base.errors import CheckpointError, ConfigError
+from hp_base.folder import (
     MOST_BYTES,
     DamageError,
     Folder,
@@ -35,10 +36,9 @@ from hp_train.base.folder import (
     read_whole,
     why_not,
 )
+from hp_base.messages import shown
 from hp_train.config.options import Resolved
 from hp_train.config.rules.files import TOKENIZER
-from hp_train.config.schema import shown
-from hp_train.errors import CheckpointError, ConfigError
 
 ORIGINAL, LISTING = "original", "original.json"
 SETTINGS, INDEX = "config.json", "model.safetensors.index.json"

@@ -18,9 +18,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hp_train.base.streams import endure, own_streams
-from hp_train.errors import RankLostError
-from hp_train.launch.signals import ending
+from hp_base.errors import RankLostError
+from hp_base.signals import ending
+from hp_base.streams import endure, own_streams
 from hp_train.launch.task import Task
 
 LOOPBACK = "lo"

@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
-from hp_train.base.atomic_write import closed_at_end, lock_holder, try_lock
-from hp_train.base.command_line import say
-from hp_train.base.folder import Folder
+from hp_base.atomic_write import closed_at_end, lock_holder, try_lock
+from hp_base.command_line import say
+from hp_base.errors import CheckpointError, ConfigError
+from hp_base.folder import Folder
 from hp_train.config import Config
 from hp_train.config.options import CONFIG, Resolved, for_saving
 from hp_train.config.render import to_toml
 from hp_train.config.rules.files import TOKENIZER
-from hp_train.errors import CheckpointError, ConfigError
 from hp_train.launch.original import LISTING
 from hp_train.launch.task import ERRORS, HEARTBEAT
 
@@ -58,7 +58,7 @@ def open_run_directory(path: Path) -> Folder:
     """Open the folder of a run, and refuse what no run puts there.
 
     The path may be a link or lead through some, nothing below it may: see
-    Note [folders of strangers] in :mod:`hp_train.base.folder`. Files of checkpoints are looked at
+    Note [folders of strangers] in :mod:`hp_base.folder`. Files of checkpoints are looked at
     when one is loaded, and a checkpoint that is not what it must be is set aside.
 
     Raises:
@@ -112,10 +112,10 @@ def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int =
     if not folder.has(CHECKPOINTS):
         return None
     # Imports torch, which a run that has no checkpoint yet need not wait for.
-    from hp_platform.store.checkpoint import verify_entries  # noqa: PLC0415
-    from hp_platform.store.collective import share_of  # noqa: PLC0415
-    from hp_platform.store.files import DamageError  # noqa: PLC0415
-    from hp_train.checkpoint import directory, verify  # noqa: PLC0415
+    from hp_base.folder import DamageError  # noqa: PLC0415
+    from hp_checkpoint.checkpoint import verify_entries  # noqa: PLC0415
+    from hp_checkpoint.collective import share_of  # noqa: PLC0415
+    from hp_checkpoint.runs import directory, verify  # noqa: PLC0415
 
     newest = next(iter(directory.complete_checkpoints(folder.path / CHECKPOINTS)), None)
     done = directory.parse_step_name(newest.name) if newest else None

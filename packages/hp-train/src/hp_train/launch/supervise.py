@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hp_train.errors import HangError, RankLostError
+from hp_base.errors import HangError, RankLostError
 from hp_train.launch.heartbeats import Heartbeats, Slot, State
 
 _SETTLE_SECONDS = 0.5

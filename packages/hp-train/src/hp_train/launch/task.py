@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_train.base.folder import Folder
+from hp_base.errors import RunDirectoryError
+from hp_base.folder import Folder
+from hp_base.signals import StopFlag
 from hp_train.config import Config
-from hp_train.errors import RunDirectoryError
 from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.signals import StopFlag
 
 if TYPE_CHECKING:
     from hp_platform import RankInfo

@@ -12,14 +12,14 @@ from typing import IO, Any
 
 import torch
 
+from hp_base.errors import HangError, HpError, RankLostError, RunDirectoryError
+from hp_base.lifetime import die_with
+from hp_base.signals import StopFlag
 from hp_platform import PeerError, RankInfo, is_echo
 from hp_platform.failures.liveness import is_hang, is_loss
 from hp_platform.threads.scheduling import schedule_as_batch
-from hp_train.base.lifetime import die_with
 from hp_train.config import Config
-from hp_train.errors import HangError, HpError, RankLostError, RunDirectoryError
 from hp_train.launch.heartbeats import Heartbeats, State
-from hp_train.launch.signals import StopFlag
 from hp_train.launch.task import ERRORS, Task, Worker, error_file, stack_file
 
 _HOLD_SECONDS = 10.0

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from hp_train.base.dtypes import BYTES
+from hp_base.dtypes import BYTES
 from hp_train.layout.ranks import Axis, Layout, StageLayout
 from hp_train.layout.schedules import KINDS, layers_of_stages, placement
 from hp_vtp import Edge, PipelineLayout, Sharded, StepKind, plan_edge

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
+from hp_base.errors import ConfigError
 from hp_expert import GroupedExperts, TopKRouter
-from hp_train.errors import ConfigError
 from hp_train.layout.parameter import ParameterSpec
 
 M = TypeVar("M", bound=nn.Module)
@@ -81,7 +81,7 @@ def declared(model: nn.Module) -> dict[str, Declared]:
         Parameters first, in the order of `torch.nn.Module.named_parameters`, then buffers.
 
     Raises:
-        hp_train.errors.ConfigError: When a parameter is not declared.
+        hp_base.errors.ConfigError: When a parameter is not declared.
     """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     found: dict[str, Declared] = {}

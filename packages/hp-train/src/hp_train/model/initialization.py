@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hp_platform.dry import is_dry
-from hp_train.base.randomness import generator
+from hp_platform.device.dry import is_dry
 from hp_train.config import ModelConfig
 from hp_train.model.parameters import Parameter
+from hp_train.model.randomness import generator
 
 TILE = (64, 256)
 """Rows and columns of a tile; another number here is another start for every seed."""

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_base.seeds import derive_seed
 from hp_platform import linear, submit_weight_grad
-from hp_train.base.randomness import derive_seed, uniform
 from hp_train.layout.parameter import ParameterSpec
 from hp_train.model.declared import declare
+from hp_train.model.randomness import uniform
 
 
 class WeightCasts:

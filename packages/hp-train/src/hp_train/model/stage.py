@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from hp_base.errors import ConfigError
 from hp_context import Attention, ContextParallel
 from hp_expert import ExpertParallel, ExpertTensorParallel, GroupedExperts
 from hp_platform import set_fsdp_gather_dtype
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 from hp_train.model.initialization import initialize_parameters
 from hp_train.model.layers import Embedding, Linear, WeightCasts, cast_linear
 from hp_train.model.loss import linear_cross_entropy
@@ -216,7 +216,7 @@ class Stage(nn.Module):
         call it together.
 
         Raises:
-            hp_train.errors.ConfigError: When a document sees another.
+            hp_base.errors.ConfigError: When a document sees another.
         """
 
     def spread_experts(self, groups: Mapping[str, ProcessGroup], *, hidden: bool) -> None:
@@ -242,7 +242,7 @@ class Stage(nn.Module):
             group: The ranks, more than one.
 
         Raises:
-            hp_train.errors.ConfigError: When nothing here knows how.
+            hp_base.errors.ConfigError: When nothing here knows how.
         """
         if not self.attentions:
             raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
@@ -330,7 +330,7 @@ def factory_of(name: str) -> Callable[..., Any]:
         name: `package.module:function`, or `path/to/file.py:function`.
 
     Raises:
-        hp_train.errors.ConfigError: When there is no such thing.
+        hp_base.errors.ConfigError: When there is no such thing.
     """
     path, _, function = name.rpartition(":")
     try:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_base.errors import ConfigError
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 from hp_train.model.block import Block, Microbatch, add_loss
 from hp_train.model.layers import Embedding, Linear, RMSNorm, dropout
 from hp_train.model.prediction import PredictionModule, prediction_loss
@@ -188,7 +188,7 @@ def build_stage(
     """Make a stage on the meta device: of `model.factory`, of transformers, or a transformer's.
 
     Raises:
-        hp_train.errors.ConfigError: When the factory cannot be imported, or makes something else.
+        hp_base.errors.ConfigError: When the factory cannot be imported, or makes something else.
     """
     name = _OF_TRANSFORMERS if config.transformers else config.factory
     make = factory_of(name) if name else TransformerStage

@@ -7,11 +7,11 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from hp_base.errors import ConfigError
 from hp_train.config import Config
 from hp_train.config.space import Axis, enumerate_meshes
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine
-from hp_train.errors import ConfigError
 from hp_train.layout.schedules import layers_of_stages
 from hp_train.plan.searching import Search
 from hp_train.price.estimate import Estimate, Plan

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hp_base.command_line import say
+from hp_base.environment import require_unstarted
+from hp_base.errors import ConfigError
+from hp_base.folder import read_named, why_not
+from hp_base.numbers import real, whole
 from hp_schedule import SearchResult, search
-from hp_train.base.command_line import say
-from hp_train.base.environment import require_unstarted
-from hp_train.base.folder import read_named, why_not
-from hp_train.base.numbers import real, whole
 from hp_train.config import Config, PipelineConfig
 from hp_train.config.options import Resolved
 from hp_train.costs.machine import MACHINES, Machine
 from hp_train.costs.routing import busiest_load, parse_skew
-from hp_train.errors import ConfigError
 from hp_train.layout.schedules import KINDS
 from hp_train.plan.choose import Choice, choose
 from hp_train.plan.report import as_dict, details, name, reasons, table
@@ -258,7 +258,7 @@ def known_vocab_size(config: Config) -> int:
         return config.model.vocab_size
     if not config.data.tokenizer:
         return _BYTE_VOCABULARY
-    from hp_train.data import load_tokenizer  # noqa: PLC0415 - imports numpy
+    from hp_data import load_tokenizer  # noqa: PLC0415 - imports numpy
 
     return load_tokenizer(config.data.tokenizer, config.data.separator).vocab_size
 

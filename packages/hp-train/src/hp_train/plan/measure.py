@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hp_base.errors import HpError
 from hp_platform import initialize, launch_all_to_all, new_group, shutdown
 from hp_schedule import MetaStepType
 from hp_train.config import Config, rules
@@ -28,7 +29,6 @@ from hp_train.config.timeouts import Timeouts
 from hp_train.costs.machine import GPU_MARGIN, Machine
 from hp_train.costs.memory import static_memory
 from hp_train.costs.modules import whole_model
-from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
 from hp_train.launch.task import Worker
 from hp_train.layout.ranks import StageLayout

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from hp_train.base.command_line import require_files, write_named
-from hp_train.base.numbers import whole
+from hp_base.command_line import require_files, write_named
+from hp_base.errors import ConfigError
+from hp_base.numbers import whole
 from hp_train.config.options import Resolved
-from hp_train.errors import ConfigError
 from hp_train.plan.command import known_machine, known_vocab_size
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from hp_train.base.dtypes import BYTES
+from hp_base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.costs.dispatch import row_costs
 from hp_train.costs.machine import Link, Machine

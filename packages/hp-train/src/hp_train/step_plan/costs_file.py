@@ -4,8 +4,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from hp_train.base.folder import read_named, why_not
-from hp_train.errors import ConfigError
+from hp_base.errors import ConfigError
+from hp_base.folder import read_named, why_not
 from hp_train.step_plan.costs import StepCosts
 
 _NAMES = ("token", "pair", "microbatch", "key", "far_key", "heads", "message")

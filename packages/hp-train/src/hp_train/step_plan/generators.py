@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from hp_train.base.folder import read_named, why_not
-from hp_train.errors import ConfigError
+from hp_base.errors import ConfigError
+from hp_base.folder import read_named, why_not
 
 K = 1024
 _BYTES_PER_TOKEN = 4

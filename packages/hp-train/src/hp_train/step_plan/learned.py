@@ -9,7 +9,7 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from hp_train.base.dtypes import BYTES
+from hp_base.dtypes import BYTES
 from hp_train.config import Config, ModelConfig
 from hp_train.costs import modules
 from hp_train.costs.machine import Machine

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hp_context.batch.deal_cost import Work
+from hp_data.packing import best_fit
 from hp_schedule import (
     Costs,
     Schedule,
@@ -23,7 +24,6 @@ from hp_schedule import (
 )
 from hp_train.config import Config
 from hp_train.costs.machine import Machine
-from hp_train.data.packing import best_fit
 from hp_train.layout.schedules import count_stages
 from hp_train.price.estimate import Plan
 from hp_train.price.prices import Prices

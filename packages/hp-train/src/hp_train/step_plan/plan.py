@@ -6,10 +6,10 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import takewhile
 
+from hp_base.errors import ConfigError
+from hp_base.folder import why_not
 from hp_context import Deal
 from hp_schedule import Schedule, from_csv, to_csv
-from hp_train.base.folder import why_not
-from hp_train.errors import ConfigError
 
 _HEAD = re.compile(r"step plan 1, (\d+) documents\Z")
 _TEAM = re.compile(r"team (\d+)\Z")

@@ -24,9 +24,9 @@ from math import fsum
 from random import Random
 from typing import NamedTuple
 
+from hp_base.errors import ConfigError
 from hp_context import deal_documents
 from hp_schedule import Costs, Schedule, from_json, search, shorten, to_json
-from hp_train.errors import ConfigError
 from hp_train.step_plan.costs import Seconds, StepCosts, slowest
 from hp_train.step_plan.kind import Kind
 from hp_train.step_plan.partition import partition

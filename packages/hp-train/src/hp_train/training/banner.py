@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from hp_checkpoint.json_file import read_json
+from hp_checkpoint.weight_files import first_of
 from hp_platform import Runtime
-from hp_platform.dry import is_dry
+from hp_platform.device.dry import is_dry
 from hp_train import __version__
 from hp_train.config import Config
-from hp_train.hugging_face.json_file import read_json
 from hp_train.hugging_face.proven import doubts
-from hp_train.hugging_face.weight_files import first_of
 from hp_train.layout.mesh import Mesh
 from hp_train.price.gather import in_words
 from hp_train.training.gpu_settings import in_force

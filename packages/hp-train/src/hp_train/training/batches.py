@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hp_context import Documents
+from hp_data.dataset import Dataset
 from hp_train.config import Config
-from hp_train.data.dataset import Dataset
 from hp_train.layout.mesh import Mesh
 from hp_train.layout.sequence import SequenceShare
 from hp_train.model import DropoutKey, Microbatch, look_ahead

@@ -3,12 +3,12 @@
 import tempfile
 from pathlib import Path
 
+from hp_data.corpus import find_sources, look_at
+from hp_data.index import Index, read_index
+from hp_data.prepare import prepare
+from hp_data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
+from hp_data.tokens import SPLITS, require_sequence
 from hp_train.config import Config, rules
-from hp_train.data.corpus import find_sources, look_at
-from hp_train.data.index import Index, read_index
-from hp_train.data.prepare import prepare
-from hp_train.data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
-from hp_train.data.tokens import SPLITS, require_sequence
 
 _LITTLE = 1 << 20
 """Bytes of text that are turned into tokens to see whether there are enough of them."""
@@ -34,7 +34,7 @@ def refuse_beforehand(config: Config, *, weights: bool) -> None:
     if config.data.paths:
         look_at(config.data.paths)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.separator)
-    vocab_size = vocab_size_of(config, tokenizer)
+    vocab_size = vocab_size_of(tokenizer, config.model.vocab_size)
     if config.data.paths and sum(s.size for s in find_sources(config.data.paths)) <= _LITTLE:
         _require_tokens(config, tokenizer)
     if weights and config.run.init_from and not config.run.resume:

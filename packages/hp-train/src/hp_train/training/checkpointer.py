@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.store import OnProgress
-from hp_train.checkpoint import BackgroundSaver, Loaded, load_latest, save_checkpoint
+from hp_base.errors import CheckpointError
+from hp_checkpoint import OnProgress
+from hp_checkpoint.runs import BackgroundSaver, Loaded, load_latest, save_checkpoint
 from hp_train.config import TrainConfig
-from hp_train.errors import CheckpointError
 
 
 class Checkpointer:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_base.errors import NumericsError
 from hp_platform import all_gather_json
 from hp_train.config import TrainConfig
-from hp_train.errors import NumericsError
 from hp_train.model.parameters import Parameter
 
 

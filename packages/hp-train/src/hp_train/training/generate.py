@@ -7,11 +7,11 @@ after the last known token cannot influence it, because attention is causal.
 import torch
 import torch.distributed as dist
 
+from hp_data import Tokenizer
 from hp_schedule.runtime import PipelineScheduleRuntime
-from hp_train.base.randomness import generator
-from hp_train.data import Tokenizer
 from hp_train.model import Microbatch
 from hp_train.model.parallelize import Pipeline
+from hp_train.model.randomness import generator
 
 
 def continue_text(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hp_train.data.dataset import Dataset, Piece
+from hp_data.dataset import Dataset, Piece
 from hp_train.model.ahead import Ahead, look_ahead
 
 

@@ -16,8 +16,8 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from hp_train.base.folder import Folder
-from hp_train.errors import RunDirectoryError
+from hp_base.errors import RunDirectoryError
+from hp_base.folder import Folder
 
 METRICS = "metrics.jsonl"
 _LAST = 1 << 53

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
 
+from hp_base.errors import ConfigError, DataError
+from hp_data.dataset import Dataset, Piece
 from hp_platform import agree, all_gather_json, mark_agreed, on_one_rank
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config
-from hp_train.data.dataset import Dataset, Piece
-from hp_train.errors import ConfigError, DataError
 from hp_train.layout.mesh import Mesh
 from hp_train.layout.schedules import planned_tokens, splits_backward
 from hp_train.model.loss import loss_of

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import msgspec
 
-from hp_train.checkpoint import Loaded
+from hp_base.errors import CheckpointError
+from hp_checkpoint.runs import Loaded
 from hp_train.config import LARGEST
-from hp_train.errors import CheckpointError
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 

@@ -17,9 +17,9 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hp_train.base import _internals
+from hp_base.errors import HpError
+from hp_platform._internals import modes as _internals
 from hp_train.config import TrainConfig
-from hp_train.errors import HpError
 from hp_train.launch.task import Worker
 
 FOLDER = "profile"

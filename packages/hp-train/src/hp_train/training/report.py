@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
+from hp_base.folder import Folder
+from hp_base.svg import text, ticks
 from hp_platform import all_gather_json
 from hp_schedule import (
     MetaStep,
@@ -17,8 +19,6 @@ from hp_schedule import (
     simulate,
     timeline_svg,
 )
-from hp_train.base.folder import Folder
-from hp_train.base.svg import text, ticks
 from hp_train.layout.mesh import Mesh
 from hp_train.training.metrics import read_metrics
 

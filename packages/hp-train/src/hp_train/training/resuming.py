@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hp_base.errors import CheckpointError, ConfigError
+from hp_base.messages import shown
 from hp_train.config import Config, to_dict
 from hp_train.config.options import Resolved, for_saving, saved_values
-from hp_train.config.schema import fields, shown
-from hp_train.errors import CheckpointError, ConfigError
+from hp_train.config.schema import fields
 
 _POSITION = "the position in its data would mean other tokens"
 _TOKENS = "its tokens were made so"
@@ -109,8 +110,8 @@ def _holds_same_text(run: Path, config: Config, saved: Mapping[str, Any]) -> boo
     """Whether the text that was given is what the run began with, wherever it is now."""
     if config.data.paths == saved.get("data.paths"):
         return True
-    from hp_train.data.index import Index, read_index  # noqa: PLC0415 - imports torch
-    from hp_train.data.prepare import digest_of_text, is_prepared  # noqa: PLC0415 - imports torch
+    from hp_data.index import Index, read_index  # noqa: PLC0415 - imports torch
+    from hp_data.prepare import digest_of_text, is_prepared  # noqa: PLC0415 - imports torch
 
     if not is_prepared(run / "data"):
         return True  # it is prepared anew, and compared with the checkpoint

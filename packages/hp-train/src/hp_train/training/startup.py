@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hp_base.command_line import say
+from hp_base.environment import external_world
+from hp_base.errors import DataError, HangError, told
+from hp_data import Tokenizer, load_tokenizer
+from hp_data.cache import Cache
+from hp_data.prepare import prepare
 from hp_platform import Runtime, all_gather_json, initialize, new_group
 from hp_platform.failures.agreement import agreeing
-from hp_train.base.command_line import say
-from hp_train.base.environment import external_world
 from hp_train.config import Config
 from hp_train.config.timeouts import Timeouts
 from hp_train.costs.machine import MACHINES, Machine, machine_found
-from hp_train.data import Tokenizer, load_tokenizer
-from hp_train.data.cache import Cache
-from hp_train.data.prepare import prepare
-from hp_train.errors import DataError, HangError, told
 from hp_train.launch.task import Worker
 from hp_train.price.gather import decided
 from hp_train.step_plan import StepCosts

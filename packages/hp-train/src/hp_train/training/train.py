@@ -19,6 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_base.errors import PREEMPTED, DataError, NumericsError, RunDirectoryError
+from hp_data import Tokenizer
+from hp_data.dataset import Dataset
+from hp_data.tokenizer import vocab_size_of
 from hp_expert import take_loads, update_correction_biases
 from hp_platform import Runtime, doing, failing_together, mark_agreed, new_group, shutdown
 from hp_platform.host_reads import arrived
@@ -26,10 +30,6 @@ from hp_schedule import MetaStep, MetaStepType, Timeline
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
-from hp_train.data import Tokenizer
-from hp_train.data.dataset import Dataset
-from hp_train.data.tokenizer import vocab_size_of
-from hp_train.errors import PREEMPTED, DataError, NumericsError, RunDirectoryError
 from hp_train.hugging_face import load_weights
 from hp_train.launch.task import Worker
 from hp_train.layout.mesh import build_mesh
@@ -152,7 +152,7 @@ class Trainer:
         self._beat("build")
         timeout = timedelta(seconds=Timeouts.of(config).step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
-        vocab_size = vocab_size_of(config, tokenizer)
+        vocab_size = vocab_size_of(tokenizer, config.model.vocab_size)
         self.config = config = decide_gather(config, runtime, vocab_size=vocab_size)
         self.utilization = Utilization.of(config, runtime, vocab_size=vocab_size)
         self.profiler = Profiler(config.train, worker, self.device, tell=self._warn)
@@ -514,7 +514,7 @@ class Trainer:
         notes = [f"skipped damaged checkpoint {path}: {why}" for path, why in loaded.skipped]
         require_same_position(loaded.extra, self.config, loaded.path)
         position = Position.of(loaded)
-        if position.data is not None and not self.data.is_known_as(position.data):
+        if position.data is not None and position.data != self.data.digest:
             raise DataError(f"{loaded.path} was trained on other data than {self.worker.data_dir}")
         self._update_tied_copies()
         self.step, self.next_sequence = position.step, position.next_sequence

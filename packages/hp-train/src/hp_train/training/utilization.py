@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hp_base.data_sheets import peak_flops
 from hp_platform import Runtime, all_gather_json
 from hp_train.config import Config
-from hp_train.costs.machine import peak_flops
 from hp_train.costs.modules import whole_model
 
 

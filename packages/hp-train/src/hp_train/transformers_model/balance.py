@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hp_base.errors import ConfigError, told
 from hp_platform import outside_graph
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError, told
 from hp_train.model import Microbatch
 from hp_train.transformers_model.made import choose_experts, is_balanced, on_meta
 from hp_train.transformers_model.outline import Answers
@@ -237,7 +237,7 @@ def balance_of(model: ModelConfig) -> Balance | None:
     """Learn how the model of a folder balances its experts; None: it does not.
 
     Raises:
-        hp_train.errors.ConfigError: When it does in a way that is not known here.
+        hp_base.errors.ConfigError: When it does in a way that is not known here.
     """
     return _balance(model.transformers, model.trust_remote_code)
 
@@ -336,7 +336,7 @@ class _Recorder:
         """What was learned.
 
         Raises:
-            hp_train.errors.ConfigError: When the loss is another one than that which is known.
+            hp_base.errors.ConfigError: When the loss is another one than that which is known.
         """
         assert self.arguments is not None
         logits = self.arguments.get("gate_logits")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_platform.store.safetensors import FileTensor
+from hp_base.errors import ConfigError
+from hp_checkpoint.safetensors import FileTensor
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 from hp_train.hugging_face.copies import FREQUENCIES, require_frequencies, whole
 from hp_train.transformers_model.made import on_meta
 
@@ -37,7 +37,7 @@ def require_alike(
         Names of weights of parts that transformers does not have.
 
     Raises:
-        hp_train.errors.ConfigError: About the first that is something else.
+        hp_base.errors.ConfigError: About the first that is something else.
     """
     if not beside:
         return []

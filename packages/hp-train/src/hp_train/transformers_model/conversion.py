@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hp_train.errors import ConfigError, told
+from hp_base.errors import ConfigError, told
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _converted(rule: _Rule, shapes: Mapping[str, Sequence[int]]) -> Group:
     """The group of a rule.
 
     Raises:
-        hp_train.errors.ConfigError: When the rule cannot make anything of tensors of such shapes.
+        hp_base.errors.ConfigError: When the rule cannot make anything of tensors of such shapes.
     """
     sources = tuple(rule.patterns)
     empty = {source: torch.empty(tuple(shapes[source]), device="meta") for source in sources}

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hp_base.errors import ConfigError, told
 from hp_context import Documents
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError, told
 from hp_train.model import Microbatch
 from hp_train.transformers_model.made import on_meta
 from hp_train.transformers_model.outline import Answers, outline_of
@@ -46,7 +46,7 @@ def positions_of(
         is_shared: Whether ranks have other positions of the sequences.
 
     Raises:
-        hp_train.errors.ConfigError: When the model would not keep documents apart.
+        hp_base.errors.ConfigError: When the model would not keep documents apart.
     """
     if microbatch.documents is None and not is_shared:
         return {}

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hp_base.errors import ConfigError
 from hp_context import Documents
 from hp_context.hugging_face.mixers import Comparison, length_of_trial
-from hp_train.errors import ConfigError
 from hp_train.model import Microbatch
 from hp_train.transformers_model.sequence import hidden_of
 
@@ -41,7 +41,7 @@ def require_documents_apart(stage: "TransformersStage") -> None:
         stage: Stage with its weights, on its device.
 
     Raises:
-        hp_train.errors.ConfigError: When one document sees another.
+        hp_base.errors.ConfigError: When one document sees another.
     """
     trial = _Trial(stage)
     with trial.watched(), _FewChosen(trial.seq_len), torch.compiler.set_stance("force_eager"):

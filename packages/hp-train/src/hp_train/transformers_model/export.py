@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_platform.store import Box, Part
-from hp_train.base.atomic_write import replace_file
+from hp_base.atomic_write import replace_file
+from hp_base.errors import CheckpointError
+from hp_checkpoint import Box, Part
 from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import config_of
-from hp_train.errors import CheckpointError
 from hp_train.hugging_face.files import (
     SHARD_BYTES,
     Before,
@@ -56,8 +56,8 @@ def write_folder(
         before: Files that the model came in; None: it came in none.
 
     Raises:
-        hp_train.errors.ConfigError: When the folder is in use, or the model's is gone.
-        hp_train.errors.CheckpointError: When a tensor is missing.
+        hp_base.errors.ConfigError: When the folder is in use, or the model's is gone.
+        hp_base.errors.CheckpointError: When a tensor is missing.
     """
     came = {} if before is None else before.dtype_of
     if came and dtype != torch.float64:

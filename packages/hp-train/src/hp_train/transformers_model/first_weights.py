@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hp_platform.dry import is_dry
-from hp_platform.store import Part
-from hp_train.base.randomness import derive_seed
+from hp_base.errors import ConfigError
+from hp_base.seeds import derive_seed
+from hp_checkpoint import Part
+from hp_platform.device.dry import is_dry
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError
 from hp_train.model.parameters import Parameter
 from hp_train.transformers_model.load import has_weights, load_folder
 from hp_train.transformers_model.made import on_meta, places_of
@@ -99,7 +99,7 @@ def draw(
         take: Gets each under its name, and is not to hold it.
 
     Raises:
-        hp_train.errors.ConfigError: When the model has no rule for one of them.
+        hp_base.errors.ConfigError: When the model has no rule for one of them.
     """
     model = on_meta(config, dtype, buffers=True)
     for path, part, owner, recurse in _parts(model, outline_of(config).layers):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_platform.store import Part
-from hp_platform.store.safetensors import FileTensor
+from hp_base.errors import ConfigError
+from hp_base.messages import shown
+from hp_checkpoint import Part
+from hp_checkpoint.safetensors import FileTensor
+from hp_checkpoint.weight_files import first_of
 from hp_train.config import ModelConfig
-from hp_train.config.schema import shown
-from hp_train.errors import ConfigError
 from hp_train.hugging_face.copies import TIED, are_equal, whole
 from hp_train.hugging_face.load import FLOATS, opened_files
-from hp_train.hugging_face.weight_files import first_of
 from hp_train.transformers_model.beside import require_alike
 from hp_train.transformers_model.conversion import Group, groups_of, one_name, saved_tensors
 from hp_train.transformers_model.made import on_meta
@@ -43,7 +43,7 @@ def load_folder(
         on_progress: Called after every tensor.
 
     Raises:
-        hp_train.errors.ConfigError: Before anything is touched: the files lack a tensor, have one
+        hp_base.errors.ConfigError: Before anything is touched: the files lack a tensor, have one
             that is not of the model, or one that cannot be read.
     """
     with opened_files(Path(model.transformers)) as files:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_base.errors import ConfigError, told
+from hp_base.messages import shown
 from hp_train.config import ModelConfig
-from hp_train.config.schema import shown
 from hp_train.config.transformers_folder import config_of, text_config_of
-from hp_train.errors import ConfigError, told
 
 _BALANCED = "output_router_logits"
 """Key of configs of transformers."""
@@ -30,7 +30,7 @@ def on_meta(
         balanced: Whether it is to compute the loss that balances experts, if its config says so.
 
     Raises:
-        hp_train.errors.ConfigError: When transformers refuses to make it.
+        hp_base.errors.ConfigError: When transformers refuses to make it.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - of those who have it
 
@@ -63,7 +63,7 @@ def require_same_in_every_layout(model: Any) -> None:
     """Refuse a model that draws random numbers.
 
     Raises:
-        hp_train.errors.ConfigError: About the first such thing.
+        hp_base.errors.ConfigError: About the first such thing.
     """
     for path, share in _drawn(model):
         raise ConfigError(
@@ -137,7 +137,7 @@ def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     These are the lists that are as long as the config says, those with most parameters first.
 
     Raises:
-        hp_train.errors.ConfigError: When there is none.
+        hp_base.errors.ConfigError: When there is none.
     """
     count = text_config_of(model.config).num_hidden_layers
     lists = [

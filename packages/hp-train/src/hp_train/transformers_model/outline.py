@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hp_base.errors import ConfigError, told
 from hp_train.config import ModelConfig
-from hp_train.errors import ConfigError, told
 from hp_train.transformers_model.made import choose_experts, lists_of, on_meta
 
 BEFORE, AFTER = -1, 1 << 30
@@ -84,7 +84,7 @@ def outline_of(model: ModelConfig) -> Outline:
     """Learn how the model of a folder is cut.
 
     Raises:
-        hp_train.errors.ConfigError: When it does not run layer by layer.
+        hp_base.errors.ConfigError: When it does not run layer by layer.
     """
     return _outline(model.transformers, model.trust_remote_code)
 

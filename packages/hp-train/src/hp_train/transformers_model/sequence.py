@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_base.errors import ConfigError
 from hp_context import ContextParallel, register_attention
 from hp_train.config.transformers_folder import text_config_of
-from hp_train.errors import ConfigError
 
 _NAME = "hp_train"
 
@@ -30,7 +30,7 @@ def spread(model: Any, context: ContextParallel, group: ProcessGroup) -> None:
         group: The ranks.
 
     Raises:
-        hp_train.errors.ConfigError: When the model takes no positions, or no other attention.
+        hp_base.errors.ConfigError: When the model takes no positions, or no other attention.
     """
     register_attention(
         group,

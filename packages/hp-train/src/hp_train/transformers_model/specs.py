@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from hp_base.errors import ConfigError
 from hp_expert.hugging_face.layout import expert_modules, refusal
-from hp_train.errors import ConfigError
 from hp_train.layout.parameter import Kind, ParameterSpec
 from hp_train.model import declare
 
@@ -28,7 +28,7 @@ def declare_experts(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Declare stacked weights of experts, which ranks are to share out.
 
     Raises:
-        hp_train.errors.ConfigError: When ranks cannot share them.
+        hp_base.errors.ConfigError: When ranks cannot share them.
     """
     for block in blocks:
         for path, experts in expert_modules(block):

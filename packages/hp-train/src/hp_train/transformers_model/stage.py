@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from hp_base.errors import ConfigError
 from hp_context import ContextParallel
 from hp_context.hugging_face.mixers import current_trial
 from hp_expert.hugging_face import apply_to_transformers
 from hp_expert.hugging_face.layout import expert_modules
 from hp_expert.hugging_face.modules import DispatchedExperts
-from hp_platform.dry import is_dry
-from hp_train.base.lifting import lifting
+from hp_platform.device.dry import is_dry
+from hp_platform.device.lifting import lifting
 from hp_train.config import ModelConfig
 from hp_train.config.transformers_folder import text_config_of
-from hp_train.errors import ConfigError
 from hp_train.model import Counted, Microbatch, Stage
 from hp_train.model.parameters import Parameter
 from hp_train.model.recompute import Recompute, recomputed
@@ -105,7 +105,7 @@ class TransformersStage(Stage):
         compute_dtype: Dtype of activations; parameters may be wider.
 
     Raises:
-        hp_train.errors.ConfigError: When the model cannot be cut, or depends on the layout.
+        hp_base.errors.ConfigError: When the model cannot be cut, or depends on the layout.
     """
 
     whole: Any
@@ -170,7 +170,7 @@ class TransformersStage(Stage):
         """See `Stage.apart`; what layers share is FSDP's with all that is in no block.
 
         Raises:
-            hp_train.errors.ConfigError: When layers run outside of their calls.
+            hp_base.errors.ConfigError: When layers run outside of their calls.
         """
         if any("Reversible" in name for name in vars(sys.modules[type(self.whole).__module__])):
             raise ConfigError(
@@ -220,7 +220,7 @@ class TransformersStage(Stage):
         """See `Stage.expect_ranks`.
 
         Raises:
-            hp_train.errors.ConfigError: When ranks cannot share what the model has.
+            hp_base.errors.ConfigError: When ranks cannot share what the model has.
         """
         if sizes["ep"] > 1:
             declare_experts(self, self.blocks)
@@ -269,7 +269,7 @@ class TransformersStage(Stage):
         """See `Stage.try_documents`; hp-context has a trial of its own where ranks share them.
 
         Raises:
-            hp_train.errors.ConfigError: When a document sees another.
+            hp_base.errors.ConfigError: When a document sees another.
         """
         if not (self._shares_sequence or is_dry()):
             require_documents_apart(self)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from hp_base.errors import ConfigError
 from hp_platform import outside_graph
-from hp_train.errors import ConfigError
 from hp_train.model import declare
 
 Style = Literal["gathered", "columns", "rows", "summed"]
@@ -80,7 +80,7 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
         num_ranks: Tensor-parallel ranks.
 
     Raises:
-        hp_train.errors.ConfigError: When there is nothing to be cut.
+        hp_base.errors.ConfigError: When there is nothing to be cut.
     """
     prefix = next(path for path, part in model.named_modules() if part is layers)
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_train.base.atomic_write import replace_file
-from hp_train.base.command_line import require_files, say
-from hp_train.base.environment import require_unstarted
-from hp_train.base.numbers import real, whole
+from hp_base.atomic_write import replace_file
+from hp_base.command_line import require_files, say
+from hp_base.environment import require_unstarted
+from hp_base.errors import ConfigError, DifferenceError, HpError
+from hp_base.messages import shown
+from hp_base.numbers import real, whole
 from hp_train.config import Config
 from hp_train.config.covering import Design, cover
 from hp_train.config.options import Resolved, resolve, split_overrides
-from hp_train.config.schema import shown
 from hp_train.config.space import sample_layouts
-from hp_train.errors import ConfigError, DifferenceError, HpError
 from hp_train.verify.pairs import (
     BOUNDS,
     ORACLE,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from hp_train.config import Config
 
 if TYPE_CHECKING:
-    from hp_platform.testing import Recorder
     from hp_train.launch.task import Worker
+    from hp_train.verify.recording import Recorder
 
 
 class Job(Protocol):

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
+from hp_base.errors import ConfigError
+from hp_base.messages import shown
 from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
 from hp_train.config.covering import WITHOUT_EFFECT, is_one_of
-from hp_train.config.schema import fields, shown
+from hp_train.config.schema import fields
 from hp_train.config.space import with_keys
 from hp_train.config.timeouts import Timeouts
-from hp_train.errors import ConfigError
 from hp_train.layout.schedules import layers_of_stages, placement
 
 EXACT = (

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from hp_platform.testing import RunComparison, compare_runs
+from hp_base.errors import HpError
 from hp_train.config import Config, DataConfig
-from hp_train.errors import HpError
 from hp_train.launch.launcher import run_entry
+from hp_train.verify.agreeing import RunComparison, compare_runs
 from hp_train.verify.pairs import (
     BOUNDS,
     ORACLE,

@@ -10,11 +10,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from hp_platform.testing import Part, Recorder
-from hp_train.base.runs import runs_in, runs_of
-from hp_train.checkpoint.verify import open_checkpoint
+from hp_base.runs import runs_in, runs_of
+from hp_checkpoint.runs.verify import open_checkpoint
+from hp_data.dataset import Dataset
 from hp_train.config import Config
-from hp_train.data.dataset import Dataset
 from hp_train.launch.task import Worker
 from hp_train.model.parameters import Parameter
 from hp_train.training.batches import Batches, Share
@@ -25,6 +24,7 @@ from hp_train.training.train import Losses, Trainer
 from hp_train.verify.choices import listen_to_choices
 from hp_train.verify.job import Job
 from hp_train.verify.program import read_request
+from hp_train.verify.recording import Part, Recorder
 
 Kind = Literal["", "eval "]
 MOMENTS = {"first moment": "exp_avg", "second moment": "exp_avg_sq"}

@@ -6,7 +6,8 @@ Each rule is a function that yields the sentence about every way in which it is 
 
 from collections.abc import Iterator
 
-from hp_train.base.environment import World
+from hp_base.environment import World
+from hp_base.errors import ConfigError
 from hp_train.config import Config
 from hp_train.config.rules.files import (
     TOKENIZER,
@@ -29,7 +30,6 @@ from hp_train.config.rules.pipeline import (
 )
 from hp_train.config.rules.planned import planned_rules
 from hp_train.config.rules.sizes import size_rules
-from hp_train.errors import ConfigError
 
 __all__ = [
     "TOKENIZER",

@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hp_base.errors import ConfigError
+from hp_base.messages import did_you_mean, shown, shown_path
 from hp_train.config import Config
 from hp_train.config.rules.hints import near_multiples
-from hp_train.config.schema import did_you_mean, shown, shown_path
-from hp_train.errors import ConfigError
 
 TOKENIZER = "tokenizer.json"
 """What the tokenizer of a folder is called."""

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from hp_train.base.environment import World
+from hp_base.environment import World
+from hp_base.messages import shown
 from hp_train.config import Config, MeshConfig
 from hp_train.config.rules.hints import (
     STAGE_AXES,
@@ -14,7 +15,6 @@ from hp_train.config.rules.hints import (
     shown_factors,
     shown_product,
 )
-from hp_train.config.schema import shown
 from hp_train.layout.ranks import StageLayout
 
 

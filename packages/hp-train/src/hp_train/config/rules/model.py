@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from hp_base.messages import shown
 from hp_train.config import Config, ModelConfig
 from hp_train.config.rules.hints import near_divisors, near_multiples
-from hp_train.config.schema import shown
 
 _GQA_ONLY = ("qk_norm", "attention_bias", "attention_sinks")
 

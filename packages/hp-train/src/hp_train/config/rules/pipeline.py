@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from hp_base.messages import shown
 from hp_train.config import Config
 from hp_train.config.rules.hints import DATA_AXES, near_multiples, shown_factors
-from hp_train.config.schema import shown
 from hp_train.layout.schedules import (
     KINDS,
     compute_schedule,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from hp_base.messages import shown
 from hp_train.config import Config
-from hp_train.config.schema import shown
 from hp_train.layout.schedules import KINDS
 
 

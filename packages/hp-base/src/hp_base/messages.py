@@ -1,0 +1,38 @@
+"""Values, paths and hints for messages of one line."""
+
+import difflib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import NoneType
+
+_SHOWN = 60
+
+
+def shown(value: object, *, limit: int = _SHOWN) -> str:
+    """A value for a one-line message: as TOML writes it, cut to a number of characters."""
+    if isinstance(value, dict):
+        return "a table"
+    plain = isinstance(value, str | int | float | list | tuple | NoneType)
+    try:
+        text = json.dumps(value, default=str) if plain else str(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of thousands of digits"
+    except RecursionError:
+        return "a list in a list in a list ..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def shown_path(path: str | Path) -> str:
+    """A path for a one-line message, which names most of them whole."""
+    return shown(str(path), limit=250)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint to append to a message; empty where nothing is close.
+
+    >>> did_you_mean("steeps", ["steps", "seed"])
+    '; did you mean steps?'
+    """
+    close = difflib.get_close_matches(word[:_SHOWN], list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,74 @@
+"""A save without ranks: chunks that are made one after the other, given to a storage writer."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from hp_checkpoint import Box, Source
+
+
+def write_sources(sources: Mapping[str, Source], writer: StorageWriter) -> None:
+    """Have a writer save tensors, of which one box at a time is in memory.
+
+    Args:
+        sources: Sources of the tensors, by name.
+        writer: Storage writer of `torch.distributed.checkpoint`.
+    """
+    described = {name: _described(source) for name, source in sources.items()}
+    metadata = Metadata({**described}, storage_meta=writer.storage_meta())
+    items = [item for name, tensor in described.items() for item in _items(name, tensor)]
+    writer.set_up_storage_writer(True)
+    [plan] = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan(items))])
+    written = writer.write_data(plan, _SourcePlanner(sources))
+    written.wait()
+    writer.finish(metadata, [written.value()])
+
+
+class _SourcePlanner(DefaultSavePlanner):
+    """Makes the values of boxes that were planned."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        super().__init__()
+        self._sources = sources
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Make the values of a box."""
+        data = write_item.tensor_data
+        assert data is not None, "only tensors are planned"
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        return self._sources[write_item.index.fqn].read(box)
+
+
+def _items(name: str, tensor: TensorStorageMetadata) -> Iterator[WriteItem]:
+    """One for every box of a tensor."""
+    for number, chunk in enumerate(tensor.chunks):
+        data = TensorWriteData(chunk, tensor.properties, tensor.size)
+        index = MetadataIndex(name, chunk.offsets, number)
+        yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def _described(source: Source) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=source.dtype),
+        torch.Size(source.shape),
+        [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in source.boxes
+        ],
+    )

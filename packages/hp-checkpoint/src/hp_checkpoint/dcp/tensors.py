@@ -1,0 +1,109 @@
+"""Values of a plain checkpoint: each box is a small zip file, with a checksum of its own."""
+
+import io
+import math
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_base.folder import DamageError, opened, opened_directory, read_into
+from hp_checkpoint.dcp.metadata import DTYPE_NAMES, Place
+from hp_checkpoint.dcp.pickled import Called, Named, Persistent, read_pickle
+from hp_checkpoint.manifest import DTYPES
+
+_STORAGES = {
+    "torch.BFloat16Storage": "BF16",
+    "torch.BoolStorage": "BOOL",
+    "torch.ByteStorage": "U8",
+    "torch.CharStorage": "I8",
+    "torch.DoubleStorage": "F64",
+    "torch.FloatStorage": "F32",
+    "torch.HalfStorage": "F16",
+    "torch.IntStorage": "I32",
+    "torch.LongStorage": "I64",
+    "torch.ShortStorage": "I16",
+}
+_UNTYPED = "torch.storage.UntypedStorage"
+_REBUILD = {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"}
+_ALLOWED = {*_REBUILD, *_STORAGES, *DTYPE_NAMES, _UNTYPED, "collections.OrderedDict"}
+_MAX_PICKLE = 1 << 16
+
+
+def read_box(folder: Path, place: Place, *, dtype: str, sizes: tuple[int, ...]) -> Tensor:
+    """Read one box.
+
+    Args:
+        folder: Folder of the checkpoint.
+        place: Where the box is; checked by :func:`read_metadata`.
+        dtype: Dtype that the box must have, as safetensors calls it.
+        sizes: Shape that the box must have.
+
+    Returns:
+        CPU tensor of `sizes`, in memory of its own.
+
+    Raises:
+        DamageError: In one line: a checksum differs, or it is another tensor than was said.
+        OSError: If this process cannot read it.
+    """
+    data = bytearray(place.length)
+    with opened_directory(folder) as directory, opened(directory, place.file) as descriptor:
+        if read_into(descriptor, memoryview(data), place.offset) != place.length:
+            raise DamageError(f"{place.file} became shorter while it was read")
+    try:
+        return _tensor(data, dtype, sizes)
+    except DamageError as damage:
+        raise DamageError(f"{place.file}, byte {place.offset}: {damage}") from None
+    except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, NotImplementedError) as error:
+        raise DamageError(f"{place.file}, byte {place.offset}: damaged: {error}") from None
+    except (TypeError, AttributeError, EOFError, struct.error, OverflowError) as error:
+        raise DamageError(f"{place.file}, byte {place.offset}: no tensor: {error}") from None
+
+
+def _tensor(data: bytearray, dtype: str, sizes: tuple[int, ...]) -> Tensor:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        for info in members.values():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(data):
+                raise DamageError(f"{info.filename[:60]!r} must be stored as it is")
+        if members["data.pkl"].file_size > _MAX_PICKLE:
+            raise DamageError(f"its description must not exceed {_MAX_PICKLE} bytes")
+        if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
+            raise DamageError("byte order must be little")
+        described = read_pickle(archive.read(members["data.pkl"]), allowed=_ALLOWED)
+        key, found, offset, shape, strides = _described(described)
+        if found != dtype or shape != sizes:
+            raise DamageError(
+                f"holds {found} {list(shape)}, which must equal {dtype} {list(sizes)}"
+            )
+        raw = archive.read(members[f"data/{key}"])  # compares the checksum
+    item = DTYPES[dtype].itemsize
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if min((offset, *strides)) < 0 or (last + 1) * item > len(raw) or math.prod(shape) == 0:
+        raise DamageError("its strides must lie inside what is stored")
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: len(raw) // item * item]
+    return flat.view(DTYPES[dtype]).as_strided(shape, strides, offset).clone()
+
+
+def _described(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
+    """Key of the storage, dtype, offset, shape and strides of a pickled tensor."""
+    if not isinstance(value, Called) or value.name not in _REBUILD or value.state is not None:
+        raise DamageError("must be a tensor")
+    storage, offset, shape, strides, *rest = value.args
+    if not isinstance(storage, Persistent):
+        raise DamageError("its storage must be in the same file")
+    _, kind, key, _, _ = storage.key
+    if kind.name == _UNTYPED:
+        [dtype] = [DTYPE_NAMES[n.name] for n in rest if isinstance(n, Named)]
+    else:
+        dtype = _STORAGES[kind.name]
+    if not isinstance(key, str):
+        raise DamageError("its storage must have a name")
+    numbers = (offset, *shape, *strides)
+    if not all(type(n) is int and 0 <= n < 1 << 53 for n in numbers):
+        raise DamageError("sizes must be numbers from 0 on")
+    return key, dtype, offset, tuple(shape), tuple(strides)

@@ -1,0 +1,171 @@
+"""Saving behind the training: a copy is made at the step, and a thread writes the copy.
+
+Note [copies]: a thread that read the live tensors would save a mixture of two steps. So what is
+written is a copy in host memory, complete before `BackgroundSaver.start` gives the caller
+leave to go on: on the CPU because copying blocks, on CUDA because the copies are queued on the
+stream on which the next update of the weights will be. Nothing refers to the tensors' values
+after that. The memory of the copies is kept for the next save.
+"""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from hp_base.errors import CheckpointError
+from hp_platform import Event
+
+import hp_checkpoint as store
+from hp_checkpoint.collective import agree_all, silent
+from hp_checkpoint.runs.save import check_arguments, save_step
+
+_LOOK_SECONDS = 0.05
+
+
+class BackgroundSaver:
+    """Saves copies of tensors in a thread of its own, one save at a time.
+
+    What :func:`save_checkpoint` promises holds here as well; only the moment differs at which it is
+    known. All ranks call :meth:`start` and :meth:`finish` together, in the same order.
+
+    Args:
+        directory: Directory of the run's checkpoints, on storage that all ranks share; made if
+            missing, in one that is there. No symbolic link.
+        group: CPU group over all ranks, which nothing else uses while a save is under way.
+        keep: See :func:`save_checkpoint`.
+        keep_every: See :func:`save_checkpoint`.
+
+    Raises:
+        ValueError: If `keep` or `keep_every` is wrong.
+    """
+
+    def __init__(
+        self, directory: Path, *, group: ProcessGroup, keep: int, keep_every: int = 0
+    ) -> None:
+        check_arguments(step=0, keep=keep, keep_every=keep_every)
+        self._directory, self._group = directory, group
+        self._keep, self._keep_every = keep, keep_every
+        self._copies: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._place = ("", False, 0)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save was started that was not finished."""
+        return self._thread is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a save is under way whose end :meth:`finish` would tell at once on this rank."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def start(self, *, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+        """Copy the tensors and begin to write; they may change when this returns.
+
+        Args:
+            step: Number of training steps done, at least 0.
+            tensors: See :func:`save_checkpoint`. Names, shapes and placements are read later, the
+                values are not.
+            extra: See :func:`save_checkpoint`.
+
+        Raises:
+            ValueError: If `step` or `extra` is wrong. The other ranks then wait for the group's
+                time-out: both are to be the same on all of them.
+            RuntimeError: If the save before was not finished.
+        """
+        if self._thread is not None:
+            raise RuntimeError("a save must be finished before another one is started")
+        check_arguments(step=step, keep=self._keep, keep_every=self._keep_every)
+        text = store.encode_extra(extra)
+        copied, error = [], None
+        try:
+            copied = self._copy(tensors)
+        except (RuntimeError, MemoryError) as raised:  # of memory, on this rank alone
+            error = CheckpointError(f"cannot copy the state to host memory: {raised}")
+        # Planned by shapes and placements alone, which no step changes.
+        named = dict(tensors)
+
+        def work() -> None:
+            try:
+                agree_all(error, group=self._group, where="saving a checkpoint")
+                for event in copied:
+                    event.synchronize()
+                self._path = save_step(
+                    self._directory,
+                    lambda: store.sources_of(named, self._copies),
+                    step=step,
+                    extra=text,
+                    group=self._group,
+                    keep=self._keep,
+                    keep_every=self._keep_every,
+                    on_progress=self._note_progress,
+                )
+            except BaseException as raised:  # noqa: BLE001 - `finish` raises it
+                self._error = raised
+
+        self._path = self._error = None
+        self._place = ("plan", True, 0)
+        self._thread = threading.Thread(target=work, name=f"save step {step}", daemon=True)
+        self._thread.start()
+
+    def finish(self, *, on_progress: store.OnProgress = silent) -> Path:
+        """Wait until the save under way has ended.
+
+        Args:
+            on_progress: Told what the thread does, as long as it gets on.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: On all ranks; what was saved before is intact.
+            RuntimeError: If no save is under way, or a rank is gone.
+        """
+        thread, told = self._thread, None
+        if thread is None:
+            raise RuntimeError("a save must be started before it is finished")
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            if self._place != told:
+                told = self._place
+                on_progress(told[0], waiting=told[1])
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        assert self._path is not None, "a save ends with a path or an error"
+        return self._path
+
+    def _note_progress(self, phase: str, *, waiting: bool = False) -> None:
+        self._place = (phase, waiting, self._place[2] + 1)
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> list[Event]:
+        """Queue copies of all local parts; see Note [copies].
+
+        Returns:
+            What to wait for before they are read.
+        """
+        devices: set[torch.device] = set()
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            local = tensor.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
+                copy = torch.empty(
+                    local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
+                )
+            copies[name] = copy.copy_(local, non_blocking=True)
+            devices.add(local.device)
+        self._copies = copies
+        events = [Event(device) for device in devices]
+        for event in events:
+            event.record()
+        return events

@@ -1,0 +1,215 @@
+"""Safetensors files of anybody: their headers, and boxes of their tensors, read and written.
+
+A box is read by as many calls as it has runs of bytes; nothing else of a tensor is touched, and
+several processes may write boxes of one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hp_base.errors import CheckpointError
+from hp_base.folder import read_into
+from hp_checkpoint.boxes import Box
+from hp_checkpoint.manifest import DTYPES, NAME_OF, RESERVED, framed
+from hp_platform.failures.messages import as_form, bytes_of
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it; of an index too
+_MOST_DIMS = 8
+
+
+class _Stated(NamedTuple):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of an open file.
+
+    Attributes:
+        descriptor: Descriptor of the file.
+        begin: Where its bytes begin in the file.
+        dtype: Dtype by safetensors' name, such as `"BF16"`; `DTYPES` need not have it.
+        shape: Shape of the whole tensor.
+        file: Name, for messages.
+    """
+
+    descriptor: int
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+    def read(self, box: Box) -> Tensor:
+        """Values of a box, in new memory and in the file's dtype, one that `DTYPES` has.
+
+        Raises:
+            CheckpointError: When the file has become shorter.
+        """
+        dtype = DTYPES[self.dtype]
+        buffer = bytearray(prod(box[1]) * dtype.itemsize)
+        if not buffer:
+            return torch.empty(box[1], dtype=dtype)
+        data = memoryview(buffer)
+        for place, start, nbytes in _runs(self.shape, box, dtype.itemsize):
+            piece = data[start : start + nbytes]
+            if read_into(self.descriptor, piece, self.begin + place) < nbytes:
+                raise CheckpointError(f'"{self.file}" became shorter while it was read')
+        return torch.frombuffer(buffer, dtype=dtype).reshape(box[1])
+
+    def write(self, box: Box, values: Tensor) -> None:
+        """Put the values of a box to their place; they must be of the file's dtype."""
+        data = memoryview(bytes_of(values))
+        for place, start, nbytes in _runs(self.shape, box, values.dtype.itemsize):
+            _write(self.descriptor, data[start : start + nbytes], self.begin + place)
+
+
+@contextmanager
+def opened_tensors(paths: Iterable[Path]) -> Iterator[dict[str, FileTensor]]:
+    """Open files and give their tensors by name; only headers are read.
+
+    Raises:
+        CheckpointError: When one is missing or damaged, or a tensor is in two of them.
+    """
+    with ExitStack() as stack:
+        found: dict[str, FileTensor] = {}
+        for path in paths:
+            descriptor = open_regular(path)
+            stack.callback(os.close, descriptor)
+            inside = _tensors_of(descriptor, str(path))
+            if twice := found.keys() & inside.keys():
+                name = min(twice)
+                raise CheckpointError(
+                    f'tensor {_shown(name)} must be in one file, not in "{found[name].file}" and '
+                    f'"{path}"'
+                )
+            found |= inside
+        yield found
+
+
+def open_regular(path: Path) -> int:
+    """Open a file to be read; what is no plain file, such as a pipe, is not waited for.
+
+    Links are followed: the cache of Hugging Face's hub is made of them.
+
+    Raises:
+        CheckpointError: When it cannot be opened, or is of another kind.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(f"{_shown(str(path))} must be readable: {reason}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{_shown(str(path))} must be a plain file")
+    return descriptor
+
+
+def layout_of(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> tuple[bytes, dict[str, int], int]:
+    """What a file with these tensors begins with, where each begins in it, and its size in bytes.
+
+    Args:
+        tensors: Dtype and shape by name.
+    """
+    header: dict[str, Any] = {RESERVED: {"format": "pt"}}
+    position = 0
+    # Wide dtypes first, so that all are aligned.
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda e: -e[1][0].itemsize):
+        span = [position, position + prod(shape) * dtype.itemsize]
+        header[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": span}
+        position = span[1]
+    text = framed(header)
+    begins = {name: len(text) + header[name]["data_offsets"][0] for name in tensors}
+    return text, begins, len(text) + position
+
+
+def index_of(file_of: Mapping[str, str], num_bytes: int) -> bytes:
+    """The index of a folder: which file has which tensor.
+
+    Args:
+        file_of: Names of files by name of tensor.
+        num_bytes: Size of all tensors together, in bytes.
+    """
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _write(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        done = os.pwrite(descriptor, data, position)
+        data, position = data[done:], position + done
+
+
+def _runs(shape: tuple[int, ...], box: Box, item: int) -> Iterator[tuple[int, int, int]]:
+    """Runs of bytes of a box: where in the tensor, where in the box, how many."""
+    offsets, sizes = box
+    if prod(sizes) == 0:
+        return
+    strides = [prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
+    # Dimensions after `last` are whole, so that a run goes over all of them.
+    last = len(shape)
+    while last > 0 and sizes[last - 1] == shape[last - 1]:
+        last -= 1
+    last = max(last - 1, 0)
+    length = prod(sizes[last:]) * item if shape else item
+    inner = sum(o * s for o, s in zip(offsets[last:], strides[last:], strict=True))
+    outer = [range(o, o + n) for o, n in zip(offsets[:last], sizes[:last], strict=True)]
+    for number, index in enumerate(product(*outer)):
+        place = sum(i * s for i, s in zip(index, strides[:last], strict=True))
+        yield place + inner, number * length, length
+
+
+def _tensors_of(descriptor: int, path: str) -> dict[str, FileTensor]:
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(f'"{path}" must be a safetensors file: its header is cut off')
+    try:
+        stated: dict[str, Any] = json.loads(os.pread(descriptor, length, 8))
+        stated.pop(RESERVED, None)
+        entries = {
+            name: as_form(_Stated, {field: entry[field] for field in _Stated._fields})
+            for name, entry in stated.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CheckpointError(f'"{path}" must be a safetensors file: its header is none') from None
+    found: dict[str, FileTensor] = {}
+    last = 0
+    in_order = sorted(entries.items(), key=lambda e: e[1].data_offsets)
+    for name, (dtype, shape, (begin, end)) in in_order:
+        if len(shape) > _MOST_DIMS:
+            raise CheckpointError(
+                f'"{path}": tensor {_shown(name)} must have at most {_MOST_DIMS} dims'
+            )
+        fits = 0 <= begin <= end <= size - 8 - length and min((0, *shape)) >= 0
+        if not fits or (dtype in DTYPES and end - begin != prod(shape) * DTYPES[dtype].itemsize):
+            raise CheckpointError(f'"{path}": tensor {_shown(name)} must lie inside the file')
+        if begin < last:
+            raise CheckpointError(f'"{path}": tensor {_shown(name)} must not overlap another one')
+        last = end
+        found[name] = FileTensor(descriptor, 8 + length + begin, dtype, shape, path)
+    return found
+
+
+def _shown(text: str) -> str:
+    return json.dumps(text if len(text) <= 250 else f"{text[:250]}...")

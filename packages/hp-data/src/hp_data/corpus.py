@@ -1,0 +1,395 @@
+"""Text to train on: files, folders, jsonl, or the running Python's standard library.
+
+Files are read in pieces that are cut at ends of lines, by a rule that looks at the file alone, so
+that any number of processes reads the same text, and none of it needs to be in memory as a whole.
+"""
+
+import codecs
+import os
+import re
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from hp_base.atomic_write import closed_at_end
+from hp_base.errors import DataError
+from hp_base.folder import open_named, read_span
+
+# Not the library's own prose and code: third-party packages and megabytes of test tables.
+_SKIPPED_PARTS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", *_LINE_SUFFIXES[:2])
+_NO_TEXT = {".csv": "a table", ".tsv": "a table", ".parquet": "a table", ".arrow": "a table"}
+_TO_LINES = "make a .jsonl file of it, in which every line is an object with a string under 'text'"
+_PROSE = (".py", ".md", ".rst")  # may begin with anything
+_JSON = re.compile(rb'\s*\[?\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
+_NO_LINES = {re.compile(rb"\s*\["): "an array", re.compile(rb"\s*\{\s*\n"): "spread over lines"}
+_SCAN_BYTES = 1 << 16
+_LONGEST_LINE = 1 << 28
+_LOOKED_AT = 1000
+_OPENED = 8
+_KINDS_OF_BYTES = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"PAR1": "Parquet",
+}
+
+PIECE_BYTES = 1 << 22
+"""Text that is in memory at a time, unless a line is longer."""
+
+
+class Source(NamedTuple):
+    """A file of text.
+
+    Attributes:
+        path: Where it is.
+        size: Size in bytes, when the file was found.
+        kind: One document; a document per line of JSON; or Python's own source, in which bytes
+            that are not UTF-8 are replaced.
+    """
+
+    path: str
+    size: int
+    kind: Literal["text", "jsonl", "library"]
+
+
+class Piece(NamedTuple):
+    """The lines of a source that begin in a range of bytes.
+
+    Attributes:
+        source: The file.
+        begin: First byte of the range.
+        end: One past its last.
+    """
+
+    source: Source
+    begin: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the file ends with it."""
+        return self.end >= self.source.size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the file."""
+        return self.begin == 0 and self.is_last
+
+
+class _Line(msgspec.Struct):
+    """What a line of jsonl must have; all else is left alone."""
+
+    text: str
+
+
+_decode_line = msgspec.json.Decoder(_Line).decode
+
+
+def find_sources(paths: Sequence[str]) -> Iterator[Source]:
+    """Files of the given files and folders, in the order given; Python's library if there are none.
+
+    A folder is read recursively in name order, files ending in .py, .txt, .md, .rst, .jsonl and
+    .ndjson, and such as end in .json and have a document in their first line.
+
+    Raises:
+        DataError: About a file or a folder that cannot be read, a folder without text, a link to a
+            folder in one, and a file that is a table by its name.
+    """
+    if not paths:
+        yield from _standard_library()
+    for given in map(Path, paths):
+        found = _files_below(given)[0] if given.is_dir() else [given]
+        for path in found:
+            yield _source(path, _kind_of(path))
+        if not found:
+            suffixes = " ".join(_TEXT_SUFFIXES)
+            raise DataError(f"data.paths: {printable(given)} must have files of text ({suffixes})")
+
+
+def left_out(paths: Sequence[str]) -> str:
+    """How many files of which names are not read in the folders among some paths; empty: none.
+
+    Raises:
+        DataError: When a folder cannot be read.
+    """
+    counts = Counter(
+        path.suffix.lower() or "no suffix"
+        for given in map(Path, paths)
+        if given.is_dir()
+        for path in _files_below(given)[1]
+    )
+    listed = ", ".join(
+        f"{printable(name)} ({count})" for name, count in counts.most_common(_OPENED)
+    )
+    more = f" and {len(counts) - _OPENED} kinds more" if len(counts) > _OPENED else ""
+    return (
+        f"files of data.paths that are left out, no text by their names: {listed}{more}"
+        if counts
+        else ""
+    )
+
+
+def look_at(paths: Sequence[str]) -> None:
+    """Refuse what is no text by a look at the beginnings of some files, before anything starts.
+
+    Reads at most 64 KiB of eight files of each path, and looks for no more than a thousand.
+
+    Raises:
+        DataError: About the first thing that is wrong.
+    """
+    total = 0
+    for path in paths:
+        opened = 0
+        for number, source in enumerate(find_sources([path])):
+            total += source.size
+            if source.size and opened < _OPENED:
+                opened += 1
+                _look_at_beginning(source)
+            if number >= _LOOKED_AT:
+                return
+    if paths and not total:
+        raise DataError(f"data.paths: {printable(paths[0])} must not be empty")
+
+
+def pieces_of(source: Source) -> Iterator[Piece]:
+    """The pieces of a file, in order; none of an empty one."""
+    for begin in range(0, source.size, PIECE_BYTES):
+        yield Piece(source, begin, min(begin + PIECE_BYTES, source.size))
+
+
+def read_piece(piece: Piece) -> tuple[int, bytes]:
+    """Where a piece begins, and its bytes.
+
+    Raises:
+        DataError: When the file cannot be read, or has become shorter.
+    """
+    source = piece.source
+    with opened_source(source.path) as descriptor:
+        begin, end = (_cut(descriptor, at, source) for at in (piece.begin, piece.end))
+        raw = read_span(descriptor, begin, max(begin, end))
+        if len(raw) < end - begin:
+            raise DataError(f"{printable(source.path)} became shorter while it was read")
+    return begin, raw
+
+
+def texts_of(source: Source, begin: int, raw: bytes) -> Iterator[str]:
+    """The texts in a piece: of a jsonl file one per line that is not blank, else one.
+
+    Args:
+        source: The file.
+        begin: Where in it the piece begins.
+        raw: Its bytes.
+
+    Raises:
+        DataError: Naming file and line, or byte, of what is no text.
+    """
+    if begin == 0:
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+        _require_kind(source, raw)
+    if source.kind != "jsonl":
+        yield _plain_text(source, begin, raw)
+        return
+    for number, line in enumerate(raw.split(b"\n")):
+        if line.strip():
+            yield _text_of_line(source, begin, number, line)
+
+
+def printable(path: str | Path) -> str:
+    """A path for a message of one line."""
+    return "".join(c if c.isprintable() else "?" for c in str(path))
+
+
+def _standard_library() -> Iterator[Source]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if not _SKIPPED_PARTS.intersection(path.relative_to(root).parts):
+            yield _source(path, "library")
+
+
+def _kind_of(path: Path) -> Literal["text", "jsonl"]:
+    """How a file is read, by its name.
+
+    Raises:
+        DataError: When that is not the name of text.
+    """
+    suffix = path.suffix.lower()
+    if suffix in _NO_TEXT:
+        raise DataError(
+            f"data.paths: {printable(path)} must be text, and is {_NO_TEXT[suffix]}: {_TO_LINES}"
+        )
+    return "jsonl" if suffix in _LINE_SUFFIXES else "text"
+
+
+def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Files of text, by name, and others; a folder that cannot be read is an error and not empty.
+
+    A link to a folder may lead anywhere, also back: whoever wants what is there names it.
+    """
+    found: list[Path] = []
+    others: list[Path] = []
+    try:
+        for parent, folders, names in os.walk(folder, onerror=_raise):
+            for link in (Path(parent, name) for name in folders):
+                if link.is_symlink():
+                    raise DataError(
+                        f"data.paths: {printable(link)} must not be a link to a folder: name that "
+                        "folder in data.paths as well, and remove the link"
+                    )
+            for path in (Path(parent, name) for name in names):
+                (found if _is_text(path) else others).append(path)
+    except OSError as error:
+        raise DataError(f"data.paths: cannot read {printable(folder)}: {error.strerror}") from None
+    return sorted(found), others
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file of a folder is read; of .json those with a document per line."""
+    if path.suffix.lower() != ".json":
+        return path.suffix.lower() in _TEXT_SUFFIXES
+    try:
+        with opened_source(str(path)) as descriptor:
+            first = os.pread(descriptor, _SCAN_BYTES, 0).removeprefix(codecs.BOM_UTF8).lstrip()
+        _decode_line(first.split(b"\n", 1)[0])
+    except (DataError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _source(path: Path, kind: Literal["text", "jsonl", "library"]) -> Source:
+    try:
+        about = path.stat()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"data.paths: cannot read {printable(path)}: {reason}") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise DataError(f"data.paths: {printable(path)} must be a regular file or a folder")
+    return Source(str(path), about.st_size, kind)
+
+
+@contextmanager
+def opened_source(path: str) -> Iterator[int]:
+    """Descriptor of a regular file; a pipe that took its place does not block."""
+    try:
+        with closed_at_end(open_named(Path(path))) as descriptor:
+            yield descriptor
+    except OSError as error:
+        raise DataError(f"data.paths: cannot read {printable(path)}: {error.strerror}") from None
+    except ValueError:  # of `open_named`
+        raise DataError(
+            f"data.paths: {printable(path)} must be a regular file or a folder"
+        ) from None
+
+
+def _cut(descriptor: int, at: int, source: Source) -> int:
+    """The first beginning of a line from a byte on; in text without lines, that of a character."""
+    if at <= 0 or at >= source.size:
+        return max(0, min(at, source.size))
+    limit = _LONGEST_LINE if source.kind == "jsonl" else PIECE_BYTES
+    for begin in range(at - 1, min(at - 1 + limit, source.size), _SCAN_BYTES):
+        found = os.pread(descriptor, _SCAN_BYTES, begin).find(b"\n")
+        if found >= 0:
+            return min(begin + found + 1, source.size)
+    if at - 1 + limit >= source.size:
+        return source.size
+    if source.kind == "jsonl":
+        where = f"{printable(source.path)}: the line at byte {at}"
+        raise DataError(f"{where} must not exceed {_LONGEST_LINE} bytes")
+    following = os.pread(descriptor, 4, at)
+    return at + next((n for n, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+
+
+def _plain_text(source: Source, begin: int, raw: bytes) -> str:
+    name = printable(source.path)
+    try:
+        text = raw.decode("utf-8", errors="replace" if source.kind == "library" else "strict")
+    except UnicodeDecodeError as error:
+        at = begin + error.start
+        raise DataError(f"{name} must be UTF-8 text: byte {at} is not{_hint(raw)}") from None
+    if "\0" in text:
+        raise DataError(f"{name} must be text: it has a byte that is zero{_hint(raw)}")
+    return plain_lines(text)
+
+
+def plain_lines(text: str) -> str:
+    """Text whose lines end with a newline, whoever wrote it."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _require_kind(source: Source, raw: bytes) -> None:
+    """Refuse JSON that is no document per line, or would be read as plain text.
+
+    Raises:
+        DataError: Saying what would do.
+    """
+    name, suffix = printable(source.path), Path(source.path).suffix.lower()
+    if suffix == ".json":
+        for beginning, kind in _NO_LINES.items():
+            if beginning.match(raw):
+                raise DataError(
+                    f"{name} must be an object of JSON per line, and is {kind}: {_TO_LINES}"
+                )
+    if source.kind == "text" and suffix not in _PROSE and _JSON.match(raw):
+        raise DataError(f"{name} must be plain text, and is JSON: {_TO_LINES}")
+
+
+def _hint(raw: bytes) -> str:
+    kinds = [kind for magic, kind in _KINDS_OF_BYTES.items() if raw.startswith(magic)]
+    return f"; it seems to be {kinds[0]}" if kinds else ""
+
+
+def _text_of_line(source: Source, begin: int, number: int, line: bytes) -> str:
+    try:
+        text = _decode_line(line).text
+    except msgspec.ValidationError:
+        problem = "must be an object with a string under 'text'"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem = f"not a JSON object: {error}"
+    else:
+        if "\0" not in text:
+            return text
+        problem = "must be text: it has a character that is zero"
+    number += _lines_before(source, begin) + 1
+    raise DataError(f"{printable(source.path)}:{number}: {printable(problem)}{_hint(line)}")
+
+
+def _lines_before(source: Source, end: int) -> int:
+    with opened_source(source.path) as descriptor:
+        reads = (
+            os.pread(descriptor, min(PIECE_BYTES, end - begin), begin)
+            for begin in range(0, end, PIECE_BYTES)
+        )
+        return sum(read.count(b"\n") for read in reads)
+
+
+def _look_at_beginning(source: Source) -> None:
+    with opened_source(source.path) as descriptor:
+        raw = os.pread(descriptor, _SCAN_BYTES, 0)
+    if len(raw) < source.size:  # whole lines, or whole characters
+        whole = raw[: raw.rfind(b"\n") + 1]
+        is_cut = source.kind == "jsonl" or whole
+        raw = whole if is_cut else raw[: len(raw) - _cut_off(raw)]
+    for _ in texts_of(source, 0, raw):
+        pass
+
+
+def _cut_off(raw: bytes) -> int:
+    """How many bytes at the end belong to a character that goes on."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(raw)
+    return len(decoder.getstate()[0])

@@ -1,0 +1,250 @@
+"""The order in which sequences are drawn from token files.
+
+Sequence ``g`` of a run (its global index, counted over the whole run and all ranks) is a pure
+function of the seed and of ``g``: no layout, batch size or restart changes it.
+
+Shape symbols: B sequences, S positions.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hp_base.seeds import derive_seed
+from hp_data.index import read_index
+from hp_data.packing import Packs, best_fit
+from hp_data.tokens import TokenFile, require_sequence
+
+
+class Batch(NamedTuple):
+    """Some sequences, on the CPU.
+
+    Attributes:
+        tokens: int64 [B, S].
+        targets: The token after each, int64 [B, S]; -1 where that is one of another document.
+        documents: Lengths of the documents in each sequence, in order; padding counts as one.
+        padding: Positions that hold nothing, bool [B, S]; None: there are none.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    documents: tuple[tuple[int, ...], ...]
+    padding: Tensor | None = None
+
+
+class Piece(NamedTuple):
+    """A document of a sequence of whole documents, or the part of one that fills a sequence.
+
+    Attributes:
+        sequence: Global index of the sequence.
+        start: First position in the sequence.
+        begin: First token in the split.
+        length: Tokens, the separator included.
+        has_next: Whether a token of its document follows it.
+    """
+
+    sequence: int
+    start: int
+    begin: int
+    length: int
+    has_next: bool
+
+    def num_targets(self, *, ahead: int = 0) -> int:
+        """How many of its targets are to be learned, so much further ahead than the next token."""
+        return max(0, self.length - (not self.has_next) - ahead)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Sequences of one split, addressed by global index.
+
+    Attributes:
+        tokens: The split's ids, one-dimensional, compared with their digests as they are read.
+        seq_len: Length of whole sequences, S.
+        seed: Seed of the order; None keeps the order of the file.
+        digest: Digest of all tokens: two runs read the same data exactly if these agree. Of tokens
+            that have not been read, it is what they must be to be read.
+        separator: Ends a document; None: sequences are taken for one document each.
+        packs: Which documents each sequence has; None: the text is cut wherever a sequence is full.
+    """
+
+    tokens: NDArray[Any] | TokenFile
+    seq_len: int
+    seed: int | None
+    digest: str
+    separator: int | None
+    packs: Packs | None = None
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        split: str,
+        *,
+        seq_len: int,
+        seed: int | None,
+        separate: bool = True,
+        packing: Literal["stream", "best_fit", "planned"] = "stream",
+    ) -> "Dataset":
+        """Open a split written by :func:`hp_data.prepare.prepare`.
+
+        Args:
+            directory: Directory of the files.
+            split: ``"train"`` or ``"eval"``.
+            seq_len: Length of whole sequences, S.
+            seed: Seed of the order; None keeps that of the file.
+            separate: Whether documents are to be kept apart.
+            packing: ``data.packing``. All but stream read all tokens, to find where documents end,
+                and have sequences of whole documents.
+
+        Raises:
+            DataError: When the file does not fit its index or holds not even one sequence.
+        """
+        index = read_index(directory)
+        tokens = TokenFile(directory, split, index)
+        require_sequence(tokens.size, split, seq_len=seq_len, where=tokens.path)
+        digest = (index.train if split == "train" else index.eval).digest
+        if packing == "stream":
+            return cls(tokens, seq_len, seed, digest, index.separator if separate else None)
+        ends = tokens.places_of(index.separator)
+        packs = best_fit(ends, num_tokens=tokens.size, seq_len=seq_len)
+        return cls(tokens, seq_len, seed, packs.digest(digest), index.separator, packs)
+
+    @property
+    def num_sequences(self) -> int:
+        """Different sequences in one pass over the split."""
+        if self.packs is not None:
+            return self.packs.num_sequences
+        return int((self.tokens.size - 1) // self.seq_len)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - two permutations of one long-lived object
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if self.seed is None:
+            return np.arange(self.num_sequences)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
+        order = torch.randperm(self.num_sequences, generator=generator)
+        return order.numpy()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def batch(self, sequence_index: range) -> Batch:
+        """Read some sequences.
+
+        Args:
+            sequence_index: Global indices; past the end a new pass begins, in another order.
+        """
+        if self.packs is not None:
+            return self._packed(self.packs, sequence_index)
+        rows = np.empty((len(sequence_index), self.seq_len + 1), dtype=np.int64)
+        for row, tokens_of_row in zip(rows, self._tokens(sequence_index), strict=True):
+            row[:] = tokens_of_row
+        block = torch.from_numpy(rows)
+        tokens, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        whole = ((self.seq_len,),) * len(rows)
+        if self.separator is None:
+            return Batch(tokens, targets, whole)
+        # What follows a separator is the beginning of another document, and nothing tells which.
+        # Not in place: of a single sequence, both are views of the same memory.
+        targets = targets.masked_fill(tokens == self.separator, -1)
+        return Batch(tokens, targets, self._lengths(rows[:, :-1]))
+
+    def num_targets(self, sequence_index: range, *, ahead: int = 0) -> int:
+        """How many targets of some sequences are to be learned.
+
+        Args:
+            sequence_index: Global indices.
+            ahead: How much further ahead than the next token they are.
+        """
+        if self.packs is not None:
+            places = self._places(sequence_index)
+            return sum(self.packs.num_targets(place, ahead=ahead) for place in places)
+        if self.separator is None:
+            return len(sequence_index) * max(0, self.seq_len - ahead)
+        total = 0
+        for tokens in self._tokens(sequence_index):
+            ends = np.flatnonzero(tokens[:-1] == self.separator)
+            # From the tokens of a document, its separator apart, to those as far ahead in it.
+            lengths = np.diff(ends, prepend=-1, append=self.seq_len) - 1
+            total += int(np.maximum(lengths - ahead, 0).sum())
+        return total
+
+    def pieces(self, sequence_index: range) -> list[Piece]:
+        """List the documents of some sequences, which must be of whole ones, without reading them.
+
+        Args:
+            sequence_index: Global indices.
+        """
+        assert self.packs is not None
+        found: list[Piece] = []
+        for sequence, place in zip(sequence_index, self._places(sequence_index), strict=True):
+            found += self._pieces_at(self.packs, sequence, place)
+        return found
+
+    def read(self, piece: Piece) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Read the tokens of a piece, and the target of each; -1: there is none."""
+        ids = self.tokens[piece.begin : piece.begin + piece.length + piece.has_next]
+        targets = np.full(piece.length, -1, np.int64)
+        targets[: ids.size - 1] = ids[1:]
+        return ids[: piece.length].astype(np.int64), targets
+
+    def _pieces_at(self, packs: Packs, sequence: int, place: int) -> Iterator[Piece]:
+        """The pieces of a sequence of the split, which has some global index."""
+        pieces, start = packs.pieces(place), 0
+        of_each = (packs.begins[pieces], packs.lengths[pieces], packs.has_next[pieces])
+        for begin, length, more in zip(*(array.tolist() for array in of_each), strict=True):
+            yield Piece(sequence, start, begin, length, more)
+            start += length
+
+    def _tokens(self, sequence_index: range) -> Iterator[NDArray[Any]]:
+        """The tokens of each sequence and the one after it, as they are stored."""
+        places, length = self._places(sequence_index), self.seq_len + 1
+        starts = [place * self.seq_len for place in places]
+        if isinstance(self.tokens, TokenFile):
+            return self.tokens.rows(starts, length)
+        return (self.tokens[start : start + length] for start in starts)
+
+    def _places(self, sequence_index: range) -> list[int]:
+        """Which sequences of the split these are."""
+        epochs, offsets = np.divmod(np.asarray(sequence_index), self.num_sequences)
+        places = np.empty_like(offsets)
+        # numpy's unique would import its masked arrays, in every rank.
+        for epoch in sorted(set(epochs.tolist())):
+            places[epochs == epoch] = self._order(epoch)[offsets[epochs == epoch]]
+        found: list[int] = places.tolist()
+        return found
+
+    def _packed(self, packs: Packs, sequence_index: range) -> Batch:
+        """Sequences of whole documents; what they leave is separators, from which none learns."""
+        assert self.separator is not None
+        shape = len(sequence_index), self.seq_len
+        tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, -1, np.int64)
+        padding, documents = np.ones(shape, dtype=bool), []
+        for row, place in enumerate(self._places(sequence_index)):
+            lengths, at = [], 0
+            for piece in self._pieces_at(packs, row, place):
+                at = piece.start + piece.length
+                tokens[row, piece.start : at], targets[row, piece.start : at] = self.read(piece)
+                lengths.append(piece.length)
+            padding[row, :at] = False
+            documents.append((*lengths, self.seq_len - at) if at < self.seq_len else tuple(lengths))
+        is_padding = torch.from_numpy(padding) if padding.any() else None
+        return Batch(
+            torch.from_numpy(tokens), torch.from_numpy(targets), tuple(documents), is_padding
+        )
+
+    def _lengths(self, rows: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
+        """Lengths of the documents of sequences [B, S], separators included."""
+        is_last = rows == self.separator
+        is_last[:, -1] = True
+        # Sequences follow each other, and each ends with a document.
+        documents = iter(np.diff(np.flatnonzero(is_last), prepend=-1).tolist())
+        return tuple([tuple(islice(documents, count)) for count in is_last.sum(axis=1).tolist()])

@@ -1,0 +1,351 @@
+"""Pieces of text to ids, here or in other processes, always in order and always the same.
+
+The processes are new interpreters without torch: what is forked from a rank would inherit locks of
+threads that it does not have. They end with the pipe that they read from.
+
+Note [tokenizers of strangers]. The rules of a tokenizer file are programs: a regular expression may
+take years for a line, a normalizer may double a text forty times. So a tokenizer is made, tried and
+used in such a process, whose memory and processor time are bounded: a file that needs more is
+refused, and nothing hangs.
+"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from itertools import cycle
+from pathlib import Path
+from typing import IO, NamedTuple, Self
+
+import numpy as np
+
+from hp_base.errors import ConfigError, DataError
+from hp_data.corpus import Piece, Source, printable, read_piece, texts_of
+from hp_data.seams import cut_text
+from hp_data.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from hp_data.tokens import new_hasher
+
+_HEAD = struct.Struct("<B16sQQ")
+_GOOD, _BAD_TEXT, _BAD_CONFIG = range(3)
+_AHEAD = 2  # pieces that each process has been given
+_BYTES_PER_PROCESS = 1 << 22  # a second's work for a tokenizer of Hugging Face
+_READ_BYTES = 1 << 16  # what a pipe holds
+_LOOK_SECONDS = 1.0
+_WATCHED_SECONDS = (
+    1200  # of a wait for one piece; what takes longer is left to whoever looks for hangs
+)
+_LEAST_SECONDS, _LEAST_BYTES = 30, 2 << 30  # of processor time and memory that any text may take
+_CHARACTERS_PER_SECOND, _BYTES_PER_CHARACTER = (
+    1 << 14,
+    128,
+)  # and what its length may take beyond that
+_TRIAL = "It's 1 caf\u00e9 (e\u0301). " + "".join(
+    200 * c for c in "aA1 .-=!'(\n\t\u00e9\u4e2d\u3002"
+)
+
+
+class Encoded(NamedTuple):
+    """What became of a piece.
+
+    Attributes:
+        piece: The piece.
+        digest: Digest of the piece's bytes.
+        tokens: Token ids, a separator after every document that ends in the piece; one-dimensional.
+        num_empty: Lines of jsonl whose text gives no tokens; they are left out.
+    """
+
+    piece: Piece
+    digest: bytes
+    tokens: TokenArray
+    num_empty: int
+
+
+def count_processes(total_bytes: int, tokenizer: Tokenizer) -> int:
+    """Processes worth starting for so much text; 0: none beside this one."""
+    if tokenizer.is_cheap:
+        return 0
+    return max(1, min(len(os.sched_getaffinity(0)), total_bytes // _BYTES_PER_PROCESS))
+
+
+def try_out(path: str, separator: str) -> None:
+    """Refuse values of ``data.tokenizer`` and ``data.separator`` before anything depends on them.
+
+    The tokenizer is made and encodes a few kilobytes; see Note [tokenizers of strangers].
+
+    Raises:
+        ConfigError: When it is none, it is not known what ends a document, or it takes too much.
+    """
+    with _Helper(path, separator) as helper:
+        helper.identity()
+
+
+def encode_all(
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    *,
+    num_processes: int,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Generator[Encoded, None, None]:
+    """Encode pieces, of which a few for each process are in memory at a time.
+
+    Args:
+        pieces: Pieces to encode, in order.
+        tokenizer: Tokenizer that gives the ids.
+        num_processes: Number of processes to start; 0: this one does it.
+        on_wait: Called every second while a piece is waited for.
+
+    Yields:
+        The pieces in order.
+
+    Raises:
+        DataError: When a piece cannot be read or a process has died.
+        ConfigError: When the tokenizer takes too much, or its file has changed.
+    """
+    if not num_processes:
+        for piece in pieces:
+            yield encode_piece(piece, tokenizer)
+        return
+    with contextlib.ExitStack() as stack:
+        helpers = [
+            stack.enter_context(_Helper(tokenizer.path, tokenizer.separator_name, on_wait=on_wait))
+            for _ in range(num_processes)
+        ]
+        for helper in helpers:
+            helper.require(tokenizer)
+        given: deque[_Helper] = deque()
+        for helper, piece in zip(cycle(helpers), pieces):
+            if len(given) == num_processes * _AHEAD:
+                yield given.popleft().take(tokenizer)
+            helper.give(piece)
+            given.append(helper)
+        for helper in given:
+            yield helper.take(tokenizer)
+
+
+def encode_piece(
+    piece: Piece, tokenizer: Tokenizer, *, on_text: Callable[[int], None] = lambda _: None
+) -> Encoded:
+    """Read a piece and encode it.
+
+    Args:
+        piece: The piece.
+        tokenizer: Gives the ids.
+        on_text: Called with the length of each text before it is encoded.
+
+    Raises:
+        DataError: When it cannot be read or is no text.
+    """
+    begin, raw = read_piece(piece)
+    source = piece.source
+    end = np.full(1, tokenizer.separator, dtype=tokenizer.dtype)
+    parts: list[TokenArray] = []
+    digest, num_empty = new_hasher(raw).digest(), 0
+    if source.kind != "jsonl" and not (tokenizer.is_cheap or piece.is_whole):
+        begin, raw = cut_text(piece, tokenizer)
+    for text in texts_of(source, begin, raw):
+        goes_on = source.kind != "jsonl" and begin > 0
+        on_text(len(text))
+        tokens = tokenizer.encode(text, goes_on=goes_on) if text else end[:0]
+        _require_text(source, tokens, tokenizer)
+        parts.append(tokens)
+        if source.kind == "jsonl":
+            num_empty += not tokens.size
+            parts.append(end[: tokens.size])
+    if source.kind != "jsonl" and piece.is_last:
+        parts.append(end)
+    tokens = np.concatenate(parts) if parts else end[:0]
+    return Encoded(piece, digest, tokens, num_empty)
+
+
+def _require_text(source: Source, tokens: TokenArray, tokenizer: Tokenizer) -> None:
+    """Refuse a separator within a document; bytes of text have none."""
+    if not tokenizer.is_cheap and (tokens == tokenizer.separator).any():
+        name = ascii(tokenizer.separator_name)[1:-1]
+        raise DataError(
+            f"{printable(source.path)}: text must not give the separator ({name}), which stands "
+            "for all that the tokenizer does not know; set data.separator to another token"
+        )
+
+
+class _Helper:
+    """A process that encodes what it is given; it is there until the end of ``with``.
+
+    Args:
+        path: See `load_tokenizer`.
+        separator: Likewise.
+        on_wait: Called every second while it is waited for.
+    """
+
+    def __init__(
+        self, path: str, separator: str, *, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
+        self._path, self._on_wait = path, on_wait
+        self._given: deque[Piece] = deque()
+        folders = os.pathsep.join(entry for entry in sys.path if entry)
+        # -P: a file of the folder that this was started in must not be taken for a module.
+        command = [sys.executable, "-P", "-m", __name__, path, separator]
+        self._process = subprocess.Popen(  # noqa: S603 - this very module
+            [*command, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # how it ends is told in a line
+            process_group=0,  # who asks a group to stop asks its parent, with which it ends
+            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": folders},
+        )
+        assert self._process.stdin, "it is a pipe"
+        assert self._process.stdout, "it is a pipe"
+        self._to: IO[bytes] = self._process.stdin
+        self._from: IO[bytes] = self._process.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._to.close()
+        self._from.close()
+        self._process.wait()
+
+    def identity(self) -> str:
+        """Wait until the tokenizer is made and tried; its identity."""
+        return self._answer()[2].decode()
+
+    def require(self, tokenizer: Tokenizer) -> None:
+        """Refuse a file that has changed since a tokenizer was made of it."""
+        if self.identity() != tokenizer.identity:
+            raise ConfigError(f"data.tokenizer ({self._path}) changed while it was used")
+
+    def give(self, piece: Piece) -> None:
+        """Have a piece encoded; it does not wait."""
+        self._given.append(piece)
+        with contextlib.suppress(BrokenPipeError):  # what is taken will tell
+            self._to.write(json.dumps([piece.source, piece.begin, piece.end]).encode() + b"\n")
+            self._to.flush()
+
+    def take(self, tokenizer: Tokenizer) -> Encoded:
+        """Wait for the next of what was given."""
+        digest, num_empty, content = self._answer()
+        tokens = np.frombuffer(content, dtype=tokenizer.dtype)
+        return Encoded(self._given.popleft(), digest, tokens, num_empty)
+
+    def _answer(self) -> tuple[bytes, int, bytes]:
+        """The next answer: a digest, a count and a content."""
+        for _ in range(_WATCHED_SECONDS):
+            if select.select([self._from], [], [], _LOOK_SECONDS)[0]:
+                break
+            self._on_wait()
+        head = self._read(_HEAD.size)
+        if len(head) == _HEAD.size:
+            kind, digest, num_empty, size = _HEAD.unpack(head)
+            content = self._read(size)
+            if len(content) == size and kind == _GOOD:
+                return digest, num_empty, content
+            if len(content) == size:
+                refused = ConfigError if kind == _BAD_CONFIG else DataError
+                raise refused(content.decode(errors="replace"))
+        self._on_wait()  # which raises if all were asked to stop
+        raise self._ended(self._process.wait())
+
+    def _read(self, size: int) -> bytes:
+        """The next bytes, fewer at the end; no more, since `select` would not see what is kept."""
+        content = bytearray()
+        while part := os.read(self._from.fileno(), min(size - len(content), _READ_BYTES)):
+            content += part
+        return bytes(content)
+
+    def _ended(self, status: int) -> Exception:
+        takes = {
+            -signal.SIGXCPU: "more processor time than a tokenizer should",
+            -signal.SIGABRT: "more memory than a tokenizer should",
+        }
+        if status not in takes:
+            return DataError(f"a process that tokenises ended with status {status}")
+        of = "a few words"
+        if self._given:
+            piece = self._given[0]
+            of = f"{printable(piece.source.path)} from byte {piece.begin} on"
+        return ConfigError(
+            f"data.tokenizer ({self._path}) must be another: for {of} it takes {takes[status]}; "
+            "a regular expression or a normalizer in it explodes"
+        )
+
+
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def main(path: str, separator: str, parent: int) -> None:
+    """Encode what stands on standard input, a piece per line, until that is closed."""
+    from hp_base.lifetime import kill_when_parent_dies  # noqa: PLC0415 - of a process
+
+    kill_when_parent_dies()
+    if os.getppid() != parent:
+        return
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # who asks all processes of a job means its ranks
+    bound = _bounds()
+    bound(len(_TRIAL))
+    try:
+        tokenizer = load_tokenizer(path, separator)
+        tokenizer.encode(_TRIAL)
+    except Exception as error:  # noqa: BLE001 - told by the process that asked
+        _tell(_BAD_CONFIG, str(error) if isinstance(error, ConfigError) else f"{path}: {error}")
+        return
+    _tell(_GOOD, tokenizer.identity)
+    for line in sys.stdin.buffer:
+        source, begin, end = json.loads(line)
+        piece = Piece(Source(*source), begin, end)
+        bound(end - begin)
+        try:
+            made = encode_piece(piece, tokenizer, on_text=bound)
+        except Exception as error:  # noqa: BLE001 - told by the process that asked
+            name = "" if isinstance(error, DataError) else f"{printable(piece.source.path)}: "
+            _tell(_BAD_TEXT, f"{name}{error}")
+        else:
+            _tell(_GOOD, made.tokens.tobytes(), digest=made.digest, num_empty=made.num_empty)
+
+
+def _tell(
+    kind: int, content: bytes | str, *, digest: bytes = bytes(16), num_empty: int = 0
+) -> None:
+    """Answer on standard output."""
+    raw = content.encode(errors="replace") if isinstance(content, str) else content
+    out = sys.stdout.buffer
+    out.write(_HEAD.pack(kind, digest, num_empty, len(raw)))
+    out.write(raw)
+    out.flush()
+
+
+def _bounds() -> Callable[[int], None]:
+    """A function that lets this process take the time and memory that a text of some length may.
+
+    Beyond them it is killed or aborted.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory = pages * resource.getpagesize() + _LEAST_BYTES
+
+    def bound(length: int) -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = used.ru_utime + used.ru_stime + _LEAST_SECONDS + length / _CHARACTERS_PER_SECOND
+        _limit(resource.RLIMIT_CPU, math.ceil(seconds))
+        _limit(resource.RLIMIT_AS, memory + _BYTES_PER_CHARACTER * length)
+
+    return bound
+
+
+def _limit(what: int, most: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    with contextlib.suppress(ValueError, OSError):  # a lower one stands
+        resource.setrlimit(what, (most, hard))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

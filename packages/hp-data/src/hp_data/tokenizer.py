@@ -1,0 +1,228 @@
+"""Text to token ids and back: bytes by default, a Hugging Face ``tokenizers`` file if given."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_base.errors import ConfigError, DataError
+from hp_base.folder import read_named, why_not
+from hp_data.separator import MARK, separator_of, special_of, without_special
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+
+_LARGEST_VOCABULARY = 1 << 24
+"""Ids beyond it are a mistake or an attack: every row of the embedding takes memory."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the system needs of a tokenizer.
+
+    Attributes:
+        vocab_size: One more than the largest id.
+        separator: The id put between two documents.
+        separator_name: What the tokenizer calls it.
+        dtype: The narrowest unsigned type that holds all ids.
+        path: Argument that `load_tokenizer` makes it of again, with `separator_name`.
+        identity: Stands for the file: two that agree in it and in `separator` give the same ids.
+        is_cheap: Whether encoding costs no more than copying, so that results are not worth
+            keeping.
+    """
+
+    vocab_size: int
+    separator: int
+    separator_name: str
+    dtype: "np.dtype[Any]"
+    path: str
+    identity: str
+    is_cheap: bool
+
+    def encode(self, text: str, *, goes_on: bool = False) -> TokenArray:
+        """Ids of a text, one-dimensional; see Note [special tokens in text].
+
+        Args:
+            text: The text.
+            goes_on: Whether it goes on with one that was encoded before, and is cut from it where
+                both join (`joins`).
+        """
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids; what is not text is shown replaced, never an error."""
+
+    def joins(self, left: str, right: str) -> bool:
+        """Whether a text may be cut here: its ids are those of both sides."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255; the zero byte, which text does not contain, separates."""
+
+    vocab_size = 256
+    separator = 0
+    separator_name = ""
+    dtype = np.dtype(np.uint8)
+    path = ""
+    identity = "bytes"
+    is_cheap = True
+
+    def encode(self, text: str, *, goes_on: bool = False) -> TokenArray:  # noqa: ARG002 - bytes are bytes
+        """uint8 ids of the text's UTF-8 bytes."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the bytes."""
+        return bytes(ids).decode("utf-8", errors="replace")
+
+    def joins(self, left: str, right: str) -> bool:  # noqa: ARG002 - everywhere
+        """True."""
+        return True
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` read by the ``tokenizers`` library.
+
+    Args:
+        path: The file.
+        separator: Name of the token that ends documents; empty: see `hp_data.separator`.
+
+    Raises:
+        ConfigError: When the file is not a tokenizer, or it is not known what ends a document.
+    """
+
+    is_cheap = False
+
+    def __init__(self, path: Path, separator: str = "") -> None:
+        content, raw = _read(path)
+        self.path = str(path)
+        self.identity = hashlib.blake2b(raw, digest_size=16).hexdigest()
+        self.separator_name = name = separator_of(path, content, separator)
+        self._backend = backend = _backend_of(path, content, name)
+        ids = (backend.token_to_id(known) for known in (MARK + name, name))
+        self.separator: int = next(id_ for id_ in ids if id_ is not None)
+        # Ids may have gaps.
+        self.vocab_size: int = max(backend.get_vocab().values(), default=0) + 1
+        if self.vocab_size > _LARGEST_VOCABULARY:
+            raise ConfigError(
+                f"data.tokenizer ({path}): the largest id ({self.vocab_size - 1}) must be below "
+                f"{_LARGEST_VOCABULARY}"
+            )
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        self._is_bpe = content["model"].get("type", "BPE") == "BPE"
+        # Such a normalizer makes of the beginning of any text what a space before a word is.
+        self._begins_words = '"Prepend"' in json.dumps(content.get("normalizer"))
+
+    def encode(self, text: str, *, goes_on: bool = False) -> TokenArray:
+        """uint16 or uint32 ids, by the size of the vocabulary."""
+        return np.array(self._encoding(text, goes_on=goes_on).ids, dtype=self.dtype)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids."""
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text.replace(MARK, "")
+
+    def joins(self, left: str, right: str) -> bool:
+        """Whether the text may be cut here.
+
+        Its ids are those of both sides, and a word ends here: pre-tokenizers look at what is near,
+        and models at one word at a time. Where BPE has no words, no token may have both characters
+        beside each other that are parted: then no merge, of whatever rank, reaches across.
+        """
+        whole, first = self._encoding(left + right), self._encoding(left)
+        at = len(first.ids)
+        if not 0 < at < len(whole.ids):
+            return False
+        if whole.ids != first.ids + self._encoding(right, goes_on=True).ids:
+            return False
+        if whole.word_ids[at - 1] != whole.word_ids[at]:
+            return True
+        pair = whole.tokens[at - 1][-1] + whole.tokens[at][0]
+        return self._is_bpe and not any(pair in name for name in self._backend.get_vocab())
+
+    def _encoding(self, text: str, *, goes_on: bool = False) -> Any:
+        if goes_on and self._begins_words:
+            text = text.removeprefix(" ")
+        return self._backend.encode(text, add_special_tokens=False)
+
+
+def load_tokenizer(path: str, separator: str = "") -> Tokenizer:
+    """The tokenizer of ``data.tokenizer`` and ``data.separator``; bytes when the first is empty."""
+    return HuggingFaceTokenizer(Path(path), separator) if path else ByteTokenizer()
+
+
+def vocab_size_of(tokenizer: Tokenizer, rows: int = 0) -> int:
+    """Return the number of rows that an embedding has.
+
+    Args:
+        tokenizer: Tokenizer of the data.
+        rows: Rows that `model.vocab_size` asks for; 0: as many as the tokenizer has tokens.
+
+    Raises:
+        DataError: When the tokenizer has more tokens.
+    """
+    rows = rows or tokenizer.vocab_size
+    if rows < tokenizer.vocab_size:
+        raise DataError(
+            f"model.vocab_size ({rows}) must be at least the tokens of the tokenizer "
+            f"({tokenizer.vocab_size})"
+        )
+    return rows
+
+
+def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+    """What stands in a file, so far typed that its tokens can be read, and its bytes."""
+    try:
+        raw = read_named(path)
+        content = json.loads(raw.decode())
+        content["added_tokens"] = [_token(each) for each in content.get("added_tokens") or ()]
+        vocab = content["model"]["vocab"]
+        if isinstance(vocab, list):  # of Unigram: pieces and their scores
+            content["model"]["vocab"] = [(str(name), float(score)) for name, score in vocab]
+        else:
+            content["model"]["vocab"] = {str(name): int(id_) for name, id_ in vocab.items()}
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_tokenizer(path, error) from None
+    except (TypeError, KeyError, AttributeError, OverflowError):
+        raise _no_tokenizer(path, ValueError("it has no model with a vocab")) from None
+    # Settings for the inputs of a model: a text would be cut off or filled up, and have other ids
+    # every time.
+    content |= {"truncation": None, "padding": None}
+    content["model"].pop("dropout", None)
+    return content, raw
+
+
+def _token(token: Any) -> dict[str, Any]:
+    """An added token with the fields that are looked at."""
+    return {
+        **token,
+        "content": str(token["content"]),
+        "id": int(token["id"]),
+        "special": token.get("special") is True,
+    }
+
+
+def _backend_of(path: Path, content: dict[str, Any], separator: str) -> Any:
+    """The library's tokenizer, which gives no id of a special token for text."""
+    from tokenizers import Tokenizer as Backend  # noqa: PLC0415 - optional extra
+
+    # A special token that merges make of text keeps its name; the separator must not be one.
+    for names in ({*special_of(content), separator}, {separator}, ()):
+        try:
+            backend = Backend.from_str(json.dumps(without_special(content, names)))
+        except Exception as error:  # noqa: BLE001 - the library raises no narrower type
+            if not names:
+                raise _no_tokenizer(path, error) from None
+        else:
+            if not names:
+                raise ConfigError(
+                    f"data.separator ({ascii(separator)[1:-1]}) must not be a token that "
+                    f"data.tokenizer ({path}) makes of text; name another"
+                )
+            backend.encode_special_tokens = True
+            return backend
+    raise AssertionError("the last one returned or raised")
+
+
+def _no_tokenizer(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"data.tokenizer ({path}) must be a tokenizers file: {why_not(error)}")

@@ -1,0 +1,229 @@
+"""Tokens on disk: files that are read only as far as they are what was written.
+
+A folder holds for each split ``NAME.bin``, ids one after the other, and ``NAME.sums``, a digest of
+16 bytes for every 64 KiB of them; its index has the digests of the sums.
+"""
+
+import hashlib
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_base.errors import DataError
+from hp_base.folder import DamageError, open_file, opened_directory, read_span, read_whole
+from hp_data.corpus import printable
+from hp_data.index import INDEX, Index, Split
+from hp_data.tokenizer import TokenArray
+
+CHUNK_BYTES = 1 << 16
+"""What a digest stands for: the least that is read at the first touch."""
+SPLITS = ("train", "eval")
+
+_DIGEST_BYTES = 16
+_stamp = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns")
+"""What of a file changes when it is written."""
+new_hasher = partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
+"""For chunks and what stands for all of them."""
+
+
+class TokenWriter:
+    """Writes a split, a piece at a time. To be closed.
+
+    Args:
+        folder: Folder of the files; it exists.
+        split: Name of the split, one of `SPLITS`.
+        dtype: Dtype of the ids.
+    """
+
+    def __init__(self, folder: Path, split: str, *, dtype: "np.dtype[Any]") -> None:
+        self._dtype = dtype
+        self._file: BinaryIO = (folder / f"{split}.bin").open("xb")
+        self._sums_path = folder / f"{split}.sums"
+        self._sums = bytearray()
+        self._pending = b""  # less than a chunk
+        self.tokens = 0
+
+    def write(self, tokens: TokenArray) -> None:
+        """Append ids."""
+        data = np.ascontiguousarray(tokens, dtype=self._dtype).tobytes()
+        self._file.write(data)
+        self.tokens += tokens.size
+        pending = memoryview(self._pending + data)
+        whole = len(pending) // CHUNK_BYTES * CHUNK_BYTES
+        for begin in range(0, whole, CHUNK_BYTES):
+            self._sums += new_hasher(pending[begin : begin + CHUNK_BYTES]).digest()
+        self._pending = bytes(pending[whole:])
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+    def finish(self) -> Split:
+        """Write the digests and tell what was written; at least one token."""
+        if self._pending:
+            self._sums += new_hasher(self._pending).digest()
+        self._file.flush()
+        self._sums_path.write_bytes(self._sums)
+        digest = digest_of_split(self._sums, self.tokens, self._dtype)
+        return Split(tokens=self.tokens, digest=digest)
+
+
+def require_sequence(num_tokens: int, split: str, *, seq_len: int, where: str | Path) -> None:
+    """Refuse a split that holds not even one sequence.
+
+    Args:
+        num_tokens: Number of its tokens.
+        split: Name of the split, one of `SPLITS`.
+        seq_len: Length of a sequence.
+        where: What holds the tokens, for the message.
+
+    Raises:
+        DataError: When it does not.
+    """
+    if num_tokens <= seq_len:
+        hint = " (raise data.eval_fraction)" if split == "eval" else ""
+        raise DataError(
+            f"{printable(where)}: {num_tokens} tokens must exceed data.seq_len ({seq_len}){hint}"
+        )
+
+
+class TokenFile:
+    """The ids of a split, each chunk compared with its digest when it is first read.
+
+    The file is kept open: one of the same name that takes its place is not read. One that is
+    changed in its place is compared again.
+
+    Args:
+        folder: Folder of the data.
+        split: Name of the split, one of `SPLITS`.
+        index: Index of the folder.
+
+    Attributes:
+        path: Path of the file of ids.
+        size: Number of ids.
+        sums: The digests of all chunks.
+
+    Raises:
+        DataError: When files do not fit the index.
+    """
+
+    def __init__(self, folder: Path, split: str, index: Index) -> None:
+        about = index.train if split == "train" else index.eval
+        self.path, self.size = folder / f"{split}.bin", about.tokens
+        self._dtype, self._vocab_size = np.dtype(index.dtype), index.vocab_size
+        nbytes = self.size * self._dtype.itemsize
+        num_chunks = -(-nbytes // CHUNK_BYTES)
+        try:
+            with opened_directory(folder) as directory:
+                limit = num_chunks * _DIGEST_BYTES
+                self.sums = read_whole(directory, f"{split}.sums", limit=limit)
+                self._descriptor = open_file(directory, f"{split}.bin")
+        except DamageError as error:
+            raise DataError(f"{printable(folder)}: {error}") from None
+        except OSError as error:
+            raise DataError(f"{printable(folder)}: {error.strerror}") from None
+        weakref.finalize(self, os.close, self._descriptor)
+        if digest_of_split(self.sums, self.size, self._dtype) != about.digest:
+            where = printable(folder / f"{split}.sums")
+            raise DataError(f"{where} does not have the digest that {INDEX} says")
+        self._stamp = _stamp(os.fstat(self._descriptor))
+        if (found := self._stamp[0]) != nbytes:
+            raise DataError(f"{printable(self.path)}: {found} bytes must equal {nbytes} of {INDEX}")
+        self._seen = np.zeros(num_chunks, dtype=bool)
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        """Ids of a range, one-dimensional, read-only.
+
+        Raises:
+            DataError: Naming file and chunk, where they are not what was written.
+        """
+        first, last, _ = part.indices(self.size)
+        return next(self.rows([first], last - first))
+
+    def rows(self, starts: Iterable[int], length: int) -> Iterator[NDArray[Any]]:
+        """Ranges of one length, as they are asked for; each as `__getitem__` reads it.
+
+        Args:
+            starts: First token of each range.
+            length: Number of tokens, no range goes beyond the file.
+
+        Yields:
+            Ids, one-dimensional, read-only.
+
+        Raises:
+            DataError: Naming file and chunk, where they are not what was written.
+        """
+        nbytes = length * self._dtype.itemsize
+        for start in starts:
+            begin = start * self._dtype.itemsize
+            if (stamp := _stamp(os.fstat(self._descriptor))) != self._stamp:
+                self._stamp, self._seen[:] = stamp, False
+            for chunk in range(begin // CHUNK_BYTES, -(-(begin + nbytes) // CHUNK_BYTES)):
+                if not self._seen[chunk]:
+                    self.verified(chunk)
+            yield np.frombuffer(self._read(begin, begin + nbytes), dtype=self._dtype)
+
+    def places_of(self, token: int) -> NDArray[np.int64]:
+        """Where a token is in the whole file, ascending; every chunk is compared with its digest.
+
+        Raises:
+            DataError: Naming file and chunk, where they are not what was written.
+        """
+        per_chunk = CHUNK_BYTES // self._dtype.itemsize
+        found = [
+            np.flatnonzero(np.frombuffer(self.verified(chunk), dtype=self._dtype) == token)
+            + chunk * per_chunk
+            for chunk in range(self.num_chunks)
+        ]
+        return np.concatenate(found).astype(np.int64)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many digests there are."""
+        return int(self._seen.size)
+
+    def verified(self, chunk: int) -> bytes:
+        """The bytes of a chunk, compared with its digest now.
+
+        Raises:
+            DataError: When it is another.
+        """
+        end = min((chunk + 1) * CHUNK_BYTES, self.size * self._dtype.itemsize)
+        data = self._read(chunk * CHUNK_BYTES, end)
+        begin = chunk * _DIGEST_BYTES
+        if new_hasher(data).digest() != self.sums[begin : begin + _DIGEST_BYTES]:
+            raise DataError(f"{self._place(chunk)} is not what was written")
+        largest = int(np.frombuffer(data, dtype=self._dtype).max())
+        if largest >= self._vocab_size:
+            raise DataError(
+                f"{self._place(chunk)}: token ({largest}) must be below vocab_size "
+                f"({self._vocab_size})"
+            )
+        self._seen[chunk] = True
+        return data
+
+    def _read(self, begin: int, end: int) -> bytes:
+        try:
+            data = read_span(self._descriptor, begin, end)
+        except OSError as error:
+            raise DataError(f"{printable(self.path)}: {error.strerror}") from None
+        if len(data) < end - begin:
+            chunk = (begin + len(data)) // CHUNK_BYTES
+            raise DataError(f"{self._place(chunk)} is cut off")
+        return data
+
+    def _place(self, chunk: int) -> str:
+        """Name a chunk, for a message."""
+        return f"{printable(self.path)}: chunk {chunk} of {self._seen.size}"
+
+
+def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: "np.dtype[Any]") -> str:
+    """What stands for all tokens of a split: of their number, their type and all chunks."""
+    return new_hasher(f"{tokens} {dtype}\n".encode() + sums).hexdigest()

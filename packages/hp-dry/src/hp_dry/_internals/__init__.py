@@ -1,0 +1,1 @@
+"""Every private torch symbol that this package uses."""

@@ -1,0 +1,91 @@
+"""The random numbers of a dry device: nobody draws them, but their state is kept and handed on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from hp_dry._internals.symbols import change
+
+if TYPE_CHECKING:
+    from hp_dry.device.device import DryDevice
+
+_PlainGenerator: Any = torch.Generator
+
+
+_Meta: Any = type(_PlainGenerator)  # not the same in all versions
+
+
+class _AnyGenerator(_Meta):  # type: ignore[misc]
+    def __instancecheck__(self, x: object) -> bool:
+        return isinstance(x, _PlainGenerator)
+
+
+class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
+    """A generator of the host, or one that says that it is of the device."""
+
+    _of: torch.device | None
+
+    def __new__(cls, device: Any = "cpu") -> Self:
+        """Make a generator of a device."""
+        asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        new: Self = super().__new__(cls, "cpu")
+        new._of = None if asked.type == "cpu" else asked
+        return new
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it draws numbers for."""
+        return self._of or torch.device("cpu")
+
+    def get_state(self) -> Tensor:
+        """The seed and how many numbers were drawn."""
+        mine: Tensor = super().get_state()
+        return mine if self._of is None else _state(self.initial_seed())
+
+    def set_state(self, state: Tensor) -> Any:
+        """Go on from a state."""
+        if self._of is None:
+            return super().set_state(state)
+        return self.manual_seed(int(state.view(torch.int64)[0]))
+
+
+def _state(seed: int) -> Tensor:
+    """The state of Philox: a seed and an offset, 8 bytes each."""
+    return torch.tensor([seed % (1 << 63), 0], device="cpu").view(torch.uint8)
+
+
+def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
+    """Give `torch.cuda` and `torch.Generator` the device's generators until `stack` is closed."""
+    generators = [Generator("cuda") for _ in range(device.gpu.num_devices)]
+
+    def of(x: Any) -> Generator:
+        index = x if isinstance(x, int) else torch.device(x).index
+        return generators[device.thread.index if index is None or index < 0 else index]
+
+    def seed_all(seed: int) -> None:
+        for each in generators:
+            each.manual_seed(int(seed))
+
+    def set_all(states: Any) -> None:
+        for each, state in zip(generators, states, strict=False):
+            each.set_state(state)
+
+    change(stack, torch, Generator=Generator)
+    change(
+        stack,
+        torch.cuda,
+        default_generators=tuple(generators),
+        get_rng_state=lambda x="cuda": of(x).get_state(),
+        get_rng_state_all=lambda: [each.get_state() for each in generators],
+        set_rng_state=lambda state, x="cuda": of(x).set_state(state) and None,
+        set_rng_state_all=set_all,
+        manual_seed=lambda seed: of("cuda").manual_seed(int(seed)) and None,
+        manual_seed_all=seed_all,
+        initial_seed=lambda: of("cuda").initial_seed(),
+        seed=lambda: of("cuda").seed() and None,
+        seed_all=lambda: seed_all(torch.seed()),
+    )

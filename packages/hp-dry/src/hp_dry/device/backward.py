@@ -1,0 +1,84 @@
+"""What the autograd engine knows of an operator: its stream, and the line whose gradient it is.
+
+Note [where a gradient is computed]: the engine runs a node of backward on the stream that was
+current when its operator ran forward, and has streams wait for each other where gradients pass from
+one to another, and at the end. On `meta` it knows no streams, so it is done here. When an operator
+of forward has run, its node of backward exists; the next operator of the thread writes the origin
+into it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hp_dry._internals.symbols import current_node, sequence_number
+from hp_dry.trace import RecordEvent, WaitEvent
+
+if TYPE_CHECKING:
+    from hp_dry.device.device import DryDevice
+
+_KEY = "hp_dry"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an operator ran forward."""
+
+    at: str
+    place: str
+    stream: int
+
+
+class Backward:
+    """What one thread of the host is at in backward.
+
+    Attributes:
+        origin: Where the operator ran forward whose gradient is computed now; None outside of
+            backward and where gradients of a leaf are added up.
+    """
+
+    __slots__ = ("_device", "_home", "_last", "_node", "origin")
+
+    def __init__(self, device: DryDevice) -> None:
+        self._device = device
+        self._node: tuple[int, int] | None = None
+        self._home = 0
+        self._last: tuple[list[weakref.ref[Tensor]], Origin] | None = None
+        self.origin: Origin | None = None
+
+    def remember(self, made: list[Tensor], origin: Origin) -> None:
+        """Keep what an operator returns until it has its node."""
+        self._last = ([weakref.ref(x) for x in made], origin)
+
+    def follow(self) -> None:
+        """Be on the stream of the node that the engine runs now."""
+        if self._last is not None:
+            self._tag_nodes(*self._last)
+            self._last = None
+        node = current_node()
+        key = None if node is None else (id(node), sequence_number(node))
+        if key == self._node:
+            return
+        thread = self._device.thread
+        if self._node is None:
+            self._home = thread.stream
+        self._node = key
+        self.origin = None if node is None else node.metadata.get(_KEY)
+        stream = self._home if self.origin is None else self.origin.stream
+        if stream != thread.stream:
+            event = self._device.new_event()
+            self._device.emit(RecordEvent(event=event, stream=thread.stream))
+            self._device.emit(WaitEvent(event=event, stream=stream))
+            thread.stream = stream
+
+    @staticmethod
+    def _tag_nodes(made: list[weakref.ref[Tensor]], origin: Origin) -> None:
+        for each in made:
+            x = each()
+            node: Any = None if x is None else x.grad_fn
+            if node is not None:
+                node.metadata.setdefault(_KEY, origin)

@@ -1,0 +1,326 @@
+"""`DryDevice`: a GPU that computes nothing, for one rank."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count, cycle
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from hp_dry._internals import cuda_operators
+from hp_dry._internals.symbols import (
+    around_backward,
+    is_meta,
+    operator_kernels,
+    without_gpu_contexts,
+)
+from hp_dry.cuda import api, methods, random_state
+from hp_dry.cuda.current import entered
+from hp_dry.device import sites
+from hp_dry.device.backward import Backward, Origin
+from hp_dry.device.storages import Buffers, Storages
+from hp_dry.gpu import Gpu
+from hp_dry.operators.dispatch import Operators
+from hp_dry.operators.shapes import shapes_of, tensors_in
+from hp_dry.trace import Collective, Event, Fault, HostAccess, Label, Launch, Trace
+from hp_platform.device.dry import set_dry
+from hp_platform.own_kernels import noting
+from hp_platform.threads.places import current_place
+
+_GROUP_STREAMS = 1000
+_POOL = 32
+"""Streams of one priority that torch hands out before it begins again."""
+_pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may outlive a device
+
+
+class _Thread(threading.local):
+    """What a thread of the host has of its own."""
+
+    number = -1
+    stream = 0  # current one
+    index = 0  # of the current device
+    in_kernel = 0  # torch's own kernels in Python see `meta`
+    asked_meta = False
+    at: tuple[str, str, int] | None = None  # while an operator is written down
+    backward: Any = None
+
+
+class DryDevice:
+    """The GPU of one rank, which computes nothing: the code that runs on it, runs for its shapes.
+
+    Inside the context `cuda` is a device, whatever torch is built for: tensors on it have shapes,
+    dtypes and a storage, but no memory, and what happens to them is written into `trace`. Tensors
+    on the CPU stay real. The host reads zeros from the device. Methods of torch's classes are
+    changed meanwhile, so that there is one such context in a process at a time; threads that are
+    started inside are in it too. What uses operators on two devices, or copies to the host that it
+    does not wait for, goes on: it is noted as a `Fault`.
+
+    Attributes:
+        trace: Events so far.
+        gpu: The kind of GPU that it pretends to be.
+        local_rank: Local rank: position among the ranks of a machine.
+        index: Index of the device on its machine, as in `cuda:0`.
+        on_collective: Called for every operator of `c10d` and of functional collectives whose
+            tensors are on the device, with the operator, its positional and its keyword arguments;
+            returns what the operator returns.
+        storages: Storages that are memory of the device.
+        buffers: Storages on the host that asynchronous copies read or write.
+    """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, *, gpu: Gpu | None = None, local_rank: int = 0
+    ) -> None:
+        """Pretend to be a rank.
+
+        Args:
+            rank: Global rank.
+            world_size: Number of ranks.
+            gpu: Kind of GPU to pretend to be; None: an H100.
+            local_rank: Local rank: position among the ranks of a machine.
+        """
+        self.trace = Trace(rank, world_size)
+        self.gpu = gpu or Gpu()
+        self.local_rank, self.index = local_rank, 0
+        self.thread = _Thread()
+        self.buffers = Buffers()
+        self.storages = Storages(self.emit)
+        self.on_collective: Callable[[Any, Any, Any], Any] = self._without_others
+        self._threads, self._events, self._works = count(), count(1), count(1)
+        self._pools = cycle(range(1, 1 + _POOL)), cycle(range(1 + _POOL, 1 + 2 * _POOL))
+        self._group_streams: dict[str, int] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if entered:
+            raise RuntimeError("this process is inside a DryDevice already")
+        composed = cuda_operators.kernels(self.gpu)
+        with ExitStack() as stack:
+            entered.append(self)
+            stack.callback(entered.remove, self)
+            set_dry(entered=True)
+            stack.callback(set_dry, entered=False)
+            stack.callback(self.storages.forget)
+            stack.enter_context(operator_kernels("aten", composed, "AutogradMeta"))
+            stack.enter_context(without_gpu_contexts())
+            stack.enter_context(noting(self.note_kernel))
+            api.enter_stand_ins(stack, self)
+            random_state.enter_stand_ins(stack, self)
+            methods.enter_stand_ins(stack, self)
+            stack.enter_context(around_backward(lambda: methods.Functions(self)))
+            stack.enter_context(self.watching())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def watching(self) -> ExitStack:
+        """Look at the operators of this thread inside the context."""
+        stack = ExitStack()
+        stack.enter_context(methods.Functions(self))
+        stack.enter_context(Operators(self))
+        return stack
+
+    @property
+    def device(self) -> torch.device:
+        """What tensors of the device say."""
+        return torch.device("cuda", self.index)
+
+    def current_stream(self) -> int:
+        """Number of the stream that work of this thread goes to."""
+        self.follow_backward()
+        return self.thread.stream
+
+    def stream_of_group(self, name: str) -> int:
+        """Number of the stream of a communicator's own."""
+        return self._group_streams.setdefault(name, _GROUP_STREAMS + len(self._group_streams))
+
+    def new_event(self) -> int:
+        """Return a number for an event."""
+        return next(self._events)
+
+    def next_in_pool(self, *, is_high: bool) -> int:
+        """Number of the next stream of a priority."""
+        return next(self._pools[is_high])
+
+    def new_work(self) -> int:
+        """Return a number for an operation between ranks."""
+        return next(self._works)
+
+    def block_of(self, x: Tensor) -> int:
+        """Number of the block of a tensor on the device; -1 if it has none."""
+        block = self.storages.find(x)
+        return -1 if block is None else block.number
+
+    def see(self, x: Tensor, what: str) -> int:
+        """Number of the block of a tensor on the device, made now by `what` if it is not known."""
+        return self.storages.see(x, what, self.thread.stream)
+
+    def run_kernel(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call an operator as torch's own code in Python expects it: tensors say `meta` inside."""
+        thread = self.thread
+        thread.in_kernel += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            thread.in_kernel -= 1
+
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what the memory of tensors is for, one of `trace.KINDS`; others are passed over."""
+        for x in tensors:
+            local = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor
+            if (number := self.block_of(local)) >= 0:
+                self.emit(Label(block=number, kind=kind))
+
+    def emit(self, event: Event) -> None:
+        """Append an event, saying where and by whom it was issued if it does not."""
+        at, place, thread = self.where()
+        self.trace.events.append(
+            replace(
+                event,
+                at=event.at or at,
+                place=event.place or place,
+                thread=event.thread or thread,
+            )
+        )
+
+    def touch(self, what: str, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
+        """Note that the host reads or writes buffers that an asynchronous copy has named."""
+        for number, x in self.buffers.among(tensors):
+            writes = any(x is each for each in written)
+            self.emit(HostAccess(what=what, buffer=number, writes=writes))
+
+    def fault(self, what: str) -> None:
+        """Note what the device would refuse."""
+        self.emit(Fault(what=what))
+
+    def use_index(self, index: int) -> None:
+        """Let `cuda` mean another device of this machine on this thread."""
+        if index >= self.gpu.num_devices or index < 0:
+            raise RuntimeError(
+                f"device index ({index}) must be below num_devices ({self.gpu.num_devices})"
+            )
+        self.thread.index = index
+        if not self.storages.num_allocations:
+            self.index = index
+
+    def check_index(self, asked: torch.device) -> None:
+        """Find memory that is asked for on a device that is not this rank's."""
+        index = self.thread.index if asked.index is None else asked.index
+        if index != self.index and not self.storages.num_allocations:
+            self.index = index
+        if index != self.index:
+            self.fault(f"memory on cuda:{index} of a rank whose device is cuda:{self.index}")
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Take a tensor on the host for one in pinned memory."""
+        _pinned.add(x.untyped_storage())
+        return x
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Whether a tensor is on the host, in pinned memory."""
+        return not is_meta(x) and x.untyped_storage() in _pinned
+
+    def thread_number(self) -> int:
+        """Number of this thread of the host."""
+        if self.thread.number < 0:
+            self.thread.number = next(self._threads)
+        return self.thread.number
+
+    def note_kernel(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], variant: str
+    ) -> None:
+        """Write down a kernel that torch does not know, or that it has for a composed operator."""
+        if not all(map(is_meta, (*reads, *writes))):
+            self.fault(f"{name}: some operands are on the host")
+        self.emit(
+            Launch(
+                what=name,
+                stream=self.current_stream(),
+                num_kernels=1,
+                num_bytes=sum(x.numel() * x.element_size() for x in (*reads, *writes)),
+                flops=0,
+                reads=tuple(map(self.block_of, reads)),
+                writes=tuple(map(self.block_of, writes)),
+                variant="" if name.startswith("aten.") else f"{name} {variant}".rstrip(),
+            )
+        )
+
+    def follow_backward(self) -> None:
+        """Be on the stream that the autograd engine is on; see `backward`."""
+        if self.thread.backward is None:
+            self.thread.backward = Backward(self)
+        self.thread.backward.follow()
+
+    def remember(self, out: Any) -> None:
+        """Keep where an operator was run, for the one that computes its gradient."""
+        if made := tensors_in(out):
+            at, place, _ = self.where()
+            self.thread.backward.remember(made, Origin(at, place, self.thread.stream))
+
+    def where(self) -> tuple[str, str, int]:
+        """Line, place and thread of what is issued now."""
+        if self.thread.at is not None:
+            return self.thread.at
+        at, by_engine = sites.here()
+        place, backward = current_place(), self.thread.backward
+        if by_engine and backward is not None and (origin := backward.origin) is not None:
+            at = f"{origin.at} < {at}"
+            place = sites.backward_place(place, origin.place)
+        return at, place, self.thread_number()
+
+    @contextmanager
+    def at_one_place(self) -> Iterator[None]:
+        """Look up only once where the program is, for all that is issued inside."""
+        self.thread.at = self.where()
+        try:
+            yield
+        finally:
+            self.thread.at = None
+
+    def check_generator(self, generator: torch.Generator, made: Tensor) -> None:
+        """Find a generator of another device than the numbers that it draws."""
+        if made.device.type != generator.device.type:
+            self.fault(f"a generator of {generator.device} draws numbers on {made.device}")
+
+    @contextmanager
+    def asked_for_meta(self) -> Iterator[None]:
+        """Let what is made inside be deferred: tensors of `meta`, which have no memory."""
+        before, self.thread.asked_meta = self.thread.asked_meta, True
+        try:
+            yield
+        finally:
+            self.thread.asked_meta = before
+
+    def _without_others(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `on_collective` is until a world is there: torch's own kernels for `meta`.
+
+        The operation is written down; it changes nothing, since no other rank is there.
+        """
+        importlib.import_module("torch.distributed._tools.fake_collectives")
+        if "wait_tensor" in func.name():
+            return args[0]
+        tensors = tensors_in(*args, *kwargs.values())
+        blocks = tuple(map(self.block_of, tensors))
+        out = self.run_kernel(func, args, kwargs)
+        self.emit(
+            Collective(
+                op=func.name().split("::")[1].split(".")[0],
+                group="",
+                issuer=self.current_stream(),
+                stream=self.stream_of_group(""),
+                inputs=shapes_of(tensors),
+                outputs=(),
+                reads=blocks,
+                writes=(),
+                work=self.new_work(),
+            )
+        )
+        return out

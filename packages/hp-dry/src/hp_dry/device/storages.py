@@ -1,0 +1,163 @@
+"""Which storages are memory of the device, and since when; buffers of the host for its copies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_dry._internals.symbols import storage_key
+from hp_dry.trace import Allocate, Event, Release
+
+_ADDRESSES = 1 << 40
+"""Bytes between the addresses that two blocks pretend to have."""
+
+
+class Block(weakref.ref[torch.UntypedStorage]):
+    """A storage that is memory of the device.
+
+    Attributes:
+        key: What tells the storage from all others while it lives.
+        number: Number of the block in the trace; a new one each time that the storage is resized.
+        num_bytes: Current size of the storage in bytes.
+    """
+
+    __slots__ = ("key", "num_bytes", "number")
+
+    key: int
+    number: int
+    num_bytes: int
+
+
+class Storages:
+    """Every meta storage of a dry run: memory of the device, or deferred.
+
+    Attributes:
+        live_bytes: Bytes of device memory that are allocated now.
+        peak_bytes: Most bytes that were allocated at once since `reset_peak`.
+    """
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        """Tell `emit` of events."""
+        self.live_bytes = self.peak_bytes = 0
+        self.num_allocations = 0
+        self._emit = emit
+        self._blocks: dict[int, Block] = {}
+        self._deferred: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._blocks_so_far = count(1)
+
+    def find(self, x: Tensor) -> Block | None:
+        """The block of a meta tensor; None if it is deferred or was not seen."""
+        return self._blocks.get(storage_key(x.untyped_storage()))
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is memory of the device."""
+        return storage_key(storage) in self._blocks
+
+    def is_deferred(self, x: Tensor) -> bool:
+        """Whether a tensor was made on `meta` because somebody asked for it."""
+        return bool(self._deferred) and storage_key(x.untyped_storage()) in self._deferred
+
+    def see(self, x: Tensor, what: str, stream: int) -> int:
+        """Return the number of the block of a meta tensor, which is new if it is not known."""
+        storage = x.untyped_storage()
+        key = storage_key(storage)
+        block = self._blocks.get(key)
+        if block is None:
+            if key in self._deferred:
+                return -1
+            block = Block(storage, self._gone)
+            block.key, block.num_bytes, block.number = key, 0, -1
+            self._blocks[key] = block
+            self._allocate(block, storage.nbytes(), what, stream, x)
+        return block.number
+
+    def defer(self, x: Tensor) -> None:
+        """Take a tensor for one without memory, unless it is known."""
+        storage = x.untyped_storage()
+        key = storage_key(storage)
+        if key not in self._blocks and key not in self._deferred:
+            self._deferred[key] = weakref.ref(storage, lambda _: self._deferred.pop(key, None))
+
+    def resized(self, storage: torch.UntypedStorage, what: str, stream: int) -> None:
+        """Note that a storage may have another size than before."""
+        block = self._blocks.get(storage_key(storage))
+        if block is None or block.num_bytes == storage.nbytes():
+            return
+        self._release(block, resized=True)
+        self._allocate(block, storage.nbytes(), what, stream, None)
+
+    def address(self, x: Tensor) -> int:
+        """What `data_ptr` says: no two blocks overlap; 0 where there is no memory."""
+        block = self.find(x)
+        if block is None or not block.num_bytes:
+            return 0
+        return block.number * _ADDRESSES + int(x.storage_offset()) * x.element_size()
+
+    def reset_peak(self) -> None:
+        """Let the peak begin from what is alive."""
+        self.peak_bytes = self.live_bytes
+
+    def forget(self) -> None:
+        """Let no storage tell any more that it is gone."""
+        self._blocks.clear()
+        self._deferred.clear()
+
+    def _allocate(
+        self, block: Block, num_bytes: int, what: str, stream: int, x: Tensor | None
+    ) -> None:
+        block.number, block.num_bytes = next(self._blocks_so_far), num_bytes
+        if num_bytes == 0:
+            return
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.num_allocations += 1
+        self._emit(
+            Allocate(
+                block=block.number,
+                num_bytes=num_bytes,
+                stream=stream,
+                what=what,
+                shape=() if x is None else tuple(x.shape),
+                dtype="" if x is None else str(x.dtype)[6:],
+            )
+        )
+
+    def _release(self, block: Block, *, resized: bool = False) -> None:
+        if block.num_bytes:
+            self.live_bytes -= block.num_bytes
+            self._emit(Release(block=block.number, resized=resized))
+
+    def _gone(self, block: weakref.ref[Any]) -> None:
+        assert isinstance(block, Block)
+        if self._blocks.pop(block.key, None) is not None:
+            self._release(block)
+
+
+class Buffers:
+    """Storages on the host that asynchronous copies have named, with their numbers in the trace."""
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._named_so_far = count()
+
+    def number(self, host: Tensor) -> int:
+        """Return the number of a tensor's storage, which is new if it was not named before."""
+        storage = host.untyped_storage()
+        if storage not in self._numbers:
+            self._numbers[storage] = next(self._named_so_far)
+        return self._numbers[storage]
+
+    def among(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield those of `tensors` whose storage was named, with its number."""
+        if not self._numbers:
+            return
+        for x in tensors:
+            if (number := self._numbers.get(x.untyped_storage())) is not None:
+                yield number, x

@@ -1,0 +1,1 @@
+"""What a dry run found, for people: memory, work, traffic, tables, a page."""

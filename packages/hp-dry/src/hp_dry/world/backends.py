@@ -1,0 +1,231 @@
+"""What stands for NCCL and Gloo in a dry run: torch makes groups of them with its own code."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch.distributed import ProcessGroup
+
+from hp_dry._internals.symbols import (
+    backend_methods,
+    backend_plugins,
+    change,
+    group_functions,
+    name_group,
+    new_nccl_group,
+    placeholder,
+    torch_functions,
+)
+from hp_platform._internals import PrefixStore
+
+if TYPE_CHECKING:
+    from hp_dry.world.world import DryWorld
+
+
+class Options:
+    """Options of a back end, as far as torch and this package look at them."""
+
+    def __init__(self, *, is_high_priority_stream: bool = False, **_: Any) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+        self._devices: list[Any] = []
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+        self.config: Any = None
+
+    def __deepcopy__(self, _: Any) -> Options:
+        """Copy what a group that is split off takes from the one that it comes from."""
+        made = Options(is_high_priority_stream=self.is_high_priority_stream)
+        made._timeout = self._timeout
+        return made
+
+
+class DryBackend:
+    """One back end of one group; what is done in the group comes to `DryWorld` as operators.
+
+    `name()` is as in torch for NCCL. That of Gloo is `"gloo, dry"`: what works around Gloo
+    itself, such as proofs that nobody else has connected to its sockets, has no object here.
+    """
+
+    Options: ClassVar[Any] = Options
+    kind: ClassVar[str] = ""
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_tensor_alloc = False
+    supports_shrinking = False
+
+    def __init__(  # as torch calls it
+        self, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None, **_: Any
+    ) -> None:
+        self.options = options or Options()
+        if timeout is not None:
+            self.options._timeout = timeout  # noqa: SLF001 # named as in torch
+        self._store, self._rank, self._size = store, rank, size
+        self.placeholder = placeholder(rank, size)
+
+    @classmethod
+    def of_plugin(cls, given: Any, options: Any) -> Self:
+        """Make one of what torch gives its plugins."""
+        own = options if isinstance(options, Options) else None
+        return cls(given.store, given.group_rank, given.group_size, own, given.timeout)
+
+    def name(self) -> str:
+        """Name of the back end."""
+        return self.kind
+
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self._size
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let waits of the host take this long."""
+        self.options._timeout = timeout  # noqa: SLF001 # named as in torch
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        """Give up; the world has been told through the group."""
+
+    def shutdown(self) -> None:
+        """End."""
+
+
+class ProcessGroupNCCL(DryBackend):
+    """Stands for torch's class of this name."""
+
+    kind = "nccl"
+    supports_splitting = True
+    supports_coalescing = True
+
+    def eager_connect_single_device(self, _: Any) -> None:
+        """Connect now; the world knows that it is so from the device of the group."""
+
+
+class ProcessGroupGloo(DryBackend):
+    """Stands for torch's class of this name."""
+
+    kind = "gloo, dry"
+    create_device = staticmethod(lambda **_: None)
+
+
+def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
+    """Let torch make groups of a world until `stack` is closed."""
+    made: dict[int, DryBackend] = {}
+    plain_register, plain_backend = backend_methods()
+
+    def register(group: ProcessGroup, device: Any, kind: Any, backend: Any = None) -> None:
+        if isinstance(backend, DryBackend):
+            made[id(backend.placeholder)] = backend
+            backend = backend.placeholder
+        plain_register(group, device, kind, backend)
+
+    def get_backend(group: ProcessGroup, device: Any) -> Any:
+        found = plain_backend(group, torch.device(device))
+        return made.get(id(found), found)
+
+    def abort(group: ProcessGroup) -> None:  # a method of the world would not be given the group
+        world.give_up(group)
+
+    change(
+        stack,
+        ProcessGroup,
+        _register_backend=register,
+        _get_backend=get_backend,
+        _start_coalescing=lambda _group, _device: world.start_batch(),
+        _end_coalescing=lambda group, _device: world.end_batch(group),
+        split_group=_split_group,
+        abort=abort,
+        supports_coalescing=True,
+    )
+    functions: dict[str, Any] = {
+        "ProcessGroupNCCL": ProcessGroupNCCL,
+        "ProcessGroupGloo": ProcessGroupGloo,
+        "is_nccl_available": lambda: True,
+        "is_gloo_available": lambda: True,
+        "_NCCL_AVAILABLE": True,
+        "_get_split_source": lambda *_: None,  # no communicator that C++ could split
+        "default_pg_nccl_timeout": timedelta(minutes=10),
+    }
+    plugins = {"NCCL": ProcessGroupNCCL.of_plugin, "GLOO": ProcessGroupGloo.of_plugin}
+    stack.enter_context(backend_plugins(**plugins))
+    stack.enter_context(torch_functions(**functions, **_noting_groups(world)))
+
+
+def _split_group(  # noqa: PLR0917 # as torch calls it
+    parent: ProcessGroup,
+    ranks: list[int],
+    timeout: Any = None,
+    opts: Any = None,
+    group_name: str = "",
+    group_desc: str | None = None,
+    **_: Any,
+) -> ProcessGroup | None:
+    """`ProcessGroup.split_group`, which C++ has for back ends of its own."""
+    if parent.rank() not in ranks:
+        return None
+    position = sorted(ranks).index(parent.rank())
+    store = PrefixStore(f"{group_name}/", parent.get_group_store())
+    backend = ProcessGroupNCCL(store, position, len(ranks), opts, timeout)
+    group = new_nccl_group(store, position, len(ranks), backend)
+    name_group(group, group_name, group_desc or "undefined")
+    return group
+
+
+def _noting_groups(world: DryWorld) -> dict[str, Any]:
+    """Functions of torch that make groups, which tell the world of every one."""
+    make, tagged, split, destroy = group_functions()
+
+    def make_tagged(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # Members alone make it; the others of hp_platform's calls are asked all the same.
+        world.makes_alone = bool(kwargs.get("use_local_synchronization"))
+        try:
+            if world.makes_alone and ranks is not None and world.rank not in ranks:
+                world.note_group(kwargs.get("group_desc") or "undefined", sorted(ranks))
+            return tagged(ranks, *args, **kwargs)
+        finally:
+            world.makes_alone = False
+
+    def make_group(size: int, rank: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        purpose = kwargs.get("group_desc") or "undefined"
+        known = list(ranks) or list(range(size))
+        name = world.note_group(purpose, known, is_first=not ranks)
+        found = make(size, rank, ranks, *args, **kwargs)
+        if isinstance(found[0], ProcessGroup):
+            world.note_member(found[0], *name, known)
+        return found
+
+    def split_group(
+        parent_pg: ProcessGroup | None = None, split_ranks: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        parent = parent_pg or torch.distributed.group.WORLD
+        assert parent is not None
+        lists = world.split_lists(parent, split_ranks or [], kwargs.get("group_desc"))
+        group = split(parent_pg, split_ranks, *args, **kwargs)
+        if isinstance(group, ProcessGroup):  # not None, nor what torch 2.14 gives ranks outside
+            world.note_split(group, lists)
+        return group
+
+    def destroy_group(group: ProcessGroup | None = None) -> None:
+        destroy(group)
+        if group is None or group is torch.distributed.group.WORLD:
+            world.forget_groups()
+
+    return {
+        "_new_process_group_helper": make_group,
+        "_new_group_with_tag": make_tagged,
+        "split_group": split_group,
+        "destroy_process_group": destroy_group,
+    }

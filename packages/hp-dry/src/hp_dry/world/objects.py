@@ -1,0 +1,175 @@
+"""Objects that ranks tell each other over NCCL: the device loses them, so the hosts say them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_dry._internals.symbols import torch_functions
+from hp_dry.world.exchange import seconds_of
+from hp_platform import _internals
+
+if TYPE_CHECKING:
+    from hp_dry.world.world import DryWorld
+
+
+def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
+    """Let torch's object collectives over NCCL carry their objects until `stack` is closed.
+
+    They are pickled, as torch does it, and go from one process of the dry run to another; what the
+    device would do for them is done for their sizes.
+    """
+    objects = _Objects(world)
+    functions = {
+        name: objects.over_nccl(getattr(dist, name), getattr(objects, name))
+        for name in _GROUP_POSITIONS
+    }
+    stack.enter_context(torch_functions(**functions))
+
+
+class _Objects:
+    def __init__(self, world: DryWorld) -> None:
+        self._world = world
+
+    def over_nccl(self, plain: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        """`plain` for groups that serve the host, `ours` for others."""
+
+        def either(*args: Any, group: ProcessGroup | None = None, **kwargs: Any) -> Any:
+            positions = _GROUP_POSITIONS[plain.__name__]
+            if group is None and len(args) > positions:
+                args, group = args[:positions] + args[positions + 1 :], args[positions]
+            chosen = dist.group.WORLD if group is None else group
+            if not isinstance(chosen, ProcessGroup) or self._world.serves(chosen, "cpu"):
+                return plain(*args, group=group, **kwargs)
+            kwargs.pop("device", None)
+            return ours(chosen, *args, **kwargs)
+
+        return either
+
+    def all_gather_object(self, group: ProcessGroup, object_list: list[Any], obj: Any) -> None:
+        object_list[:] = self._everybody(group, obj)
+
+    def gather_object(
+        self,
+        group: ProcessGroup,
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        dst: int | None = None,
+        group_dst: int | None = None,
+    ) -> None:
+        root = _root(group, dst, group_dst)
+        found = self._everybody(group, obj)
+        if group.rank() == root and object_gather_list is not None:
+            object_gather_list[:] = found
+
+    def broadcast_object_list(
+        self,
+        group: ProcessGroup,
+        object_list: list[Any],
+        src: int | None = None,
+        _device: Any = None,
+        group_src: int | None = None,
+    ) -> None:
+        root = _root(group, src, group_src)
+        object_list[:] = self._everybody(group, object_list)[root]
+
+    def scatter_object_list(
+        self,
+        group: ProcessGroup,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: int | None = None,
+        group_src: int | None = None,
+    ) -> None:
+        root = _root(group, src, group_src)
+        found = self._everybody(group, scatter_object_input_list)
+        scatter_object_output_list[0] = found[root][group.rank()]
+
+    def send_object_list(
+        self,
+        group: ProcessGroup,
+        object_list: list[Any],
+        dst: int | None = None,
+        group_dst: int | None = None,
+        *,
+        use_batch: bool = False,
+    ) -> None:
+        peer, data = _root(group, dst, group_dst), pickle.dumps(object_list)
+        world = self._world
+        world.exchange.tell(world.communicator(group), peer, data, "objects")
+        for x in self._staged(len(object_list), len(data)):
+            _pass(dist.isend, x, peer, group, use_batch=use_batch)
+
+    def recv_object_list(
+        self,
+        group: ProcessGroup,
+        object_list: list[Any],
+        src: int | None = None,
+        group_src: int | None = None,
+        *,
+        use_batch: bool = False,
+    ) -> int:
+        peer, world = _root(group, src, group_src), self._world
+        wait = world.exchange.hear(world.communicator(group), peer, "objects")
+        data = wait(seconds_of(group))
+        for x in self._staged(len(object_list), len(data)):
+            _pass(dist.irecv, x, peer, group, use_batch=use_batch)
+            x.cpu()
+        object_list[:] = pickle.loads(data)  # noqa: S301 # of children of one process
+        return dist.get_global_rank(group, peer)
+
+    def _staged(self, num_objects: int, num_bytes: int) -> list[Tensor]:
+        """What the device passes on: sizes, then bytes."""
+        device = self._world.device.device
+        return [
+            torch.empty(num_objects, dtype=torch.int64, device=device),
+            torch.empty(num_bytes, dtype=torch.uint8, device=device),
+        ]
+
+    def _everybody(self, group: ProcessGroup, value: Any) -> list[Any]:
+        """What every member gives; the device gathers sizes, which the host reads, and bytes."""
+        world = self._world
+        data = pickle.dumps(value)
+        told = world.exchange.values(world.communicator(group), data, seconds_of(group))
+        longest = max(map(len, told))
+        found = self._staged(len(told), len(told) * longest)
+        for everyones, mine in zip(found, self._staged(1, longest), strict=True):
+            _internals.all_gather(everyones, mine, group=group)
+            everyones.cpu()
+        return [pickle.loads(each) for each in told]  # noqa: S301 # of children of one process
+
+
+def _pass(  # as torch does it: alone, or as a batch of one
+    what: Any, x: Tensor, peer: int, group: ProcessGroup, *, use_batch: bool
+) -> None:
+    if use_batch:
+        works = dist.batch_isend_irecv([dist.P2POp(what, x, group=group, group_peer=peer)])
+    else:
+        way = "group_dst" if what is dist.isend else "group_src"
+        works = [what(x, group=group, **{way: peer})]
+    for work in works:
+        work.wait()
+
+
+_GROUP_POSITIONS = {
+    "send_object_list": 2,
+    "recv_object_list": 2,
+    "all_gather_object": 2,
+    "gather_object": 3,
+    "broadcast_object_list": 2,
+    "scatter_object_list": 3,
+}
+"""Where the group is among the positional arguments."""
+
+
+def _root(group: ProcessGroup, rank: int | None, position: int | None) -> int:
+    if position is not None:
+        return position
+    return dist.get_group_rank(group, rank or 0)

@@ -1,0 +1,109 @@
+"""The store of a dry run's default group, in which a representative speaks for its class."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from hp_dry.classes import Classes
+from hp_dry.world.hub import HubClient
+from hp_platform._internals import Store
+from hp_platform.failures.liveness import RANK_KEYS
+
+_OF_A_RANK = re.compile(f"(.*(?:{'|'.join(RANK_KEYS)}))/([0-9]+)")
+
+
+class DryStore(Store):
+    """Keys of all representatives; where most ranks have no process, they answer as if they had.
+
+    - `add` adds the amount once for every rank of the class, and returns what the representative
+      would have seen as the last of them. Keys that name this rank's own device are the rank's own.
+    - What a rank says of itself (`RANK_KEYS` of a liveness check) is what its representative says.
+
+    Args:
+        client: Connection to the hub.
+        classes: Classes of the ranks, each with its representative.
+        own: Part of a key that belongs to this rank alone: the UUID of its device.
+    """
+
+    def __init__(self, client: HubClient, classes: Classes, *, rank: int, own: str) -> None:
+        super().__init__()
+        self._client, self._classes = client, classes
+        self._rank, self._own = rank, own
+        self._seconds = 600.0
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time-out of `get` and `wait`."""
+        return timedelta(seconds=self._seconds)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let `get` and `wait` take this long."""
+        self._seconds = timeout.total_seconds()
+
+    def clone(self) -> DryStore:
+        """Return a store of the same keys: every thread has a connection of its own anyway."""
+        return self
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._client.ask("set", [_named(key)], [_bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        return self._ask("get", [key], self._seconds)[1][0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for keys and return their values."""
+        return self._ask("get", keys, self._seconds)[1]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        """Set keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys."""
+        self._ask("wait", keys, self._seconds if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether keys are set."""
+        return bool(self._ask("check", keys, 0.0)[0])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, for every rank of the class."""
+        times = 1 if self._own in key else self._classes.size(self._rank)
+        return self._client.ask("add", [_named(key)], amount=amount * times)[0]
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """Set a key that has the expected value, or none where that is empty."""
+        pieces = [_bytes(expected), _bytes(desired)]
+        return self._client.ask("compare_set", [_named(key)], pieces)[1][0]
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+        return bool(self._client.ask("delete", [_named(key)])[0])
+
+    def num_keys(self) -> int:
+        """Number of keys."""
+        return self._client.ask("count")[0]
+
+    def _ask(self, do: str, keys: Sequence[str], seconds: float) -> tuple[int, list[bytes]]:
+        keys = [_named(self._spoken_for(key)) for key in keys]
+        return self._client.ask(do, keys, timeout=seconds, what=f"key {keys[0][6:]} of the store")
+
+    def _spoken_for(self, key: str) -> str:
+        found = _OF_A_RANK.fullmatch(key)
+        if found is None or int(found[2]) >= len(self._classes.representative):
+            return key
+        return f"{found[1]}/{self._classes.representative[int(found[2])]}"
+
+
+def _named(key: str) -> str:
+    return f"store/{key}"
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

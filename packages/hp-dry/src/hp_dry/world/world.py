@@ -1,0 +1,384 @@
+"""The other ranks of a dry run: groups, operations between ranks, and a store.
+
+Operations on tensors of the device are written down as `Collective` on the stream of their
+communicator and return at once, as on NCCL. Operations on tensors of the host are carried out
+between the processes of the dry run (`hp_dry.world.exchange`) and written down as
+`HostMessage`. torch's own code makes the groups, of back ends that stand for NCCL and Gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from itertools import count
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_dry._internals.symbols import (
+    arguments_of,
+    change,
+    is_meta,
+    operator_kernels,
+    operator_names,
+    rendezvous_by,
+    work_of,
+)
+from hp_dry.classes import Classes
+from hp_dry.device import sites
+from hp_dry.device.device import DryDevice
+from hp_dry.operators.shapes import shapes_of
+from hp_dry.trace import Collective, HostMessage, HostWait, WaitWork
+from hp_dry.world import backends, objects
+from hp_dry.world.c10d import (
+    arguments_by_name,
+    functional_operation,
+    operations_of,
+)
+from hp_dry.world.communicators import Communicator, Families
+from hp_dry.world.exchange import Exchange, Operation, seconds_of
+from hp_dry.world.hub import HubClient
+from hp_dry.world.store import DryStore
+from hp_platform._internals import (
+    AsyncCollectiveTensor,
+    backend_name,
+    backend_of,
+    group_of,
+)
+from hp_platform.failures import messages
+
+NamedLists = list[tuple[str, str, tuple[int, ...]]]
+
+
+class _Thread(threading.local):
+    """What a thread of the host has of its own."""
+
+    batch = -1
+    work = -1
+    carried: ProcessGroup | None = None
+
+
+class DryWorld:
+    """Context in which the rank of a `DryDevice` is one of many.
+
+    Args:
+        device: Device of this rank, which was entered already.
+        classes: Classes of the ranks, each with its representative.
+        client: Connection to the hub that all representatives share.
+    """
+
+    def __init__(self, device: DryDevice, classes: Classes, client: HubClient) -> None:
+        self.device, self.classes, self.client = device, classes, client
+        self.rank, self.size = device.trace.rank, device.trace.world_size
+        self.makes_alone = False
+        self.families = Families(classes)
+        self.exchange = Exchange(client, self.families, self.rank)
+        self.thread = _Thread()
+        self._communicators: dict[ProcessGroup, Communicator] = {}
+        self._stores: list[DryStore] = []
+        self._unwaited: dict[int, Any] = {}  # by block, results that nobody has waited for
+        self._batches = count(1)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            backends.enter_stand_ins(stack, self)
+            objects.enter_stand_ins(stack, self)
+            kernels = {name: self._kernel(name) for name in operator_names()}
+            stack.enter_context(operator_kernels("c10d", kernels, "CPU", "Meta"))
+            stack.enter_context(rendezvous_by(self._rendezvous))
+            change(stack, self.device, on_collective=self._on_collective)
+            change(stack, messages, _device=self._carries_values)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # Groups
+
+    def note_group(
+        self, purpose: str, ranks: Sequence[int], *, is_first: bool = False
+    ) -> tuple[str, str]:
+        """Note that a group is made, by every rank of the world; return its name and family."""
+        name, family = self._add("world" if is_first else purpose, ranks)
+        if not is_first and not self.makes_alone:
+            world = next(iter(self.device.trace.groups))
+            self.device.emit(HostMessage("new_group", world, (), name, waits=False))
+        return name, family
+
+    def note_member(
+        self, group: ProcessGroup, name: str, family: str, ranks: Sequence[int]
+    ) -> None:
+        """Note that this rank is in a group that was made."""
+        is_eager = group.bound_device_id is not None
+        self._join(group, name, family, tuple(ranks), is_eager=is_eager)
+        if is_eager and self._has_nccl(group):  # torch binds groups of Gloo as well
+            self._note_connected(name)
+        if is_eager or self.serves(group, "cpu"):
+            self.device.emit(HostMessage(op="connect", group=name, shapes=()))
+
+    def split_lists(
+        self, parent: ProcessGroup, lists: Sequence[Sequence[int]], purpose: str | None
+    ) -> NamedLists:
+        """Note that a group is split, by every rank in it; return names, families and ranks."""
+        known = self.communicator(parent)
+        purpose = purpose or f"{known.family} split"
+        found: NamedLists = []
+        for positions in lists:
+            ranks = tuple(known.ranks[position] for position in sorted(positions))
+            found.append((*self._add(purpose, ranks), ranks))
+        # Each rank may give the call the name of its own group: torch does not compare them.
+        detail = ", ".join(name[name.rindex("[") :] for name, _, _ in found)
+        self.device.emit(HostMessage("split_group", known.name, (), detail))
+        return found
+
+    def note_split(self, group: ProcessGroup, lists: NamedLists) -> None:
+        """Note that this rank is in a group that was split off."""
+        for name, family, ranks in lists:
+            if self.rank in ranks:
+                self._join(group, name, family, ranks, is_eager=True)
+                self._note_connected(name)
+
+    def _add(self, purpose: str, ranks: Sequence[int]) -> tuple[str, str]:
+        name, family = self.families.add(purpose, ranks)
+        self.device.trace.families[family] = tuple(self.families.lists[family])
+        return name, family
+
+    def _join(
+        self, group: ProcessGroup, name: str, family: str, ranks: tuple[int, ...], *, is_eager: bool
+    ) -> None:
+        mine = ranks.index(self.rank)
+        made = Communicator(name, family, ranks, mine, is_eager, is_connected=is_eager)
+        self._communicators[group], self.device.trace.groups[name] = made, ranks
+
+    def communicator(self, group: ProcessGroup) -> Communicator:
+        """What is known of a group.
+
+        Raises:
+            RuntimeError: If it was made elsewhere.
+        """
+        if (found := self._communicators.get(group)) is None:
+            raise RuntimeError(f"group {group.group_name} was not made inside the dry run")
+        return found
+
+    def forget_groups(self) -> None:
+        """Forget all: the default group was destroyed."""
+        self._communicators.clear()
+
+    def give_up(self, group: ProcessGroup) -> None:
+        """Let those fail who wait for this rank in a group."""
+        if group in self._communicators:
+            self.exchange.give_up(self._communicators[group])
+
+    def _note_connected(self, name: str) -> None:
+        if name not in self.device.trace.connected:
+            self.device.trace.connected.append(name)
+
+    def _rendezvous(self, _: str, **__: Any) -> Iterator[tuple[DryStore, int, int]]:
+        own = str(torch.cuda.get_device_properties(self.device.device).uuid)
+        store = DryStore(self.client, self.classes, rank=self.rank, own=own)
+        self._stores.append(store)  # C++ holds its own half of it alone
+        yield store, self.rank, self.size
+
+    # Operations
+
+    def start_batch(self) -> None:
+        """Let what this thread starts from now on be one operation."""
+        self.thread.batch, self.thread.work = next(self._batches), self.device.new_work()
+
+    def end_batch(self, _: ProcessGroup) -> Any:
+        """End a batch; return its handle."""
+        work, self.thread.batch, self.thread.work = self.thread.work, -1, -1
+        return self._device_work(work)
+
+    def _on_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out an operator of c10d or its like on tensors of the device."""
+        if func.namespace == "_c10d_functional" and func.name().endswith("::wait_tensor"):
+            if (wait := self._unwaited.pop(self.device.block_of(args[0]), None)) is not None:
+                wait.wait()
+            return args[0]
+        if func.name().endswith("::_wrap_tensor_autograd"):
+            return AsyncCollectiveTensor(args[0])
+        found = functional_operation(func, args, kwargs)
+        if found is None:  # of c10d, whose kernel is one of these
+            return self.device.run_kernel(func, args, kwargs)
+        operations, out = found
+        group = group_of(arguments_by_name(func, args, kwargs)["group_name"])
+        work = self._on_device(self.communicator(group), operations, group, is_async=True)
+        for operation in operations:
+            self._unwaited[self.device.block_of(operation.outputs[0])] = work
+        return out
+
+    def _carries_values(self, group: ProcessGroup) -> torch.device:
+        """Let values that travel over NCCL as JSON go by the host instead, to be there to read."""
+        self.thread.carried = group
+        return torch.device("cpu")
+
+    def _kernel(self, name: str) -> Any:
+        names, num_returned = arguments_of(name)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            work = self._run(name, given)
+            if num_returned == 0:
+                work.wait()
+                return None
+            boxed = work.boxed()
+            return boxed if num_returned == 1 else (given[names[0]], boxed)
+
+        return kernel
+
+    def _run(self, name: str, given: dict[str, Any]) -> Any:
+        group = group_of(given["process_group"])
+        communicator = self.communicator(group)
+        operations = operations_of(name, given)
+        on_device = any(is_meta(x) for each in operations for x in (*each.inputs, *each.outputs))
+        if not on_device and operations[0].op == "barrier":
+            on_device = self.serves(group, "cuda") and not self.serves(group, "cpu")
+        if on_device:
+            is_async = bool(given.get("async_op", True))
+            return self._on_device(communicator, operations, group, is_async=is_async)
+        if not self.serves(group, "cpu") and self.thread.carried is not group:
+            raise RuntimeError("No backend type associated with device type cpu")
+        return self._on_host(communicator, operations, group)
+
+    def serves(self, group: ProcessGroup, kind: str) -> bool:
+        """Whether a group has a back end for `"cpu"` or `"cuda"`."""
+        return backend_of(group, torch.device(kind)) is not None
+
+    def _has_nccl(self, group: ProcessGroup) -> bool:
+        return "nccl" in (backend_name(group, torch.device("cuda")) or "")
+
+    def _on_device(
+        self,
+        communicator: Communicator,
+        operations: Sequence[Operation],
+        group: ProcessGroup,
+        *,
+        is_async: bool,
+    ) -> Any:
+        device, thread = self.device, self.thread
+        if not self.serves(group, "cuda"):
+            raise RuntimeError("No backend type associated with device type cuda")
+        if not self._has_nccl(group):
+            return self._staged(communicator, operations)
+        is_batched, batch = thread.batch >= 0, thread.batch
+        work = thread.work if is_batched else device.new_work()
+        if not is_batched and len(operations) > 1:
+            batch = next(self._batches)
+        issuer = device.current_stream()
+        self._connect(communicator, is_batched=batch >= 0, asked=operations[0])
+        for asked in operations:
+            name = self._queue_of(communicator, asked, is_batched=batch >= 0)
+            self._note_connected(name)
+            # torch runs what the host waits for at once on the stream of the host.
+            is_own = is_async or is_batched or asked.peer >= 0
+            stream = device.stream_of_group(name) if is_own else issuer
+            outputs = tuple(device.see(x, asked.op) for x in asked.outputs)
+            device.emit(
+                Collective(
+                    op=asked.op,
+                    group=name,
+                    issuer=issuer,
+                    stream=stream,
+                    inputs=shapes_of(asked.inputs),
+                    outputs=shapes_of(asked.outputs),
+                    reads=tuple(device.see(x, asked.op) for x in asked.inputs),
+                    writes=outputs,
+                    work=work,
+                    detail=asked.detail,
+                    input_splits=tuple(asked.input_splits),
+                    output_splits=tuple(asked.output_splits),
+                    peer=communicator.ranks[asked.peer] if asked.peer >= 0 else -1,
+                    batch=batch,
+                )
+            )
+        held = [x for each in operations for x in (*each.inputs, *each.outputs)]
+        awaited = stream if operations[0].op == "barrier" else None
+        return self._device_work(work, held if is_own else [], awaited=awaited)
+
+    def _connect(self, communicator: Communicator, asked: Operation, *, is_batched: bool) -> None:
+        """NCCL connects a group that is bound to no device when all have come to its first use."""
+        if communicator.is_connected or (asked.peer >= 0 and not is_batched):
+            return  # a message alone connects its pair, which is not written down
+        communicator.is_connected = True
+        self.device.emit(HostMessage(op="connect", group=communicator.name, shapes=()))
+
+    def _queue_of(self, communicator: Communicator, asked: Operation, *, is_batched: bool) -> str:
+        """Name of NCCL's communicator: a message alone has one of its pair, unless it is eager."""
+        if asked.peer < 0 or is_batched or communicator.is_eager or len(communicator.ranks) == 2:
+            return communicator.name
+        pair = sorted((communicator.ranks[asked.peer], self.rank))
+        name = f"{communicator.name} pair[{pair[0]},{pair[1]}]"
+        self.device.trace.groups[name] = tuple(pair)
+        return name
+
+    def _device_work(
+        self, work: int, held: Sequence[Tensor] = (), *, awaited: int | None = None
+    ) -> Any:
+        """The handle of an operation; the host waits for the stream `awaited` of a barrier."""
+        kept = [*held]  # torch keeps them alive until the operation was waited for
+
+        def wait(_: Any) -> bool:
+            kept.clear()
+            self.device.emit(WaitWork(work=work, stream=self.device.current_stream()))
+            if awaited is not None:
+                self.device.emit(HostWait(what="barrier", stream=awaited))
+            return True
+
+        return work_of(wait)
+
+    def _staged(self, communicator: Communicator, operations: Sequence[Operation]) -> Any:
+        """Gloo on tensors of the device: through the host, whose numbers nobody has."""
+        for asked in operations:
+            num_bytes = sum(x.numel() * x.element_size() for x in asked.inputs)
+            stream = self.device.current_stream()
+            self.device.emit(
+                HostWait(what="gloo: copy to host", stream=stream, num_bytes=num_bytes)
+            )
+            self._tell(communicator, asked, waits=True, work=-1)
+        return work_of(lambda _: True)
+
+    def _on_host(
+        self, communicator: Communicator, operations: Sequence[Operation], group: ProcessGroup
+    ) -> Any:
+        at, work = sites.here()[0], self.device.new_work()
+        finishes = []
+        for asked in operations:
+            self._tell(communicator, asked, waits=False, work=work)
+            finishes.append(self.exchange.start(communicator, asked, at))
+        usual = seconds_of(group)
+
+        def wait(timeout: timedelta | None) -> bool:
+            asked_for = timeout.total_seconds() if timeout else 0.0
+            for finish in finishes:
+                try:
+                    finish(asked_for if asked_for > 0 else usual)
+                except RuntimeError:
+                    self.exchange.give_up(communicator)  # as Gloo breaks all of a group
+                    raise
+            finishes.clear()
+            self.device.emit(WaitWork(work=work, stream=-1))
+            return True
+
+        return work_of(wait)
+
+    def _tell(
+        self, communicator: Communicator, asked: Operation, *, waits: bool, work: int
+    ) -> None:
+        self.device.emit(
+            HostMessage(
+                op=asked.op,
+                group=communicator.name,
+                shapes=shapes_of(asked.inputs or asked.outputs),
+                detail=asked.detail,
+                peer=communicator.ranks[asked.peer] if asked.peer >= 0 else -1,
+                waits=waits,
+                work=work,
+            )
+        )

@@ -1,1 +1,0 @@
-"""What all rooms stand on: files written whole, opened folders, keys of random numbers."""

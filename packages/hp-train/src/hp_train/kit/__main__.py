@@ -1,8 +1,0 @@
-"""The command ``python -m hp_train.kit``."""
-
-import sys
-
-from hp_train.kit.command import main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,616 @@
+"""Two jobs side by side: the first number that differs by more than rounding explains."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from hp_verify.comparing.joined import Digests, Recording, Step, distance, numbers_of, size_of
+from hp_verify.comparing.repeated import matched
+from hp_verify.comparing.reproduction import Exact, Reproduction
+from hp_verify.recording import events as ev
+
+_TIMES = 10.0
+"""An error is a difference from this many times what rounding explains."""
+_LEAST = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+"""Smallest bound by dtype."""
+_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+_MOST_TERMS = 64
+_ULPS = 32
+"""A tensor may be off by this many units of the largest of its phase: one that is zero but for
+rounding has no digits to compare."""
+
+
+_OF_BACKWARD = (ev.BACKWARD, ev.GRADIENT, ev.CLIPPED)
+"""Of gradients that overflow, which scalers of losses leave out, only that they do is compared."""
+
+UPDATE = "update"
+"""Phase of a difference: one of both makes no such update."""
+REDUCTION = "reduction"
+_ORIGINS = {
+    ev.BACKWARD: "in the backward: ranks' own gradients are wrong",
+    REDUCTION: "in the reduction: ranks' own gradients add up to the reference's",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A difference, and where it is.
+
+    Attributes:
+        step: Counted from 1.
+        phase: One of `hp_verify.recording.events.PHASES`, or `UPDATE`.
+        name: Module or parameter of the reference.
+        error: Norm of the difference, relative to the reference's.
+        bound: What rounding explains.
+        factor: What the reference's tensor is to be multiplied by to come nearest.
+        rest: Error that is left then.
+        who: Ranks that disagree with each other; empty: the job differs from the reference.
+        note: What there is to say beside numbers.
+        origin: Where a gradient became wrong, `BACKWARD` or `REDUCTION`; empty: not known.
+    """
+
+    step: int
+    phase: str
+    name: str
+    error: float
+    bound: float
+    factor: float = math.nan
+    rest: float = math.nan
+    who: str = ""
+    note: str = ""
+    origin: str = ""
+
+    def __str__(self) -> str:
+        name = f" {self.name}" if self.name else ""
+        bound = f", rounding explains {self.bound:.1e}" if self.bound else ""
+        notes = filter(None, (self.note, _ORIGINS.get(self.origin, "")))
+        note = "".join(f" ({note})" for note in notes)
+        return f"step {self.step}, {self.phase}{name}: {self.error:.3e}{bound}{note}"
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Two jobs side by side.
+
+    Attributes:
+        differences: All places above their bounds, in the order in which things are computed.
+        unaligned: What could not be laid beside the reference -> why.
+        num_compared: Tensors and numbers that were.
+        num_steps: Steps that both have.
+        largest: Phase -> largest error.
+        random: Step -> how dropout could explain what differs there.
+        more: Step -> what the job computes that the reference does not.
+        exact: The first difference, element by element; None: no second run was made, or it did
+            not come again.
+        reproduction: A program that shows it; None: none was made.
+        again: Why there is no `exact` or no `reproduction` although a second run was made.
+    """
+
+    differences: list[Place] = field(default_factory=list)
+    unaligned: dict[str, str] = field(default_factory=dict)
+    num_compared: int = 0
+    num_steps: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
+    random: dict[int, str] = field(default_factory=dict)
+    more: dict[int, list[str]] = field(default_factory=dict)
+    exact: Exact | None = None
+    reproduction: Reproduction | None = None
+    again: str = ""
+
+    @property
+    def first(self) -> Place | None:
+        """The first difference; None: there is none."""
+        return self.differences[0] if self.differences else None
+
+
+class Floor:
+    """What rounding does to a reference, from runs of it with sums in another order.
+
+    Args:
+        reference: Recording of the reference.
+        others: Recordings of it with other sums.
+    """
+
+    def __init__(self, reference: Recording, others: Sequence[Recording]) -> None:
+        self._errors: dict[tuple[int, str, str], float] = {}
+        for other in others:
+            for index, step in reference.steps.items():
+                for phase, name, error in _errors_of(other.steps.get(index, Step()), step):
+                    if math.isfinite(error):
+                        key = index, phase, name
+                        self._errors[key] = max(error, self._errors.get(key, 0.0))
+        by_phase: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for (index, phase, _), error in self._errors.items():
+            by_phase[index, phase].append(error)
+        self._typical = {key: statistics.median(errors) for key, errors in by_phase.items()}
+
+    def bound(self, step: int, phase: str, name: str, dtype: str) -> float:
+        """Largest error of a tensor that rounding explains."""
+        own = self._errors.get((step, phase, name), 0.0)
+        typical = self._typical.get((step, phase), 0.0)
+        return max(_TIMES * max(own, typical), _LEAST.get(dtype, 1e-5))
+
+
+def _errors_of(mine: Step, theirs: Step) -> Iterator[tuple[str, str, float]]:
+    """Yield phase, name and error of what both have of a step."""
+    for phase, names in theirs.tensors.items():
+        for name, reference in names.items():
+            tensor = mine.tensors.get(phase, {}).get(name)
+            if tensor is not None and not (tensor.problem or reference.problem):
+                yield phase, name, _error(tensor, reference, phase)
+    for phase in (ev.LOSS, ev.NORM):
+        yield phase, "", _error_of_numbers(mine, theirs, phase, "")
+
+
+def with_floor(record: Callable[[str, int], Recording]) -> tuple[Recording, Floor]:
+    """Run a reference, and twice more with other sums.
+
+    Args:
+        record: Runs it by a name and a seed of how sums of products are taken; 0: as they are.
+    """
+    reference = record("reference", 0)
+    return reference, Floor(reference, [record(f"reference-{seed}", seed) for seed in (1, 2)])
+
+
+def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
+    """Compare a job with its reference.
+
+    Args:
+        actual: The job to judge.
+        expected: The reference, to which errors are relative.
+        floor: What rounding explains.
+    """
+    result, known = Comparison(), _known(actual) & _known(expected)
+    for index, theirs in expected.steps.items():
+        mine = actual.steps.get(index)
+        if mine is None:
+            continue
+        result.num_steps += theirs.is_update
+        if index == 1:
+            _phase(result, 1, ev.START, mine, theirs, floor)
+        before = len(result.differences)
+        result.more[index] = [*_calls_more(mine, theirs)]
+        if reason := _dropout(index, mine, theirs):
+            result.random[index] = reason
+        for phase in _phases(mine, theirs):
+            if phase in (ev.LOSS, ev.NORM, ev.RATE):
+                _numbers(result, index, phase, mine, theirs, floor)
+            elif phase != ev.START:
+                filled = known if phase == ev.GRADIENT else ()
+                _phase(result, index, phase, mine, theirs, floor, filled)
+        _batches(result, index, (mine, theirs), before)
+        _list_terms(result, index, theirs, actual.num_ranks)
+        earlier = actual.steps.get(index - 1), expected.steps.get(index - 1)
+        _find_scaled(result, index, *earlier)
+        _left(result, index, mine, actual.steps.get(index - 1, Step()))
+    for index in sorted(set(expected.steps) ^ set(actual.steps)):
+        here = "the job" if index in actual.steps else "the reference"
+        step = actual.steps.get(index) or expected.steps[index]
+        if step.is_update and ev.WEIGHT in step.tensors:
+            note = f"only {here} makes it"
+            result.differences.append(Place(index, UPDATE, "", 1.0, 0.0, note=note))
+        else:
+            result.unaligned[f"step {index}"] = f"only {here} has it"
+    return result
+
+
+def _left(result: Comparison, index: int, mine: Step, before: Step) -> None:
+    """Find processes that make no more updates while others, which were beside them, go on."""
+    gone = before.updated - mine.updated
+    if gone and before.updated & mine.updated:
+        ranks = " and ".join(str(int(who.split("-")[1])) for who in sorted(gone))
+        note = f"rank {ranks} makes it no more, and others do"
+        result.differences.append(Place(index, UPDATE, "", 1.0, 0.0, note=note))
+
+
+def _list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> None:
+    """List outputs that are a part of the reference's on every rank, where nothing comes of it.
+
+    Ranks may divide what they later add up. Where every weight's gradient is equal after that, they
+    have, and nothing is wrong; where one is not, or was not compared, the outputs stay differences.
+    """
+    here = [place for place in result.differences if place.step == index]
+    if not here or not all(_is_term(place, num_ranks) for place in here):
+        return
+    if not _are_equal(result, index, theirs):
+        return
+    for place in here:
+        parts = f"it is 1/{round(1 / place.factor)} of the reference's on every rank"
+        where = f"{place.phase} {place.name}"
+        result.unaligned.setdefault(where, f"{parts}, and all gradients are equal")
+    result.differences = [place for place in result.differences if place.step != index]
+
+
+def _is_term(place: Place, num_ranks: int) -> bool:
+    if place.phase not in (ev.FORWARD, ev.BACKWARD) or not place.factor > 0 or place.who:
+        return False
+    parts = round(1 / place.factor)
+    is_part = abs(place.factor * parts - 1) <= place.bound
+    return 1 < parts <= num_ranks and is_part and place.rest <= place.bound
+
+
+def _phases(mine: Step, theirs: Step) -> Iterator[str]:
+    """Phases of a step, in the order in which they are computed."""
+    there = {*mine.tensors, *mine.numbers, *theirs.tensors, *theirs.numbers}
+    for phase in ev.PHASES:
+        if phase == ev.MOMENT:
+            yield from sorted(p for p in there if p.startswith(ev.MOMENT))
+        elif phase in there:
+            yield phase
+
+
+def _dropout(index: int, mine: Step, theirs: Step) -> str:
+    """How random numbers could explain a difference; empty: they cannot."""
+    drawn = sorted(mine.drawn | theirs.drawn)
+    if not drawn:
+        return ""
+    expected = next(iter(theirs.states.values()), {})
+    apart = [
+        kind
+        for kind in drawn
+        if any(s.get(kind) != expected.get(kind) for s in mine.states.values())
+    ]
+    drew = f"the model draws random numbers of {' and '.join(drawn)}"
+    if apart:
+        return f"dropout could explain it: {drew}, and random state differs at step {index}"
+    if len(mine.states) > 1:
+        return f"dropout could explain it: {drew}, and ranks draw other shapes than one process"
+    return ""
+
+
+def _batches(result: Comparison, index: int, steps: tuple[Step, Step], before: int) -> None:
+    """See that both are given the same samples.
+
+    Where gradients agree they were, in another form; where none is missing, what comes of more of
+    them is what is wrong.
+
+    Args:
+        result: What differs up to this step.
+        index: The step.
+        steps: The job's and the reference's.
+        before: How many differences there were before this step.
+    """
+    mine, theirs = steps
+    if not theirs.rows or mine.rows == theirs.rows:
+        return
+    if not mine.rows and mine.is_update:  # compiled as a whole, say
+        result.unaligned[f"step {index}, {ev.INPUT}"] = "no call of the job's models was seen"
+        return
+    missing, more = len(theirs.rows - mine.rows), len(mine.rows - theirs.rows)
+    if any("." in row for row in mine.rows | theirs.rows):
+        result.unaligned[f"step {index}, {ev.INPUT}"] = "no tokens"
+        return
+    note = f"{missing} of {len(theirs.rows)} samples are missing, {more} are not the reference's"
+    here = result.differences[before:]
+    if _are_equal(result, index, theirs):
+        result.unaligned[f"step {index}, {ev.INPUT}"] = f"{note}, and all gradients are equal"
+    elif here and not missing:
+        told = f"the job gives its models {more} sample{'s' * (more > 1)} more than the reference"
+        result.more[index].insert(0, told)
+    else:
+        result.differences.insert(before, Place(index, ev.INPUT, "", 1.0, 0.0, note=note))
+
+
+def _calls_more(mine: Step, theirs: Step) -> Iterator[str]:
+    """Say which modules the job calls more often, and give its calls the reference's names."""
+    for name, count in matched(mine, theirs, _distance).items():
+        what = f"{name or 'the model'} {count} time{'s' * (count > 1)} more"
+        yield f"the job calls {what} than the reference"
+    ours, expected = (step.tensors.get(ev.FORWARD, {}) for step in (mine, theirs))
+    apart = [n for n in expected if n in ours and ours[n].lost and not expected[n].lost]
+    if apart:
+        yield f"the job calls {' and '.join(apart)} apart from what the reference computes"
+
+
+def _are_equal(result: Comparison, index: int, theirs: Step) -> bool:
+    """Whether all gradients of a step were compared, and none differs."""
+    gradients = theirs.tensors.get(ev.GRADIENT, {})
+    is_listed = any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients)
+    places = result.differences
+    return (
+        bool(gradients)
+        and not is_listed
+        and not any((place.step, place.phase) == (index, ev.GRADIENT) for place in places)
+    )
+
+
+def _distance(tensor: Digests, reference: Digests) -> float:
+    return math.nan if _why_not(tensor, reference) else _error(tensor, reference)
+
+
+def _known(recording: Recording) -> set[str]:
+    """Parameters whose first values are known as a whole."""
+    first = recording.steps.get(1, Step()).tensors.get(ev.START, {})
+    return {name for name, tensor in first.items() if not tensor.problem}
+
+
+def _filled(
+    mine: Mapping[str, Digests], theirs: Mapping[str, Digests], known: Collection[str]
+) -> dict[str, Digests]:
+    """Gradients, with zeros for those that only the other job has, of what both know."""
+    nothing = {"": ((0.0,) * ev.NUM_SIGNS, 0.0)}
+    missing = {
+        name: Digests(tensor.shape, tensor.dtype, nothing)
+        for name, tensor in theirs.items()
+        if name in known and name not in mine and not tensor.problem
+    }
+    return {**mine, **(missing if mine.keys() & known else {})}
+
+
+def _phase(  # noqa: PLR0917
+    result: Comparison,
+    index: int,
+    phase: str,
+    mine: Step,
+    theirs: Step,
+    floor: Floor,
+    known: Collection[str] = (),
+) -> None:
+    ours, expected = mine.tensors.get(phase, {}), theirs.tensors.get(phase, {})
+    ours, expected = _filled(ours, expected, known), _filled(expected, ours, known)
+    common = [name for name in expected if name in ours]
+    if phase in (ev.GRADIENT, ev.CLIPPED):  # of the end of the model first, as they are computed
+        common.reverse()
+    scale = max((tensor.norm for tensor in expected.values() if not tensor.problem), default=0.0)
+    losses = scales(mine, theirs) if phase == ev.BACKWARD else {}
+    for name in common:
+        tensor, reference = ours[name].scaled(losses), expected[name]
+        where = f"{phase} {name}"
+        bound = floor.bound(index, phase, name, _shortest(tensor, reference))
+        if reason := _why_not(tensor, reference) or _why_mixed(reference, bound):
+            result.unaligned.setdefault(where, reason)
+            continue
+        error = _error(tensor, reference, phase)
+        if tensor.is_sum and not error <= bound:
+            result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
+            continue
+        result.num_compared += 1
+        tiny = _ULPS * _EPSILON.get(_shortest(tensor, reference), 1e-7) * scale
+        if not reference.norm <= tiny:  # of one that is zero but for rounding no digit is right
+            result.largest[phase] = max(error, result.largest.get(phase, 0.0))
+        if tensor.disagree > bound and tensor.disagree * tensor.norm > tiny:
+            origin = _origin(mine, theirs, phase, name, bound)
+            result.differences.append(
+                Place(index, phase, name, tensor.disagree, bound, who=tensor.who, origin=origin)
+            )
+        elif not error <= bound and not error * reference.norm <= tiny:
+            factor, rest = _nearest(tensor, reference)
+            origin = _origin(mine, theirs, phase, name, bound, is_scaled=rest <= _TIMES * bound)
+            result.differences.append(
+                Place(index, phase, name, error, bound, factor, rest, origin=origin)
+            )
+    lost = {f"{phase} {n}": f"of some calls: {ours[n].lost}" for n in common if ours[n].lost}
+    result.unaligned = lost | result.unaligned
+    for name in expected.keys() - ours.keys():
+        result.unaligned.setdefault(f"{phase} {name}", "the job has not computed it by this name")
+    for name in ours.keys() - expected.keys():
+        why = ours[name].problem or "the reference has not computed it"
+        result.unaligned.setdefault(f"{phase} {name}", why)
+
+
+def _origin(
+    mine: Step, theirs: Step, phase: str, name: str, bound: float, *, is_scaled: bool = True
+) -> str:
+    """Say whether a gradient was wrong before it was reduced.
+
+    Where ranks' own gradients add up to another multiple of the reference's, their loss may have
+    been scaled for a mean, or wrongly: that cannot be told, unless what they were reduced to is no
+    multiple (`is_scaled`).
+    """
+    if phase != ev.GRADIENT:
+        return ""
+    own, reference = (step.tensors.get(ev.OWN, {}).get(name) for step in (mine, theirs))
+    if own is None or reference is None or _why_not(own, reference):
+        return ""
+    if _error(own, reference) <= bound:
+        return REDUCTION
+    _, rest = _nearest(own, reference)
+    if rest <= _TIMES * bound:
+        return "" if is_scaled else REDUCTION
+    return ev.BACKWARD
+
+
+def _find_scaled(result: Comparison, index: int, mine: Step | None, theirs: Step | None) -> None:
+    """See that ranks' own gradients are multiples which they were not at the step before.
+
+    Where ranks average, a loss that is divided once too often gives gradients that add up to the
+    reference's, as if it were a sum that was not taken.
+
+    Args:
+        result: A step's differences, those of steps before it, and what is known of them.
+        index: The step.
+        mine: The job's step before it.
+        theirs: The reference's.
+    """
+    is_first = mine and theirs and all(place.step == index for place in result.differences)
+    for at, place in enumerate(result.differences if is_first else ()):
+        own, reference = (
+            step.tensors.get(ev.OWN, {}).get(place.name) for step in (mine, theirs) if step
+        )
+        if place.origin == REDUCTION and own and reference and not _why_not(own, reference):
+            factor, rest = _nearest(own, reference)
+            near = [place.rest, rest, abs(factor * place.factor - 1)]
+            if all(error <= _TIMES * place.bound for error in near):
+                result.differences[at] = replace(place, origin=ev.BACKWARD)
+
+
+def scales(mine: Step, theirs: Step) -> dict[str, float]:
+    """How much larger each sample's part of the loss is there than here.
+
+    A rank may take the gradient of the mean of its own samples, and ranks the mean of gradients.
+    Whether that is right is seen in gradients of parameters.
+    """
+    ours = mine.tensors.get(ev.BACKWARD, {})
+    found: dict[str, float] = {}
+    for name, reference in theirs.tensors.get(ev.BACKWARD, {}).items():
+        if name in ours and not _why_not(ours[name], reference):
+            for row, (sums, _) in ours[name].rows.items():
+                if row not in found and row in reference.rows:
+                    factor = _projected(sums, reference.rows[row][0])
+                    found |= {row: 1.0 / factor} if factor else {}
+    return found
+
+
+def _projected(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    square = math.fsum(y * y for y in theirs)
+    factor = math.fsum(x * y for x, y in zip(mine, theirs, strict=True)) / (square or math.nan)
+    return factor if math.isfinite(factor) else 0.0
+
+
+def _why_not(tensor: Digests, reference: Digests) -> str:
+    if tensor.problem or reference.problem:
+        return tensor.problem or f"of the reference: {reference.problem}"
+    common = tensor.rows.keys() & reference.rows.keys()
+    for row in common or {""}:
+        shape, expected = tensor.shape_of(row), reference.shape_of(row)
+        if shape != expected:
+            return f"shape {shape} is not {expected} of the reference"
+    if not common:
+        return "the samples are not the reference's"
+    return ""
+
+
+def _shortest(tensor: Digests, reference: Digests) -> str:
+    return max((tensor.dtype, reference.dtype), key=lambda dtype: _EPSILON.get(dtype, 0.0))
+
+
+def _pairs(
+    tensor: Digests, reference: Digests
+) -> Iterable[tuple[tuple[float, ...], tuple[float, ...], float]]:
+    for row, (sums, norm) in reference.rows.items():
+        if row in tensor.rows:
+            yield tensor.rows[row][0], sums, size_of(sums, norm)
+
+
+def _why_mixed(reference: Digests, bound: float) -> str:
+    """Whether a reference's samples with one name have other values."""
+    is_mixed = any(reference.rows) and reference.disagree > bound
+    return "samples of the reference with the same input have other values" if is_mixed else ""
+
+
+def _error(tensor: Digests, reference: Digests, phase: str = "") -> float:
+    """Norm of the difference, relative to the reference's; of the samples that both have."""
+    if phase in _OF_BACKWARD and not (tensor.is_finite or reference.is_finite):
+        return 0.0
+    common = tensor.rows.keys() & reference.rows.keys()
+    if any(_is_finite(tensor, row) != _is_finite(reference, row) for row in common):
+        return math.inf
+    difference = math.fsum(distance(a, b) ** 2 for a, b, _ in _pairs(tensor, reference))
+    norm = math.fsum(norm**2 for *_, norm in _pairs(tensor, reference))
+    if math.isnan(difference) or math.isnan(norm):
+        return math.inf
+    if norm == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return math.sqrt(difference / norm)
+
+
+def _is_finite(tensor: Digests, row: str) -> bool:
+    return math.isfinite(tensor.rows[row][1])
+
+
+def _nearest(tensor: Digests, reference: Digests) -> tuple[float, float]:
+    """Factor of the reference's tensor that comes nearest, and the error that is left."""
+    pairs = list(_pairs(tensor, reference))
+    product = math.fsum(x * y for a, b, _ in pairs for x, y in zip(a, b, strict=True))
+    square = math.fsum(y * y for _, b, _ in pairs for y in b)
+    if not square or not math.isfinite(product):
+        return math.nan, math.nan
+    factor = product / square
+    rest = math.fsum((x - factor * y) ** 2 for a, b, _ in pairs for x, y in zip(a, b, strict=True))
+    return factor, math.sqrt(rest / square)
+
+
+def _numbers(  # noqa: PLR0917
+    result: Comparison, index: int, phase: str, mine: Step, theirs: Step, floor: Floor
+) -> None:
+    """Compare losses, norms or rates."""
+    names = theirs.numbers.get(phase, {})
+    for name in names:
+        ours, expected = numbers_of(mine, phase, name), numbers_of(theirs, phase, name)
+        where = f"{phase} {name}".strip()
+        if not ours:
+            result.unaligned.setdefault(where, "the job has not computed it")
+            continue
+        error = _error_of_numbers(mine, theirs, phase, name)
+        dtypes = mine.dtypes.get(phase, set()) | theirs.dtypes.get(phase, set())
+        shortest = max(dtypes or {"float32"}, key=lambda dtype: _EPSILON.get(dtype, 0.0))
+        bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else shortest)
+        result.num_compared += 1
+        is_zero = max(abs(math.fsum(ours)), abs(math.fsum(expected))) <= _rounding_of_loss(theirs)
+        if phase == ev.LOSS and is_zero:
+            continue  # but for rounding, as where advantages have no mean: no digit is right
+        result.largest[phase] = max(error, result.largest.get(phase, 0.0))
+        if not error <= bound:
+            mean = statistics.fmean(expected) if expected else 0.0
+            ratio = statistics.fmean(ours) / mean if mean else math.nan
+            if phase == ev.LOSS:
+                _, ratio = _apart(ours, expected)
+            result.differences.append(Place(index, phase, name, error, bound, ratio, 0.0))
+
+
+def _rounding_of_loss(step: Step) -> float:
+    """What rounding of outputs, or of weights, makes of a loss, by their gradients."""
+    made = 0.0
+    for values, gradients in ((ev.FORWARD, ev.BACKWARD), (ev.WEIGHT, ev.GRADIENT)):
+        for name, value in step.tensors.get(values, {}).items():
+            gradient = step.tensors.get(gradients, {}).get(name)
+            if gradient is not None and gradient.is_finite and value.is_finite:
+                one = _EPSILON.get(value.dtype, 0.0) * value.norm * gradient.norm
+                made = max(made, one)
+    return _ULPS * made
+
+
+def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> float:
+    """How far numbers of a phase are from the reference's."""
+    ours, expected = numbers_of(mine, phase, name), numbers_of(theirs, phase, name)
+    if phase == ev.LOSS:
+        return _apart(ours, expected)[0]
+    lists = [[*step.numbers.get(phase, {}).get(name, {}).values()] for step in (mine, theirs)]
+    if len({len(some) for some in lists[0] + lists[1]}) != 1:
+        return _farthest(ours, expected)
+    pairs = zip(zip(*lists[0], strict=True), zip(*lists[1], strict=True), strict=True)
+    return max(_farthest(*pair) for pair in pairs)  # of several in a step each with its own
+
+
+def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest distance of a number, which all ranks should have, from the reference's."""
+    if not expected:
+        return math.inf
+    theirs = statistics.fmean(expected)
+    if not math.isfinite(theirs):
+        return math.inf if any(map(math.isfinite, ours)) else 0.0
+    errors = [abs(value - theirs) / (abs(theirs) or 1.0) for value in ours]
+    return max((math.inf if math.isnan(e) else e for e in errors), default=math.inf)
+
+
+def _apart(ours: Sequence[float], expected: Sequence[float]) -> tuple[float, float]:
+    """Distance of the losses of ranks and microbatches from those of the reference.
+
+    They may be terms of a sum or of a mean, and may have been multiplied by a number of ranks or
+    microbatches, or by a power of two: what is made of them is seen in gradients. Where terms
+    cancel, the distance is relative to these: so is what rounding makes of them.
+
+    Returns:
+        Distance, and the ratio of both beside what they may have been multiplied by.
+    """
+    mine, theirs = math.fsum(ours), math.fsum(expected)
+    if not ours or not expected or math.isfinite(mine) != math.isfinite(theirs):
+        return math.inf, math.nan
+    if not math.isfinite(mine):
+        return 0.0, 1.0
+    lost, gone = (math.fsum(map(abs, some)) - abs(math.fsum(some)) for some in (ours, expected))
+    if not mine or not theirs:
+        return abs(mine - theirs) / max(1.0, lost, gone), math.nan
+    ratio = mine / theirs
+    near = Fraction(ratio).limit_denominator(_MOST_TERMS)
+    numbers = sorted((abs(near.numerator), near.denominator))
+    scales = [1.0]
+    if ratio > 0:
+        scales += [2.0 ** round(math.log2(ratio))] + [float(near)] * (numbers[0] == 1)
+    return min(
+        (abs(mine - by * theirs) / (by * abs(theirs) + max(lost, by * gone)), ratio / by)
+        for by in scales
+    )

@@ -1,0 +1,135 @@
+"""What kind of mistake a first difference looks like."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from hp_verify.comparing.compare import REDUCTION, UPDATE, Comparison, Place
+from hp_verify.recording import events as ev
+
+_ALONE = {
+    ev.START: "the jobs begin with other weights: use --same-start, or seed both in the same way",
+    ev.INPUT: "the jobs are given other batches: only what follows from them can be compared",
+}
+_AFTER = {
+    ev.LOSS: "outputs are equal and the loss is not: its mean, its targets, or a sum over ranks",
+    ev.BACKWARD: "the backward of what is computed with this output",
+    ev.GRADIENT: "the backward of this parameter, or its reduction",
+    ev.NORM: "gradients are equal and their norm is not: a part is counted twice, or left out",
+    ev.CLIPPED: "gradients and norm are equal and what is clipped is not",
+    ev.RATE: "gradients are equal and the rate is not: its schedule, or the step that it is at",
+    UPDATE: "a step that is skipped, data that end, or another number of microbatches to an update",
+    ev.WEIGHT: "gradients are equal, the update is not: the optimizer's options, groups or state",
+}
+_ORIGINS = {
+    ev.BACKWARD: "the backward of this parameter: it is wrong before ranks reduce it",
+    REDUCTION: "the reduction over ranks: what they reduce is right",
+}
+_RANDOM = (ev.FORWARD, ev.LOSS, ev.BACKWARD, ev.EVALUATION)
+"""Phases that dropout changes."""
+_STEPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Largest relative error of a sum of two rounded numbers, about."""
+_MOST = 1024
+
+
+def explain(comparison: Comparison) -> list[str]:
+    """Name likely mistakes, the likeliest first; none where nothing is known.
+
+    Args:
+        comparison: Its first difference, and what differs with it.
+    """
+    first = comparison.first
+    if first is None:
+        return []
+    together = [
+        place
+        for place in comparison.differences
+        if place.step == first.step and place.phase == first.phase
+    ]
+    dropout = [comparison.random[first.step]] if first.step in comparison.random else []
+    return [
+        *(comparison.more.get(first.step, ()) if first.phase not in _ALONE else ()),
+        *(dropout if first.phase in _RANDOM else []),
+        *_reasons(comparison, first, together),
+    ]
+
+
+def _reasons(comparison: Comparison, first: Place, together: Sequence[Place]) -> Iterator[str]:
+    if first.phase in _ALONE:
+        yield _ALONE[first.phase]
+        return
+    if first.who:
+        yield f"{first.who} should hold the same: a sum over them is missing, or one is stale"
+    elif math.isinf(first.error):
+        yield "the reference has zeros or the job numbers that are not finite"
+    elif scale := _common_scale(together):
+        yield _scaled(scale, len(together))
+    elif first.rest == 0 and first.factor == 0:
+        yield "nothing arrives here: a sum, an expert or a gradient is lost"
+    if first.phase in (ev.FORWARD, ev.EVALUATION):
+        what, why = first.name or "the model", _of_module(first.name)
+        since = ", or weights that were changed after the last update" if first.step > 1 else ""
+        yield f"what {what} was given is equal and what it gives is not: {why}{since}"
+    elif first.origin:
+        yield from _of_origin(first, together)
+    elif first.phase == ev.WEIGHT and ev.GRADIENT not in comparison.largest:
+        yield "the backward, a reduction or the update: gradients were not compared"
+    elif first.phase in _AFTER and not (first.phase == ev.GRADIENT and first.who):
+        yield _AFTER[first.phase]
+
+
+def _rounded(places: Sequence[Place]) -> Iterator[str]:
+    """Whether all errors of a reduction have the size of rounding to a shorter dtype."""
+    errors = [place.error for place in places if not place.who]
+    for dtype, step in _STEPS.items():
+        are_so = len(errors) == len(places) and max(errors) < step
+        if are_so and statistics.median(errors) > step / 16:
+            yield f"errors are as large as those of rounding to {dtype}: ranks may exchange that"
+            return
+
+
+def _of_origin(first: Place, together: Sequence[Place]) -> Iterator[str]:
+    if first.origin == REDUCTION:
+        yield from _rounded(together)
+    yield _ORIGINS[first.origin]
+
+
+def _of_module(name: str) -> str:
+    words = name.lower()
+    if any(word in words for word in ("attn", "attention")):
+        return "a mask, positions, heads, or keys of other ranks"
+    if any(word in words for word in ("router", "gate")):
+        return "scores or choices of the router"
+    if any(word in words for word in ("expert", "moe")):
+        return "experts, or rows that do not come to them or back"
+    if any(word in words for word in ("embed", "wte", "tok")):
+        return "the part of the vocabulary that a rank has"
+    return "its weights' parts, or a sum over ranks"
+
+
+def _common_scale(places: Sequence[Place]) -> Fraction | None:
+    """The factor that explains all of them, if there is one that is a ratio of small numbers.
+
+    What is left of an error beside it must be what rounding explains, and it itself must be more.
+    """
+    mean = statistics.fmean(place.factor for place in places)
+    if not math.isfinite(mean):
+        return None
+    near = Fraction(mean).limit_denominator(_MOST)
+    is_simple = min(near.numerator, near.denominator) == 1 or near == 0
+    is_all = all(
+        math.hypot(p.rest, p.factor - near) <= p.bound * max(float(near), 1.0)
+        and abs(near - 1) > p.bound
+        for p in places
+    )
+    return near if is_simple and near != 1 and is_all else None
+
+
+def _scaled(scale: Fraction, count: int) -> str:
+    what = "it is" if count == 1 else f"all {count} are"
+    if scale > 1:
+        return f"{what} {scale} times the reference's: summed in place of a mean, or counted twice"
+    if scale == 0:
+        return f"{what} zero: a sum, an expert or a gradient is lost"
+    return f"{what} {scale} of the reference's: averaged in place of a sum, or terms are lost"

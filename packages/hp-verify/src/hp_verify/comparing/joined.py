@@ -1,0 +1,327 @@
+"""A job's recording, put together from those of its processes: each step by phase and name."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from msgspec import structs
+
+from hp_base.errors import HpError
+from hp_verify.recording.events import (
+    BATCHES,
+    EVALUATION,
+    FORWARD,
+    NUM_SIGNS,
+    REAL,
+    SUFFIX,
+    TENSORS,
+    WEIGHT,
+    Box,
+    Event,
+    Piece,
+    Rows,
+    read,
+)
+
+TERMS = 1e-3
+"""Ranks that differ by more may have terms of a sum, where that can be."""
+
+
+@dataclass(slots=True)
+class Digests:
+    """A tensor put together: digests of what it is made of.
+
+    Attributes:
+        shape: Shape of it, or of one sample of it.
+        dtype: Its dtype.
+        rows: Sample -> sums with signs and norm; "" where it is not made of samples.
+        disagree: How far apart ranks are that hold the same part, relative to its norm.
+        who: Which processes those are.
+        is_sum: Whether parts of several ranks were added up because they were not the same.
+        problem: Why it could not be put together; empty: it was.
+        lost: Why what some calls computed is not in it; empty: all is.
+        shapes: Sample -> its shape, of samples that have others than `shape`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    rows: dict[str, tuple[tuple[float, ...], float]] = field(default_factory=dict)
+    disagree: float = 0.0
+    who: str = ""
+    is_sum: bool = False
+    problem: str = ""
+    lost: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> float:
+        """Its 2-norm; where not all of it is finite, that of what stands in for it."""
+        return math.sqrt(sum(size_of(sums, norm) ** 2 for sums, norm in self.rows.values()))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of its numbers are."""
+        return all(math.isfinite(norm) for _, norm in self.rows.values())
+
+    def shape_of(self, row: str) -> tuple[int, ...]:
+        """Shape of one of its samples."""
+        return self.shapes.get(row, self.shape)
+
+    def scaled(self, factors: Mapping[str, float]) -> "Digests":
+        """Its samples times a factor of each; 1 where there is none."""
+        if not factors:
+            return self
+        rows = {
+            row: (tuple(factors.get(row, 1.0) * x for x in sums), factors.get(row, 1.0) * norm)
+            for row, (sums, norm) in self.rows.items()
+        }
+        return replace(self, rows=rows)
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of a job.
+
+    Attributes:
+        tensors: Phase -> name -> tensor, in the order of recording.
+        numbers: Phase -> name -> process -> numbers.
+        dtypes: Phase -> dtypes in which its numbers were computed.
+        rows: Names of the samples of the step's forward.
+        states: Process -> generator of random numbers -> name of its state when the step began.
+        drawn: Generators that the model used.
+        updated: Processes that have weights after an update.
+    """
+
+    tensors: dict[str, dict[str, Digests]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    dtypes: dict[str, set[str]] = field(default_factory=dict)
+    rows: set[str] = field(default_factory=set)
+    states: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    drawn: set[str] = field(default_factory=set)
+    updated: set[str] = field(default_factory=set)
+
+    @property
+    def is_update(self) -> bool:
+        """Whether weights were updated; else it is what was evaluated after the last update."""
+        return bool(self.rows or self.numbers or self.tensors.keys() - {EVALUATION})
+
+
+@dataclass(slots=True)
+class Recording:
+    """A job's recording.
+
+    Attributes:
+        steps: By index, from 1.
+        facts: Rank and number of ranks, of each process.
+    """
+
+    steps: dict[int, Step]
+    facts: Sequence[Mapping[str, str]]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have recorded something, in whichever launch of the job."""
+        return len({facts["rank"] for facts in self.facts})
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the weights."""
+        return sum(step.is_update for step in self.steps.values())
+
+    def is_whole(self, steps: int) -> bool:
+        """Whether every rank has recorded all of a number of updates."""
+        ranks = max((int(facts["ranks"]) for facts in self.facts), default=1)
+        last = self.steps.get(steps)
+        return last is not None and len(last.states) >= ranks
+
+    def before_failing(self) -> "Recording":
+        """What a job that has failed had computed by then: its steps whose updates are whole."""
+        steps = self.steps.items()
+        done = {i: s for i, s in steps if self.is_whole(i) and WEIGHT in s.tensors}
+        return Recording(done, self.facts)
+
+
+class NothingRecordedError(HpError):
+    """No process of a job has trained anything under the recorder."""
+
+
+def join(folder: Path) -> Recording:
+    """Put a job's recording together.
+
+    Args:
+        folder: Folder that its processes wrote.
+
+    Raises:
+        NothingRecordedError: When none has.
+    """
+    files = sorted(folder.glob(f"{TENSORS}-*{SUFFIX}"))
+    if not files:
+        raise NothingRecordedError(
+            f"no process of {folder} imported torch and called a module with parameters; "
+            "is it Python that reads PYTHONPATH (no -I, -E or -S, and no job that "
+            "sets it anew), with hp-train installed? Updates by hand inside of a graph of "
+            "torch.compile are not seen"
+        )
+    lines = {path.stem: list(read(path)) for path in files}
+    events = [(who, line.event) for who, some in lines.items() for line in some if line.event]
+    numbers = [(who, line.number) for who, some in lines.items() for line in some if line.number]
+    rows = rows_in(folder)
+    steps: dict[int, Step] = defaultdict(Step)
+    names = sample_names(rows)
+    for who, row in rows:
+        if row.phase == FORWARD:
+            steps[row.step].rows.update(
+                names.get((who, row.step, row.call, r), r).removeprefix(REAL) for r in row.rows
+            )
+    _add_tensors(steps, events, names)
+    for who, event in events:
+        if event.phase == WEIGHT:
+            steps[event.step].updated.add(who)
+    for who, number in numbers:
+        by_name = steps[number.step].numbers.setdefault(number.phase, {})
+        by_name.setdefault(number.name, {}).setdefault(who, []).append(number.value)
+        steps[number.step].dtypes.setdefault(number.phase, set()).add(number.dtype)
+    for who, some in lines.items():
+        for random in (line.random for line in some if line.random):
+            steps[random.step].states[who] = random.states
+            steps[random.step].drawn.update(random.drawn)
+    facts = [line.facts for some in lines.values() for line in some if line.facts]
+    return Recording(dict(sorted(steps.items())), facts)
+
+
+def rows_in(folder: Path) -> list[tuple[str, Rows]]:
+    """What root modules of a job were given: process, samples."""
+    return [
+        (path.stem.replace(BATCHES, TENSORS), line.rows)
+        for path in sorted(folder.glob(f"{BATCHES}-*{SUFFIX}"))
+        for line in read(path)
+        if line.rows
+    ]
+
+
+Sample = tuple[str, int, int, str]
+"""Process, step, call, name of a sample there."""
+
+
+def sample_names(rows: Sequence[tuple[str, Rows]]) -> dict[Sample, str]:
+    """Names of samples of later pipeline stages, which are given no tokens.
+
+    Calls of a stage come in the order of those of the first one: the processes that saw tokens, or
+    where nobody does what the reference saw, and the others of a stage, follow each other in the
+    same order.
+    """
+    names: dict[Sample, str] = {}
+    for step in {row.step for _, row in rows}:
+        first: dict[str, dict[int, Rows]] = {}
+        later: dict[str, list[Rows]] = {}
+        has_tokens = any(row.has_tokens for _, row in rows if row.step == step)
+        for who, row in rows:
+            if row.step == step and row.has_names and row.has_tokens == has_tokens:
+                first.setdefault(who, {})[row.call] = row
+            elif row.step == step:
+                later.setdefault(who, []).append(row)
+        calls = list(first.values())
+        for index, (who, some) in enumerate(later.items()):
+            for row in some if calls else []:
+                theirs = calls[index % len(calls)].get(row.call)
+                if theirs is not None and len(theirs.rows) == len(row.rows):
+                    pairs = zip(row.rows, theirs.rows, strict=True)
+                    names |= {(who, step, row.call, mine): other for mine, other in pairs}
+    return names
+
+
+def _add_tensors(
+    steps: Mapping[int, Step],
+    events: Iterable[tuple[str, Event]],
+    names: Mapping[Sample, str],
+) -> None:
+    parts: dict[tuple[int, str, str], _Parts] = {}
+    for who, event in events:
+        key = event.step, event.phase, event.name
+        if key not in parts:
+            parts[key] = _Parts(event.shape, event.dtype)
+        renamed = [
+            (names.get((who, event.step, event.call, p.row), p.row) if p.row else "", p)
+            for p in event.pieces
+        ]
+        is_lost = any("." in row for row, _ in renamed)
+        told = structs.replace(event, note="its samples could not be told apart")
+        parts[key].add(who, told if is_lost else event, renamed)
+    for (step, phase, name), some in parts.items():
+        steps[step].tensors.setdefault(phase, {})[name] = some.joined()
+
+
+class _Parts:
+    """A tensor while parts of it arrive."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self._result = Digests(shape, dtype)
+        self._pieces: dict[str, dict[Box, tuple[str, Piece]]] = defaultdict(dict)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(self, who: str, event: Event, pieces: Iterable[tuple[str, Piece]]) -> None:
+        result = self._result
+        if event.note:
+            result.lost = result.lost or event.note
+            return
+        for row, piece in pieces:
+            if event.shape != self._shapes.setdefault(row, event.shape):
+                result.problem = f"shape {event.shape} of {who} is not {self._shapes[row]}"
+                return
+            boxes = self._pieces[row]
+            if piece.box not in boxes:
+                boxes[piece.box] = who, piece
+                continue
+            other, held = boxes[piece.box]
+            sizes = (size_of(p.sums, p.norm) for p in (piece, held))
+            apart = distance(piece.sums, held.sums) / max(*sizes, 1e-300)
+            if event.may_add and apart > TERMS:
+                boxes[piece.box] = who, _sum(piece, held)
+                result.is_sum = True
+                continue
+            if not apart <= result.disagree:  # NaN is the farthest
+                result.disagree = apart
+                result.who = f"{other.rpartition('-')[0]} and {who.rpartition('-')[0]}"
+
+    def joined(self) -> Digests:
+        result = self._result
+        if not self._pieces:
+            result.problem = result.problem or result.lost
+        if result.problem:
+            return result
+        shape = result.shape
+        result.shapes = {row: own for row, own in self._shapes.items() if own != shape}
+        for row, boxes in self._pieces.items():
+            size = math.prod(self._shapes[row])
+            here = sum(math.prod(end - begin for begin, end in box) for box in boxes)
+            if here != size:
+                result.problem = f"{here} of {size} values are on a rank, counted once each"
+                return result
+            pieces = [piece for _, piece in boxes.values()]
+            sums = tuple(math.fsum(p.sums[k] for p in pieces) for k in range(NUM_SIGNS))
+            norm = math.sqrt(math.fsum(piece.norm**2 for piece in pieces))
+            result.rows[row] = sums, norm
+        return result
+
+
+def _sum(piece: Piece, other: Piece) -> Piece:
+    """What two terms of a sum add up to; its norm is what its sums with signs tell."""
+    sums = tuple(x + y for x, y in zip(piece.sums, other.sums, strict=True))
+    return Piece(piece.box, sums, math.sqrt(math.fsum(x * x for x in sums) / NUM_SIGNS), piece.row)
+
+
+def size_of(sums: Sequence[float], norm: float) -> float:
+    """Norm of a tensor, as its sums with signs tell it where it has numbers that are not finite."""
+    return norm if math.isfinite(norm) else math.sqrt(math.fsum(x * x for x in sums) / NUM_SIGNS)
+
+
+def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Norm of the difference of two tensors, as their sums with signs tell it."""
+    return math.sqrt(math.fsum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / NUM_SIGNS)
+
+
+def numbers_of(step: Step, phase: str, name: str = "") -> list[float]:
+    """All numbers of a kind, of all processes."""
+    return [value for some in step.numbers.get(phase, {}).get(name, {}).values() for value in some]

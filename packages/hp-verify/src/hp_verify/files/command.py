@@ -1,0 +1,190 @@
+"""The commands ``hp verify --checkpoint``, ``--manifest`` and ``--curves``."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hp_base.command_line import Parser, say
+from hp_base.errors import CheckpointError, ConfigError, DifferenceError
+from hp_base.folder import read_named, why_not
+from hp_base.numbers import real
+
+if TYPE_CHECKING:
+    from hp_verify.files.checkpoints import Comparison
+    from hp_verify.files.noise import Answer
+
+FLAGS = ("--checkpoint", "--manifest", "--curves")
+_SHOWN = 12
+_LEVEL = 0.01
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of all of these commands."""
+    made = Parser(
+        prog="hp verify",
+        see="hp verify --checkpoint --help",
+        description="Compare checkpoints, weights in an engine, or curves of losses.",
+        allow_abbrev=False,
+    )
+    doors = made.add_mutually_exclusive_group(required=True)
+    doors.add_argument(
+        "--checkpoint",
+        nargs=2,
+        metavar=("A", "B"),
+        help="whether B has the tensors of A, whatever their formats and names",
+    )
+    doors.add_argument(
+        "--manifest",
+        metavar="FOLDER",
+        help="print names, shapes, dtypes and digests of a checkpoint, to be B elsewhere",
+    )
+    doors.add_argument(
+        "--curves",
+        nargs="+",
+        metavar="CURVE",
+        help="whether the losses of B differ from those of A by more than noise: A B, and repeats "
+        "of A behind them",
+    )
+    made.add_argument("--ignore", metavar="REGEX", help="names that are not compared")
+    made.add_argument(
+        "--names", metavar="FILE", help='JSON: names in B -> names in A, {"lm_head.weight": ...}'
+    )
+    made.add_argument("--out", metavar="FILE", help="of --manifest: a new file")
+    made.add_argument("--pattern", metavar="REGEX", help="of a log: groups step and loss")
+    made.add_argument(
+        "--level",
+        type=real("--level"),
+        default=_LEVEL,
+        help=f"how often noise may be called a difference (default: {_LEVEL:g})",
+    )
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compare what is asked for.
+
+    Args:
+        arguments: What follows ``hp verify``.
+
+    Returns:
+        0: both are equal.
+
+    Raises:
+        DifferenceError: When they are not.
+        CheckpointError: When a checkpoint is damaged or of no known format.
+        DataError: When a curve cannot be read, or is too short.
+        ConfigError: When the command line is wrong.
+    """
+    options = parser().parse_args(list(arguments))
+    if options.manifest is not None:
+        return _manifest(Path(options.manifest), Path(options.out) if options.out else None)
+    if options.curves is not None:
+        return _curves([Path(path) for path in options.curves], options.pattern, options.level)
+    return _checkpoints(Path(options.checkpoint[0]), Path(options.checkpoint[1]), options)
+
+
+def _checkpoints(first: Path, second: Path, options: argparse.Namespace) -> int:
+    from hp_verify.files.checkpoints import compare  # noqa: PLC0415 - imports torch
+    from hp_verify.files.sources import opened_source  # noqa: PLC0415
+
+    names = _names(options.names)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(opened_source(path)) for path in (first, second)]
+        swap = sources[0].config is None and sources[1].config is not None
+        ours, theirs = reversed(sources) if swap else sources  # whose other names are known
+        for letter, source in zip("BA" if swap else "AB", (ours, theirs), strict=True):
+            count = len(source.tensors)
+            say(f"{letter}: {source.path}, {source.format}, {count} tensors")
+        comparison = compare(ours, theirs, ignore=options.ignore, names=names)
+    say(report(comparison, "BA" if swap else "AB"))
+    if not comparison.is_equal:
+        count = len(comparison.differences) + len(comparison.missing) + len(comparison.extra)
+        raise DifferenceError(f"the checkpoints differ in {count} tensors")
+    return 0
+
+
+def report(comparison: "Comparison", letters: str = "AB") -> str:
+    """What was found, in lines.
+
+    Args:
+        comparison: What was found.
+        letters: What both are called.
+    """
+    shown = [f"FAIL  {difference}" for difference in comparison.differences]
+    for letter, names in zip(letters, (comparison.missing, comparison.extra), strict=True):
+        shown += [f"FAIL  only in {letter}: {name} {why}" for name, why in names.items()]
+    lines = shown[:_SHOWN] + [f"      and {len(shown) - _SHOWN} more"] * (len(shown) > _SHOWN)
+    lines += [f"note: {note}" for note in comparison.notes[:_SHOWN]]
+    lines += [f"      and {n} more" for n in [len(comparison.notes) - _SHOWN] if n > 0]
+    lines += [f"{count} made: {how}" for how, count in list(comparison.made.items())[:_SHOWN]]
+    for said, count in sorted(comparison.counts.items()):
+        error = comparison.largest.get(said)
+        lines.append(f"{count} {said}" + (f", by {error:.1e} at most" if error else ""))
+    state = "equal" if comparison.is_equal else "NOT EQUAL"
+    return "\n".join([*lines, state])
+
+
+def _names(file: str | None) -> Mapping[str, str]:
+    if file is None:
+        return {}
+    try:
+        names = json.loads(read_named(Path(file)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--names ({file}) must be a JSON file: {why_not(error)}") from None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"--names ({file}) must be an object of names")
+    return names
+
+
+def _manifest(folder: Path, out: Path | None) -> int:
+    from hp_verify.files.manifest import Listed, digest, write_listing  # noqa: PLC0415
+    from hp_verify.files.sources import opened_source  # noqa: PLC0415 - imports torch
+
+    with opened_source(folder) as source:
+        tensors: dict[str, Listed] = {}
+        for name, entry in source.tensors.items():
+            if entry.read is None:
+                raise CheckpointError(f"{folder} is a manifest itself")
+            tensors[name] = Listed(entry.dtype, entry.shape, digest(entry.read()))
+    path = out if out is not None else Path(f"{folder.name}.manifest.json")
+    write_listing(path, tensors)
+    say(f"wrote {path}, {len(tensors)} tensors")
+    return 0
+
+
+def _curves(paths: Sequence[Path], pattern: str | None, level: float) -> int:
+    from hp_verify.files.curves import read_curve  # noqa: PLC0415
+    from hp_verify.files.noise import tell_apart  # noqa: PLC0415 - imports numpy
+
+    if len(paths) < 2:
+        raise ConfigError("--curves must be followed by two curves or more")
+    if not 0.0 < level < 0.5:
+        raise ConfigError(f"--level ({level}) must be above 0 and below 0.5")
+    first, second, *repeats = [read_curve(path, pattern) for path in paths]
+    draws = max(400, round(4 / level))
+    answer = tell_apart(first, second, repeats, level=level, draws=draws)
+    say(_said(answer, level, len(repeats)))
+    if answer.differs:
+        raise DifferenceError(f"{paths[1]} differs from {paths[0]} from about step {answer.step}")
+    return 0
+
+
+def _said(answer: "Answer", level: float, num_repeats: int) -> str:
+    steps = f"{answer.num_steps} steps"
+    if answer.not_finite:
+        return f"DIFFERENT: at step {answer.step} one loss alone is not finite; {steps}"
+    whose = f"{num_repeats} repeats" if num_repeats else "the difference's own residuals"
+    noise = (
+        f"noise by {whose}: {answer.noise:.2e} a step, correlation {answer.correlation:.2f}; "
+        f"an offset of {answer.visible:.2e} over the last half would be seen\n"
+    )
+    if not answer.differs:
+        chance = f"chance {answer.chance:.2g}, not below {level:g}"
+        return f"{noise}not told apart over {steps} ({chance})"
+    return (
+        f"{noise}DIFFERENT from about step {answer.step}: by {answer.offset:+.3e} on the mean from "
+        f"there (chance {answer.chance:.2g}, {steps})"
+    )

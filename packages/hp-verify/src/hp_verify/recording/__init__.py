@@ -1,0 +1,1 @@
+"""What a process of a job computes, recorded from outside: samples, parameters, digests."""

@@ -1,0 +1,72 @@
+"""What a library hides from hooks of torch, one short file each, loaded where the library is.
+
+An adapter says which values of which parameters its flat tensors hold, and tells of its own
+clipping. Where a tensor is a view of another, or has values of the reference's parameters, nothing
+need be said.
+"""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from hp_verify.recording.slices import Run
+
+_LIBRARIES = {
+    "fsdp1": "torch.distributed.fsdp._flat_param",
+    "deepspeed": "deepspeed.runtime.engine",
+    "megatron": "megatron.core.optimizer",
+}
+
+Held = tuple[Tensor, list[Run]]
+"""A flat tensor, and what its values are."""
+
+
+class Listener(Protocol):
+    """What the recorder is told of."""
+
+    def hold(self, tensor: Tensor, runs: list[Run]) -> None:
+        """A flat tensor, and what its values are."""
+
+    def before_clipping(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Parameters or flat tensors with their gradients, which are to be clipped."""
+
+    def clipped(self, norm: Tensor | float) -> None:
+        """The norm by which gradients were clipped."""
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What the model calls a parameter; None: it is of no model that was called."""
+
+
+class Adapter(Protocol):
+    """A module of this package."""
+
+    @staticmethod
+    def held(root: nn.Module, named: Mapping[str, Tensor]) -> Iterator[Held]:
+        """Yield the flat tensors of a model, of its optimizer too where that can be seen.
+
+        Args:
+            root: A root module, before it is called.
+            named: Its parameters by the names that its model gave them.
+        """
+
+    @staticmethod
+    def listen(listener: Listener) -> None:
+        """Tell of what torch has no hooks for, from now on."""
+
+
+def adapters() -> "dict[str, Adapter]":
+    """The adapters of libraries that this process has imported, by name.
+
+    One whose library is of a version that it does not know is left out: tensors that nobody tells
+    of are looked for by their values, or listed.
+    """
+    found: dict[str, Adapter] = {}
+    for name, library in _LIBRARIES.items():
+        if library in sys.modules:
+            with contextlib.suppress(ImportError):
+                found[name] = importlib.import_module(f"{__name__}.{name}")  # type: ignore[assignment]
+    return found

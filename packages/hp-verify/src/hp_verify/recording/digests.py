@@ -1,0 +1,142 @@
+"""Digests of tensors that add up over the parts of ranks, see Note [Digests]."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hp_verify.recording.events import NUM_SIGNS, Box, Piece
+
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Of splitmix64 (Steele, Lea and Flood 2014)."""
+_WRAP = 1 << 64
+_NOT_FINITE = 7.25
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Digests of parts, where the parts are: nothing waits for a device until `pieces`.
+
+    Attributes:
+        box: Where each is in its whole.
+        rows: Sample of each; empty names: they have none.
+        sums: `[N, NUM_SIGNS]`.
+        norms: `[N]`.
+        shape: Shape of each whole, where not all parts of a tensor are of the same.
+    """
+
+    box: Box
+    rows: tuple[str, ...]
+    sums: Tensor
+    norms: Tensor
+    shape: tuple[int, ...] = ()
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Read them."""
+        read = zip(self.rows, self.sums.tolist(), self.norms.tolist(), strict=True)
+        return tuple(Piece(self.box, tuple(sums), norm, row) for row, sums, norm in read)
+
+
+def digest_of(part: Tensor, box: Box) -> Digest:
+    """Digest a part of a tensor.
+
+    Args:
+        part: The part, of any shape and dtype.
+        box: Where it is in the whole; as many indices in each dim as `part` has.
+    """
+    return digest_rows(part[None], box, ("",))
+
+
+def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
+    """Digest many parts that are the same part of different tensors.
+
+    Args:
+        parts: Samples, `[N, ...]`, of any dtype.
+        box: Where each is in its whole, without the dim of samples.
+        rows: Name of each sample.
+    """
+    values = parts.detach()
+    if torch.is_autocast_enabled(values.device.type):  # a job's, not ours
+        with torch.autocast(values.device.type, enabled=False):
+            return digest_rows(values, box, rows)
+    if values.is_complex():
+        real, imaginary = (digest_rows(x, box, rows) for x in (values.real, values.imag))
+        # Signs of other numbers for the imaginary parts, which are drawn apart from these.
+        sums = real.sums + imaginary.sums.roll(1, -1)
+        return Digest(box, rows, sums, torch.hypot(real.norms, imaginary.norms))
+    values = _widened(values)
+    norms = torch.linalg.vector_norm(values.flatten(1), dim=1) if values.ndim > 1 else values.abs()
+    if values.device.type != "cpu":
+        values = _finite(values)  # whether any are not cannot be asked without waiting
+    elif not bool(norms.isfinite().all()):
+        values = _finite(values.double())
+    if values.ndim == 1:
+        return Digest(box, rows, values[:, None].repeat(1, NUM_SIGNS), norms)  # not a view of them
+    num_dims = values.ndim - 1
+    if num_dims == 1:
+        return Digest(box, rows, values @ _signs(0, box[0], values), norms)
+    # The first dim is summed over first, from the left: a product with four columns is six times
+    # as slow as one with four rows, and of a short step that of all parameters is most of the cost.
+    lead = _signs(0, box[0], values).T.expand(len(values), -1, -1)
+    sums = torch.bmm(lead, values.flatten(2)).unflatten(2, values.shape[2:])
+    for dim in range(num_dims - 1, 0, -1):
+        signs = _signs(dim, box[dim], values).T  # [NUM_SIGNS, indices]
+        sums = (sums * signs.view(NUM_SIGNS, *(1,) * (dim - 1), -1)).sum(-1)
+    return Digest(box, rows, sums, norms)
+
+
+def _widened(values: Tensor) -> Tensor:
+    """Real values of any dtype in a floating one of 32 bits or more."""
+    is_narrow = values.is_floating_point() and values.itemsize == 1  # which no dtype is promoted to
+    wide = torch.float32 if is_narrow else torch.promote_types(values.dtype, torch.float32)
+    return values.to(wide)
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Numbers that are not finite as another one: the norm tells that there are some."""
+    return torch.where(values.isfinite(), values, _NOT_FINITE)
+
+
+def sum_of_digests(terms: Sequence[Digest]) -> Digest:
+    """Digest the sum of tensors that are the same part; its norm is what its sums tell.
+
+    Args:
+        terms: Digests of them, at least one.
+    """
+    if len(terms) == 1:
+        return terms[0]
+    sums = torch.stack([term.sums for term in terms]).sum(0)
+    return Digest(terms[0].box, terms[0].rows, sums, sums.square().mean(-1).sqrt())
+
+
+def digests_of_rows(rows: Tensor, *, num_bytes: int) -> list[bytes]:
+    """Hashes of the bits of each row, `[N, ...]`, of so many bytes."""
+    raw = rows.detach().contiguous().cpu().view(torch.uint8).numpy()
+    return [hashlib.blake2b(row.data, digest_size=num_bytes).digest() for row in raw]
+
+
+def _signs(dim: int, span: tuple[int, int], like: Tensor) -> Tensor:
+    """Signs of a dim's indices, `[indices, NUM_SIGNS]`."""
+    return _made_signs(dim, span, like.dtype, str(like.device))
+
+
+@lru_cache(maxsize=4096)
+def _made_signs(dim: int, span: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
+    index = torch.arange(*span, dtype=torch.int64)[:, None] * NUM_SIGNS + torch.arange(NUM_SIGNS)
+    mixed = (index + dim * 0x51ED270B) * _signed(_MIX[0])
+    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+    bits = _shifted(mixed, 31) & 1
+    return (1 - 2 * bits).to(dtype).to(device)
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    """Bits moved to the right as of unsigned numbers."""
+    return (values >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - _WRAP if value >= _WRAP // 2 else value

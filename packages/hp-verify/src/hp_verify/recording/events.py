@@ -1,0 +1,248 @@
+"""What a program of a job has computed, line by line: one file for each process.
+
+Note [Digests]. Of a tensor a recording holds its norm and `NUM_SIGNS` sums of its values with signs
+``+1`` and ``-1``. A sign is a product of one sign per dim, drawn from the index in the *whole*
+tensor: so sums of the parts that ranks hold add up to those of the whole; no rank needs another.
+The difference of two such sums has the mean square of the difference of the tensors.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hp_base.errors import DataError
+from hp_base.folder import why_not
+
+NUM_SIGNS = 4
+
+INPUT, FORWARD, LOSS, BACKWARD = "input", "forward", "loss", "backward"
+GRADIENT, NORM, CLIPPED, RATE, WEIGHT, MOMENT = (
+    "gradient",
+    "gradient norm",
+    "clipped gradient",
+    "learning rate",
+    "weight",
+    "optimizer state",
+)
+START, EVALUATION = "first weight", "evaluation"
+REAL = "^"
+"""Begins the name of a sample's part that is no padding, where it has padding."""
+OWN = "own gradient"
+"""A rank's gradient before it is reduced. It is not compared: a loss may be scaled, and ranks may
+have terms. It tells a wrong backward from a wrong reduction."""
+PHASES = (
+    START,
+    EVALUATION,
+    INPUT,
+    FORWARD,
+    LOSS,
+    BACKWARD,
+    GRADIENT,
+    NORM,
+    CLIPPED,
+    RATE,
+    WEIGHT,
+    MOMENT,
+)
+"""In the order in which a step computes them."""
+
+Box = tuple[tuple[int, int], ...]
+"""Part of a tensor: first and last + 1 index of each dim."""
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor.
+
+    Attributes:
+        box: Where it is in the whole.
+        sums: Its values with signs, summed; `NUM_SIGNS` of them.
+        norm: Its 2-norm.
+        row: Its sample of the batch; empty: it is of no sample.
+    """
+
+    box: Box
+    sums: tuple[float, ...]
+    norm: float
+    row: str = ""
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a process has computed, or the part of it that this process has.
+
+    Attributes:
+        step: Number of the next update of the weights, counted from 1.
+        phase: One of `PHASES`.
+        name: Module or parameter, as the reference calls it.
+        shape: Shape of the whole; of a batch's tensor that of one sample.
+        dtype: Its dtype, without ``torch.``.
+        pieces: The parts that are here.
+        call: Which call of the module in this step and process, counted from 0.
+        note: Why it cannot be laid beside the reference; empty: it can.
+        may_add: Whether ranks may have terms of it, of which it is the sum: a product with a matrix
+            whose columns are cut, the gradient of what ranks use in different ways.
+    """
+
+    step: int
+    phase: str
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    pieces: tuple[Piece, ...] = ()
+    call: int = 0
+    note: str = ""
+    may_add: bool = False
+
+
+class Number(msgspec.Struct, frozen=True, array_like=True):
+    """A number that a process has computed.
+
+    Attributes:
+        step: Number of the next update of the weights, counted from 1.
+        phase: One of `PHASES`.
+        name: Which of several.
+        value: The number.
+        call: Which of this process's, counted from 0.
+        dtype: Dtype that it was computed in, without ``torch.``.
+    """
+
+    step: int
+    phase: str
+    name: str
+    value: float
+    call: int = 0
+    dtype: str = "float32"
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """What a root module was given, sample by sample.
+
+    Attributes:
+        step: Number of the next update of the weights, counted from 1.
+        call: Which call of a root module in this step and process.
+        rows: A name for each sample; that of its content where it is made of tokens, or is the
+            reference's.
+        tokens: The samples' tokens; empty: the input has none, or too many to be written down.
+        phase: `FORWARD` or `EVALUATION`.
+        has_tokens: Whether the input is made of tokens, and so no other stage's output.
+        real: First and last + 1 token of each sample that is no padding; empty: there is none.
+    """
+
+    step: int
+    call: int
+    rows: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...] = ()
+    phase: str = FORWARD
+    has_tokens: bool = False
+    real: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def has_names(self) -> bool:
+        """Whether samples are named by their content, and not by their place in a call."""
+        return not any("." in row for row in self.rows)
+
+
+class Randomness(msgspec.Struct, frozen=True, array_like=True):
+    """Random numbers of a process.
+
+    Attributes:
+        step: Number of the next update of the weights, counted from 1.
+        states: Generator -> name of its state when the step began.
+        drawn: Generators that calls of root modules with gradients used.
+    """
+
+    step: int
+    states: dict[str, str]
+    drawn: tuple[str, ...] = ()
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line of a recording: one of its fields is there."""
+
+    event: Event | None = None
+    number: Number | None = None
+    rows: Rows | None = None
+    random: Randomness | None = None
+    facts: dict[str, str] | None = None
+
+
+_FIELDS = {Event: "event", Number: "number", Rows: "rows", Randomness: "random", dict: "facts"}
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Line)
+_LENGTH = struct.Struct("<Q")
+
+
+BATCHES, TENSORS = "batches", "rank"
+"""How files begin that hold `Rows`, and all other lines."""
+SUFFIX = ".msgpack"
+"""How they end: unlike JSON it has numbers that are not finite."""
+
+
+class Log:
+    """Writes the lines of one process, a step at a time.
+
+    Args:
+        folder: The same for all processes of a job.
+        process: Name of this one.
+    """
+
+    def __init__(self, folder: Path, process: str) -> None:
+        self._folder, self._process = folder, process
+        self._lines: list[Line] = []
+
+    def add(self, line: Event | Number | Rows | Randomness | dict[str, str]) -> None:
+        """Note a line down; it is written with the others at `flush`."""
+        field: dict[str, Any] = {_FIELDS[type(line)]: line}
+        self._lines.append(Line(**field))
+
+    def flush(self) -> None:
+        """Write what was noted down."""
+        for kind in (BATCHES, TENSORS):
+            lines = [line for line in self._lines if (line.rows is not None) == (kind == BATCHES)]
+            texts = [_ENCODER.encode(line) for line in lines]
+            with (self._folder / f"{kind}-{self._process}{SUFFIX}").open("ab") as file:
+                file.write(b"".join(_LENGTH.pack(len(text)) + text for text in texts))
+        self._lines.clear()
+
+
+def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Samples of a recording: step -> sample -> its tokens, if they were written down.
+
+    Of those that are padded the part that is not is there as well, by a name of its own.
+    """
+    known: dict[int, dict[str, tuple[int, ...]]] = {}
+    for path in folder.glob(f"{BATCHES}-*{SUFFIX}"):
+        for line in read(path):
+            if line.rows is not None:
+                tokens = line.rows.tokens or ((),) * len(line.rows.rows)
+                pairs = zip(line.rows.rows, tokens, strict=True)
+                here = known.setdefault(line.rows.step, {})
+                here.update(pairs)
+                for row, given, (first, last) in zip(
+                    line.rows.rows, tokens, line.rows.real, strict=False
+                ):
+                    if 0 < last - first < len(given):
+                        here[REAL + row] = given[first:last]
+    return known
+
+
+def read(path: Path) -> Iterator[Line]:
+    """Yield the lines of a process.
+
+    A line that is not whole ends them: the process was killed while it wrote.
+
+    Raises:
+        DataError: When the file is no recording.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(head)
+            if length > size - file.tell():
+                return
+            try:
+                yield _DECODER.decode(file.read(length))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path} must be a recording: {why_not(error)}") from None

@@ -1,0 +1,84 @@
+"""A job that is launched several times: later launches go on where those before them ended.
+
+Note [Launches of a job]. A job may be a script that trains some steps, ends and resumes. A process
+holds a lock for as long as it lives, beside the number of updates that it has made; one that starts
+later goes on from the largest such number whose lock is free. Its weights are not the reference's
+first ones, so what they are is taken from the process of its rank that came before it.
+"""
+
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from hp_verify.recording.slices import Slice
+
+_ALIVE = "alive"
+
+
+class Launches:
+    """What a process knows of those that ended before it, and tells those after it.
+
+    Args:
+        folder: The same for all processes of a job.
+        rank: Rank of this process.
+
+    Attributes:
+        steps: Updates of the weights by launches that have ended.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._known = folder / f"{_ALIVE}-slices-{rank:05d}.json"
+        self.steps = max(map(_updates_of_ended, folder.glob(f"{_ALIVE}-*.count")), default=0)
+        path = folder / f"{_ALIVE}-{rank:05d}-{os.getpid()}.count"
+        self._count = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._count, fcntl.LOCK_EX)  # free when this process has ended, however it does
+
+    def count(self, steps: int) -> None:
+        """Say how many updates the job has made."""
+        os.pwrite(self._count, b"%8d" % steps, 0)
+
+    def remember(self, slices: Mapping[str, Sequence[Slice]]) -> None:
+        """Keep what parameters are of the reference, for a launch that begins with other values."""
+        known = {**self._read(), **slices}
+        self._known.write_bytes(msgspec.json.encode(known))
+
+    def recall(self, names: Mapping[str, object]) -> dict[str, list[Slice]] | None:
+        """What parameters were at the first launch; None: this is it, or they are others.
+
+        Args:
+            names: Names of parameters -> anything.
+        """
+        known = self._read() if self.steps else {}
+        return {name: known[name] for name in names} if names.keys() <= known.keys() else None
+
+    def _read(self) -> dict[str, list[Slice]]:
+        with suppress(FileNotFoundError):
+            return msgspec.json.decode(self._known.read_bytes(), type=dict[str, list[Slice]])
+        return {}
+
+
+def parameters_of(folder: Path) -> set[str]:
+    """What the processes of a job call their parameters.
+
+    Args:
+        folder: Folder of the job's recording, in which its processes have left their files.
+    """
+    files = folder.glob(f"{_ALIVE}-slices-*.json")
+    return {name for file in files for name in msgspec.json.decode(file.read_bytes())}
+
+
+def _updates_of_ended(path: Path) -> int:
+    """Updates by a process that has ended; 0 by one that lives."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0
+    else:
+        return int(os.pread(descriptor, 8, 0) or b"0")
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""What one process notes down in a step, until it is written."""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hp_base.dtypes import dtype_name
+from hp_verify.recording import events as ev
+from hp_verify.recording.digests import Digest, sum_of_digests
+from hp_verify.recording.events import Box, Event, Log, Number, Randomness, Rows
+from hp_verify.recording.ranks import rank_here, ranks_here
+
+
+@dataclass(slots=True)
+class Noted:
+    """A tensor to be written down when the step ends.
+
+    Attributes:
+        step, phase, name, shape, call, note, may_add: As of an `Event`.
+        dtype: Its dtype; None: it is no tensor.
+        digests: What it has.
+    """
+
+    step: int
+    phase: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    digests: list[Digest]
+    call: int = 0
+    note: str = ""
+    may_add: bool = False
+
+
+def log_of(folder: Path, rank: int, ranks: int) -> Log:
+    """The log of this process, which begins with what the process is."""
+    log = Log(folder, f"{rank:05d}-{os.getpid()}")
+    facts = {"rank": str(rank), "ranks": str(ranks), "program": " ".join(sys.argv)}
+    log.add({**facts, "torch": str(torch.__version__)})
+    return log
+
+
+class Notes:
+    """What is noted down.
+
+    Args:
+        folder: The same for all processes of a job.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log: Log | None = None
+        self._tensors: list[Noted] = []
+        self._own: dict[tuple[str, Box], tuple[tuple[int, ...], torch.dtype, list[Digest]]] = {}
+        self._numbers: Counter[str] = Counter()
+
+    def add(self, tensor: Noted) -> None:
+        """Note a tensor down."""
+        self._tensors.append(tensor)
+
+    def own(self, key: tuple[str, Box], like: tuple[tuple[int, ...], torch.dtype]) -> list[Digest]:
+        """Terms of a gradient before it is reduced, one a backward, to be added to.
+
+        Args:
+            key: Parameter, and where the part is in it.
+            like: Shape of the parameter, and dtype.
+        """
+        return self._own.setdefault(key, (*like, []))[-1]
+
+    def number(self, step: int, phase: str, value: float, dtype: torch.dtype) -> None:
+        """Note down one of the numbers of a phase."""
+        self.write(Number(step, phase, "", value, self._numbers[phase], dtype_name(dtype)))
+        self._numbers[phase] += 1
+
+    def begin_step(self) -> None:
+        """Count numbers from 0 again."""
+        self._numbers.clear()
+
+    def write(self, line: Event | Number | Rows | Randomness) -> None:
+        """Write a line at the next `flush`."""
+        if self._log is None:
+            self._log = log_of(self._folder, rank_here(), ranks_here())
+        self._log.add(line)
+
+    def flush(self, step: int) -> None:
+        """Write all.
+
+        Args:
+            step: The step that gradients before their reduction are of.
+        """
+        for noted in [*self._tensors, *self._own_tensors(step)]:
+            by_shape: dict[tuple[int, ...], list[Digest]] = {}
+            for digest in noted.digests:
+                by_shape.setdefault(digest.shape or noted.shape, []).append(digest)
+            for shape, digests in (by_shape or {noted.shape: []}).items():
+                self._write_tensor(noted, shape, digests)
+        self._tensors.clear()
+        self._own.clear()
+        if self._log is not None:
+            self._log.flush()
+
+    def _write_tensor(
+        self, noted: Noted, shape: tuple[int, ...], digests: Sequence[Digest]
+    ) -> None:
+        """Write what there is of one shape of a tensor."""
+        self.write(
+            Event(
+                noted.step,
+                noted.phase,
+                noted.name,
+                shape,
+                dtype_name(noted.dtype or ""),
+                tuple(piece for digest in digests for piece in digest.pieces()),
+                noted.call,
+                noted.note,
+                noted.may_add,
+            )
+        )
+
+    def _own_tensors(self, step: int) -> Iterator[Noted]:
+        for (name, _), (shape, dtype, terms) in self._own.items():
+            yield Noted(step, ev.OWN, name, shape, dtype, [sum_of_digests(terms)], may_add=True)

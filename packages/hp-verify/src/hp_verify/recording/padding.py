@@ -1,0 +1,104 @@
+"""Which tokens of a batch are padding: a mask says so, or all rows end, or begin, with one token.
+
+Note [Padded samples]. A sample is what is not padding: a job may pad to the longest of each
+microbatch. A reference writes down which part of a padded sample is real, and what modules make of
+that part, beside what they make of all of it. A job's sample that is not the reference's token for
+token is looked for with some of the token at its end, or at its beginning, taken away, and what
+modules make of the rest is compared.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hp_verify.recording.trees import tensors_in
+
+_MASKS = {"attention_mask": True, "padding_mask": False, "key_padding_mask": False}
+"""Names of masks, and whether they are true where a token is real."""
+Span = tuple[int, int]
+"""First and last + 1."""
+
+
+def real_of(tokens: Tensor, kwargs: Mapping[str, Any]) -> tuple[Span, ...]:
+    """Say which part of each sample is no padding; empty: nothing is known to be padding.
+
+    Args:
+        tokens: `[samples, length]`.
+        kwargs: What else the model is given; a mask may be among it.
+    """
+    count, length = tokens.shape
+    if not count or not length:
+        return ()
+    for path, mask in tensors_in(kwargs):
+        is_real = _MASKS.get(path.rpartition(".")[2])
+        if is_real is not None and mask.shape == tokens.shape and not mask.is_complex():
+            return _of_mask((mask != 0).eq(is_real))
+    spans = _of_ends(tokens)
+    if not spans:
+        spans = tuple((length - b, length - a) for a, b in _of_ends(tokens.flip(1)))
+    return spans
+
+
+def _of_mask(real: Tensor) -> tuple[Span, ...]:
+    """Spans of rows whose real tokens lie together; empty: those of one do not, or all are real."""
+    counts, length = real.sum(1), real.shape[1]
+    first = real.int().argmax(1)
+    last = length - real.flip(1).int().argmax(1)
+    if bool(((last - first) != counts).any()) or not bool((counts > 0).all()):
+        return ()
+    spans = tuple(zip(first.tolist(), last.tolist(), strict=True))
+    return spans if any(span != (0, length) for span in spans) else ()
+
+
+def _of_ends(tokens: Tensor) -> tuple[Span, ...]:
+    """Spans before a token that rows end with, one of them twice, and have nowhere else."""
+    length = tokens.shape[1]
+    last = tokens[:, -2:]  # rows that end in a token once may well be so by themselves
+    ends = last[:, -1][last.amin(1) == last.amax(1)] if length > 1 else last[:0, 0]
+    for token in ends.unique().tolist():
+        same = tokens == token
+        runs = same.flip(1).int().cumprod(1).sum(1)
+        is_at_ends = bool((same.sum(1) == runs).all())
+        if is_at_ends and bool(runs.max() < length):
+            return tuple((0, length - run) for run in runs.tolist())
+    return ()
+
+
+class Unpadded:
+    """The reference's samples by their tokens, to look for those of a job among them.
+
+    Args:
+        known: Name -> tokens; of a padded sample the real part is there as well.
+    """
+
+    def __init__(self, known: Mapping[str, Sequence[int]]) -> None:
+        self._names: dict[tuple[int, ...], str] = {}
+        for name, tokens in known.items():
+            self._names.setdefault(tuple(tokens), name)
+
+    def find(self, row: Sequence[int], real: Iterable[Span] = ()) -> tuple[str, Span] | None:
+        """Find a sample whose tokens are those of a row without its padding.
+
+        Args:
+            row: Tokens.
+            real: The part of it that is known to be real, if it is.
+        """
+        for first, last in (*real, *_without_ends(row)):
+            name = self._names.get(tuple(row[first:last]))
+            if name is not None:
+                return name, (first, last)
+        return None
+
+
+def _without_ends(row: Sequence[int]) -> Iterable[Span]:
+    """Spans that leave out more and more of the token at the end, or of that at the beginning."""
+    last = len(row)
+    while last > 1 and row[last - 1] == row[-1]:
+        yield 0, last
+        last -= 1
+    yield 0, last
+    first = 0
+    while first < len(row) - 1 and row[first] == row[0]:
+        first += 1
+        yield first, len(row)

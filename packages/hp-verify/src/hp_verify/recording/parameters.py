@@ -1,0 +1,308 @@
+"""What one process of a job has of its parameters: their names, values and own gradients.
+
+Note [What a recorder must not do]. What fails in it does not end the job: it is written down, and
+listed. What a recorded process starts, with or without an interpreter of its own, is no rank: that
+it computes something is listed. Tensors without values, and those inside of a transform or a trace,
+are not looked at.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hp_base.errors import HpError
+from hp_platform import outside_graph
+from hp_verify.recording import events as ev
+from hp_verify.recording import unowned_parameters as strays
+from hp_verify.recording.adapters import Listener, adapters
+from hp_verify.recording.calls import apart
+from hp_verify.recording.digests import digest_of
+from hp_verify.recording.dtensors import is_dtensor
+from hp_verify.recording.launches import Launches
+from hp_verify.recording.names import Renaming, plain
+from hp_verify.recording.notes import Noted, Notes
+from hp_verify.recording.owners import Owners
+from hp_verify.recording.parts import Reference
+from hp_verify.recording.ranks import is_in_group, rank_here, ranks_here
+from hp_verify.recording.request import WITHIN, Request
+from hp_verify.recording.rules import read_rules
+from hp_verify.recording.slices import Run, Slice, all_of, dense
+from hp_verify.recording.updates import Updates
+from hp_verify.recording.weights import keep_weights, read_weights, take_weights
+
+_BARE = "parameter "
+
+
+class ParameterRecorder(Listener):
+    """Learns what parameters are of the reference, and notes down what they have.
+
+    Args:
+        request: What is asked of this process.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._step, self._has_updated, self._is_called = 1, False, False
+        self._lock = threading.RLock()
+        self._notes = Notes(Path(request.folder))
+        self._roots: dict[int, nn.Module] = {}
+        self._modules: dict[int, str] = {}
+        self._owners: Owners | None = None
+        self._libraries: set[str] = set()
+        self._own_names: dict[int, str] = {}
+        self._terms: set[str] = set()
+        self._updates = Updates()
+        self._heard: dict[int, Tensor] = {}
+        self._asked: set[int] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._launches: Launches | None = None
+        self._is_within = os.environ.get(WITHIN, str(os.getpid())) != str(os.getpid())
+        self._had_group = False
+
+    def _tried(
+        self, hook: Callable[..., None], *, breaks_graphs: bool = True
+    ) -> Callable[..., None]:
+        """Have what fails in a hook be told, see Note [What a recorder must not do].
+
+        Args:
+            hook: What listens.
+            breaks_graphs: Whether it is called between graphs where what calls it is compiled; else
+                it is not called there.
+        """
+
+        @functools.wraps(hook)
+        def tried(*args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            try:
+                with apart():
+                    hook(*args, **kwargs)
+            except HpError:  # a rule that does not fit, say: the job is to end
+                raise
+            except Exception as error:  # noqa: BLE001 - a stranger's objects may raise anything
+                name = f"({hook.__name__.strip('_').replace('_', ' ')})"
+                self._not_recorded(ev.FORWARD, name, why(error))
+
+        return outside_graph(tried) if breaks_graphs else tried
+
+    def _not_recorded(
+        self, phase: str, name: str, why: str, shape: tuple[int, ...] = (), index: int = 0
+    ) -> None:
+        """Note down what could not be."""
+        with self._lock:
+            self._notes.add(Noted(self._place(phase), phase, name, shape, None, [], index, why))
+
+    def _place(self, phase: str) -> int:
+        """The step that a phase is of: what is evaluated after an update is before the next one."""
+        return self._step + (self._has_updated and phase == ev.EVALUATION)
+
+    def _is_wanted(self, phase: str = ev.FORWARD) -> bool:
+        last = self._request.steps
+        return not self._is_no_rank() and self._step <= last and self._place(phase) <= last + 1
+
+    def _is_no_rank(self) -> bool:
+        """Whether a process of the job has started this one, and it is in no group of ranks."""
+        return self._is_within and is_in_group() == self._had_group
+
+    def _number(self, phase: str, value: float, dtype: torch.dtype = torch.float32) -> None:
+        with self._lock:
+            self._notes.number(self._step, phase, value, dtype)
+
+    def _meet(self, root: nn.Module, named: Mapping[str, Tensor] | None = None) -> None:
+        """Learn what a root module's parameters are, and what its modules are called.
+
+        Names of any but the first have its number in them. What is a part of an earlier one has
+        the names that it has there.
+
+        Args:
+            root: A module.
+            named: Its parameters; None: as it has them.
+        """
+        self._roots[id(root)] = root
+        number = len(self._roots)
+        for library, adapter in adapters().items():
+            if library not in self._libraries:
+                self._libraries.add(library)
+                with contextlib.suppress(AttributeError):  # of another version of the library
+                    adapter.listen(self)
+        if named is None:
+            own = root.named_parameters(remove_duplicate=True)
+            named = {plain(n): p for n, p in own if id(p) not in self._own_names}
+        inside = f"model{number}." if number > 1 else ""
+        self._own_names |= {id(p): f"{inside}{name}" for name, p in named.items()}
+        owners = self._all_owners()
+        learned = owners.learn(root, named, inside)
+        if self._launch().steps:
+            pass  # these are no first weights
+        elif not self._request.reference:
+            keep_weights(Path(self._request.folder), rank_here(), number, learned.values)
+        elif self._request.start:
+            take_weights(owners.slices(), read_weights(Path(self._request.reference)))
+        for parameter in learned.whole:
+            parts = owners.parts(parameter)
+            self._listen_to(parameter, parts)
+            self._terms.update(p.name.rpartition(".")[0] for p in parts if _is_of_columns(p))
+        self._shapes |= {p.name: p.shape for _, parts in owners.slices() for p in parts}
+        self._name_modules(root, learned.renaming, inside)
+        if not self._launch().steps:
+            # Of a model that is first called after an update, an average say, they are made of it.
+            is_late = self._has_updated or self._step > 1
+            phase = ev.EVALUATION if is_late else ev.START
+            self._parameters(phase, ((p, p) for p in learned.tensors))
+        self._updates.weights += [p for p in learned.tensors if p.requires_grad]
+        owners.forget()
+
+    def _meet_strays(self, parameters: Sequence[Tensor]) -> None:
+        """Learn of parameters that no call of a module has shown."""
+        owners = self._all_owners()
+        if not self._is_called:
+            unknown = [p for p in parameters if id(p) not in self._own_names]
+            for model in strays.models_of(unknown) if unknown else ():
+                if id(model) not in self._roots:
+                    self._meet(model)
+        bare, late = {}, None
+        for index, p in enumerate(parameters):
+            is_used = p.grad is not None or not self._is_called
+            if id(p) in self._own_names or not is_used or not p.is_leaf or is_dtensor(p):
+                continue
+            late = self._names_in_roots() if late is None else late
+            _, parts = owners.of(p, "")
+            if id(p) in late or not parts or any(_BARE in part.name for part in parts):
+                bare[late.get(id(p), f"{_BARE}{index}")] = p
+        if bare:
+            self._meet(nn.Module(), bare)
+
+    def _names_in_roots(self) -> dict[int, str]:
+        """What models that are known call their parameters now, in the place of others perhaps."""
+        roots = [*self._roots.values()]
+        return {id(p): plain(name) for root in roots for name, p in root.named_parameters()}
+
+    def _name_modules(self, root: nn.Module, renaming: Renaming, inside: str) -> None:
+        """Note down what the reference calls a model's modules."""
+        innermost = {
+            f"{inside}{plain(name)}".rstrip("."): module for name, module in root.named_modules()
+        }
+        for own, module in innermost.items():  # of wrappers and what they wrap, the latter
+            name = renaming(own)
+            if isinstance(module, nn.Identity) and self._all_owners().has_parameters(name):
+                continue  # it stands in for a module of another rank
+            self._modules.setdefault(id(module), name)
+
+    def _launch(self) -> Launches:
+        """Which launch of its job this process is of; steps go on from those before it."""
+        if self._launches is None:
+            os.environ[WITHIN] = str(os.getpid())
+            self._launches = Launches(Path(self._request.folder), rank_here())
+            self._step += self._launches.steps
+        return self._launches
+
+    def _all_owners(self) -> Owners:
+        if self._owners is None:
+            folder, rules = self._request.reference, self._request.rules
+            self._owners = Owners(
+                Reference(lambda: read_weights(Path(folder or self._request.folder))),
+                read_rules(Path(rules)) if rules else None,
+                rank_here(),
+                ranks_here(),
+                self._launch(),
+                is_reference=not folder,
+            )
+        return self._owners
+
+    def hold(self, tensor: Tensor, runs: list[Run]) -> None:
+        """A flat tensor, and what its values are."""
+        self._all_owners().hold(tensor, runs)
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What the model calls a parameter; None: it is of no model that was called."""
+        return self._own_names.get(id(parameter))
+
+    def _parameters(self, phase: str, values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Note down what parameters have: parameter, value of its shape and placement."""
+        for index, (parameter, value) in enumerate(values):
+            if value is None:
+                continue
+            name, slices = self._all_owners().of(parameter, f"of an optimizer, number {index}")
+            try:
+                self._parameter(phase, name, slices, parameter, value)
+            except Exception as error:  # noqa: BLE001 - of a kind of tensor that nobody foresaw
+                self._not_recorded(phase, name, why(error), tuple(value.shape))
+
+    def _parameter(
+        self, phase: str, name: str, slices: Sequence[Slice], parameter: Tensor, value: Tensor
+    ) -> None:
+        local = value.to_local() if is_dtensor(value) else value
+        if not slices:
+            if local.numel():
+                why = "not found among the reference's"
+                self._not_recorded(phase, name, why, tuple(value.shape))
+            return
+        if is_dtensor(value) and is_dtensor(parameter):
+            # A gradient may be whole, or a term of a sum, where a rank has a part of its own.
+            local = value.redistribute(placements=parameter.placements).to_local()
+        for part in slices:
+            self._part(phase, part, dense(local.detach()))
+
+    def _part(self, phase: str, part: Slice, local: Tensor) -> None:
+        """Note down what a parameter has of the reference's."""
+        digest = digest_of(part.of(local), part.box)
+        place = self._place(phase)
+        self._notes.add(Noted(place, phase, part.name, part.shape, local.dtype, [digest]))
+
+    # Gradients before they are reduced.
+
+    def _hear(self, module: nn.Module) -> None:
+        """Have parameters that are in a module while it runs tell what autograd gives them.
+
+        FSDP2 computes with gathered parameters, which are there now: those get the gradients.
+        """
+        if id(module) in self._asked:
+            return
+        self._asked.add(id(module))
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in self._heard:
+                name = ".".join(filter(None, (self._modules.get(id(module)), own)))
+                is_whole = self._shapes.get(name) == tuple(parameter.shape)
+                self._listen_to(parameter, all_of(name, parameter) if is_whole else [])
+
+    def _listen_to(self, parameter: Tensor, slices: list[Slice]) -> None:
+        """Have a parameter tell what autograd gives it; DDP and others reduce that afterwards."""
+        self._heard[id(parameter)] = parameter
+        if slices and parameter.requires_grad and parameter.is_leaf:
+            hook = functools.partial(self._tried(self._own_gradient), parameter, slices)
+            hook.__torch_unserializable__ = True  # type: ignore[attr-defined] # quiet pickles
+            parameter.register_hook(hook)
+
+    def _own_gradient(self, parameter: Tensor, slices: list[Slice], grad: Tensor | None) -> None:
+        if grad is None or not self._is_wanted():
+            return
+        local = grad.to_local() if is_dtensor(grad) else grad
+        held = parameter.to_local() if is_dtensor(parameter) else parameter
+        if local.shape != held.shape:  # placed otherwise until it is accumulated
+            return
+        with self._lock:
+            for part in slices:
+                self._own_term(part, dense(local.detach()))
+
+    def _own_term(self, part: Slice, local: Tensor) -> None:
+        terms = self._notes.own((part.name, part.box), (part.shape, local.dtype))
+        terms.append(digest_of(part.of(local), part.box))
+
+
+def why(error: Exception) -> str:
+    """Why something could not be recorded."""
+    told = (str(error).strip().splitlines() or [""])[0]
+    return f"the recorder could not read it: {type(error).__name__}: {told}"[:200]
+
+
+def _is_of_columns(part: Slice) -> bool:
+    """Whether a part of a matrix has some of its columns: a product with it is a term of a sum."""
+    is_cut = len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
+    return is_cut and part.laid is None

@@ -1,0 +1,256 @@
+"""Which part of which of the reference's parameters a rank's parameter is.
+
+Note [Whose values]. A DTensor says where it lies, and is believed. Of any other the first values
+tell: a row that is, bit for bit, a row of a reference's parameter is that row, wherever a framework
+has put it. So shards, fused and reordered matrices, experts stacked or apart, and other names need
+no declaration, as long as both jobs start from the same weights.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hp_verify.recording.digests import digests_of_rows
+from hp_verify.recording.dtensors import is_dtensor
+from hp_verify.recording.events import Box
+from hp_verify.recording.names import Renaming
+from hp_verify.recording.runs import Runs
+from hp_verify.recording.slices import Flat, Slice, index_of, placed
+
+
+class Reference:
+    """The first weights of the reference, to find a rank's in.
+
+    Args:
+        read: Reads them: name -> whole tensor.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._read = read
+        self._weights: Mapping[str, Tensor] | None = None
+        self._rows: dict[bytes, list[tuple[str, int]]] | None = None
+        self._runs: Runs | None = None
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Name -> whole tensor, read when it is asked for."""
+        if self._weights is None:
+            self._weights = self._read()
+        return self._weights
+
+    def forget(self) -> None:
+        """Free what was read and made of it, until something is to be found again."""
+        self._weights = self._rows = self._runs = None
+
+    def find(
+        self,
+        parameters: Mapping[str, Tensor | Flat],
+        declared: Mapping[str, list[Slice]] | None = None,
+    ) -> tuple[dict[str, list[Slice]], Renaming]:
+        """Say what every parameter of a rank is.
+
+        Args:
+            parameters: Local name -> parameter, at its first values.
+            declared: What is known of others.
+
+        Returns:
+            Local name -> slices; a name that is not there could not be found. And how modules
+            are called there. Where neither values nor names tell, shapes do, in the order in which
+            the models list their parameters.
+        """
+        here = {name: self._by_content(name, p) for name, p in parameters.items()}
+        found = {**(declared or {}), **{name: slices for name, slices in here.items() if slices}}
+        later = {name: p for name, p in parameters.items() if not here[name]}
+        renaming = Renaming((name, slices[0].name) for name, slices in found.items())
+        for name, parameter in later.items():
+            if slices := self._by_name(name, renaming, parameter, found):
+                found[name] = slices
+        missing = {n: p for n, p in later.items() if n not in found}
+        pairs = self._by_order(missing, {part.name for some in found.values() for part in some})
+        for name, other in pairs:
+            _, parts, _ = placed(missing[name])
+            found[name] = [replace(part, name=other) for part in parts]
+        if pairs:
+            renaming = Renaming((name, slices[0].name) for name, slices in found.items())
+        return found, renaming
+
+    def _by_order(
+        self, missing: Mapping[str, Tensor | Flat], taken: set[str]
+    ) -> list[tuple[str, str]]:
+        """Pair what is left here with what is left there, where as many have the same shape."""
+        mine: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        theirs: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, parameter in missing.items():
+            if name not in self.weights:
+                mine[tuple(parameter.shape)].append(name)
+        for name, weight in self.weights.items():
+            if name not in taken:
+                theirs[tuple(weight.shape)].append(name)
+        return [
+            pair
+            for shape, names in mine.items()
+            if len(names) == len(theirs[shape])
+            for pair in zip(names, theirs[shape], strict=True)
+        ]
+
+    def _by_content(self, name: str, parameter: Tensor | Flat) -> list[Slice]:
+        """Find a parameter whose values are like no other's."""
+        local, parts, shape = placed(parameter)
+        if local.numel() == 0 or bool((local == local.reshape(-1)[0]).all()):
+            return []
+        if name in self.weights and self._is_there(name, local, parts, shape):
+            return [replace(part, name=name) for part in parts]
+        if isinstance(parameter, Flat) or is_dtensor(parameter):
+            if found := self._by_shape(local, parts):
+                return found
+            if is_dtensor(parameter):
+                return []
+        if local.ndim == 1:
+            return self._by_shape(local, parts) or self.runs(local)
+        return self._by_rows(local) or self._by_columns(name, local)
+
+    def _by_shape(self, local: Tensor, parts: Sequence[Slice]) -> list[Slice]:
+        """Find a parameter among those of its shape."""
+        shape = parts[0].shape if parts else ()
+        for other in self.weights if parts else ():
+            if self._is_there(other, local, parts, shape):
+                return [replace(part, name=other) for part in parts]
+        return []
+
+    def runs(self, values: Tensor) -> list[Slice]:
+        """Say what parts of a flat tensor are; what is not found is left out.
+
+        Args:
+            values: First values of some parameters, end to end, `[N]`.
+        """
+        if self._runs is None:
+            self._runs = Runs(self.weights)
+        return self._runs.find(values)
+
+    def _is_there(
+        self, name: str, local: Tensor, parts: Sequence[Slice], shape: tuple[int, ...]
+    ) -> bool:
+        theirs = self.weights[name]
+        if tuple(theirs.shape) != shape:
+            return False
+        return all(torch.equal(p.of(local), theirs[index_of(p.box)].to(local)) for p in parts)
+
+    def _by_rows(self, local: Tensor) -> list[Slice]:
+        if local.ndim < 2:
+            return []
+        rows = self._all_rows()
+        places = [rows.get(text, []) for text in _row_names(local)]
+        if not all(len(place) == 1 for place in places):
+            return []
+        slices: list[Slice] = []
+        lead = tuple(local.shape[:-1])
+        for begin, end, (name, first) in _runs([place[0] for place in places]):
+            shape = tuple(self.weights[name].shape)
+            slices += _boxes(name, shape, lead, (begin, end), first)
+        return slices
+
+    def _by_columns(self, name: str, local: Tensor) -> list[Slice]:
+        """Find a matrix whose columns are some of a reference's, that of its name first."""
+        if local.ndim != 2:
+            return []
+        columns = _row_names(local.T)
+        for other in [name] * (name in self.weights) + [n for n in self.weights if n != name]:
+            theirs = self.weights[other]
+            if theirs.ndim != 2 or theirs.shape[0] != local.shape[0]:
+                continue
+            index = {text: i for i, text in enumerate(_row_names(theirs.T.to(local.dtype)))}
+            if all(text in index for text in columns):
+                shape, rows = tuple(theirs.shape), (0, local.shape[0])
+                places = [(other, index[text]) for text in columns]
+                return [
+                    Slice(other, shape, (rows, (b, e)), (rows, (at, at + e - b)))
+                    for b, e, (_, at) in _runs(places)
+                ]
+        return []
+
+    def _by_name(
+        self,
+        name: str,
+        renaming: Renaming,
+        parameter: Tensor | Flat,
+        found: Mapping[str, list[Slice]],
+    ) -> list[Slice]:
+        """Find a parameter by what its module is called there, and where its weight lies."""
+        other = renaming(name)
+        if other not in self.weights:
+            return []
+        local, parts, shape = placed(parameter)
+        theirs = self.weights[other]
+        if tuple(theirs.shape) == shape:
+            return [replace(part, name=other) for part in parts]
+        weight = found.get(f"{name.rpartition('.')[0]}.weight", [])
+        if (
+            not isinstance(parameter, Flat) and local.ndim == theirs.ndim == 1 and weight
+        ):  # a bias lies as the rows of its matrix
+            of = [s for s in weight if s.name.rpartition(".")[0] == other.rpartition(".")[0]]
+            return [Slice(other, tuple(theirs.shape), (s.local[0],), (s.box[0],)) for s in of]
+        return []
+
+    def _all_rows(self) -> dict[bytes, list[tuple[str, int]]]:
+        if self._rows is None:
+            self._rows = defaultdict(list)
+            for name, weight in self.weights.items():
+                if weight.ndim >= 2:
+                    for index, text in enumerate(_row_names(weight)):
+                        self._rows[text].append((name, index))
+        return self._rows
+
+
+def _boxes(
+    name: str, shape: tuple[int, ...], lead: tuple[int, ...], span: tuple[int, int], first: int
+) -> Iterator[Slice]:
+    """Cut a run of rows into boxes of both tensors.
+
+    Args:
+        name: The reference's parameter.
+        shape: Its shape.
+        lead: Sizes of the local tensor before the last dim.
+        span: First and last + 1 of the rows here, counted over `lead`.
+        first: First of the rows there, counted likewise.
+    """
+    width = (0, shape[-1])
+    inner = min(lead[-1], shape[-2])
+    begin, end = span
+    while begin < end:
+        there = first + begin - span[0]
+        size = min(end - begin, inner, lead[-1] - begin % lead[-1], shape[-2] - there % shape[-2])
+        yield Slice(
+            name,
+            shape,
+            (*_at(begin, size, lead), width),
+            (*_at(there, size, shape[:-1]), width),
+        )
+        begin += size
+
+
+def _at(row: int, size: int, lead: Sequence[int]) -> Box:
+    """Rows that follow each other in the innermost dim of `lead`, as a box."""
+    outer: list[tuple[int, int]] = []
+    rest = row // lead[-1]
+    for length in reversed(lead[:-1]):
+        outer.insert(0, (rest % length, rest % length + 1))
+        rest //= length
+    return (*outer, (row % lead[-1], row % lead[-1] + size))
+
+
+def _runs(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, int, tuple[str, int]]]:
+    """Places that follow each other: first and last + 1 here, and the first there."""
+    begin = 0
+    for i in range(1, len(places) + 1):
+        name, at = places[begin]
+        if i == len(places) or places[i] != (name, at + i - begin):
+            yield begin, i, (name, at)
+            begin = i
+
+
+def _row_names(values: Tensor) -> list[bytes]:
+    """A name for each row that is the same where all bits are."""
+    return digests_of_rows(values.reshape(-1, values.shape[-1]), num_bytes=16)

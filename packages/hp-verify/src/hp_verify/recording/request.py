@@ -1,0 +1,75 @@
+"""What the command asks of the programs of a job, through one environment variable."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+VARIABLE = "HP_VERIFY_JOB"
+RUN = "HP_VERIFY_RUN"
+"""Another word for each run of a job or its reference, for what must not be there twice."""
+WITHIN = "HP_VERIFY_WITHIN"
+"""Process id of what is recorded, for programs that it starts: they are no ranks of the job."""
+SITE = Path(__file__).parent / "site"
+
+
+class Focus(msgspec.Struct, frozen=True):
+    """Around what a second run keeps tensors themselves.
+
+    Attributes:
+        step: Counted from 1.
+        phase: One of `hp_verify.recording.events.PHASES`.
+        name: The module's output or the parameter that differs, as the reference calls it.
+        modules: Modules of which all that goes in and comes out is kept.
+        parameters: Parameters whose gradients, values and state are kept.
+    """
+
+    step: int
+    phase: str
+    name: str
+    modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is asked of a job.
+
+    Attributes:
+        folder: Where its processes write.
+        reference: Folder that the reference has written; empty: this is the reference.
+        seed: Seed of random numbers at the start of a program; its own come later and count.
+        steps: Updates of the weights that are recorded.
+        float64: Whether parameters and casts are lifted to float64.
+        disturb: Whether sums of products are taken in another order, to learn what rounding does.
+        start: Whether the reference's first weights take the place of this job's.
+        outputs: Whether outputs of modules, and their gradients, are recorded.
+        rules: File of rules that say where parameters lie; empty: none.
+        focus: Around what tensors themselves are kept, in place of digests of all.
+    """
+
+    folder: str
+    reference: str = ""
+    seed: int = 0
+    steps: int = 3
+    float64: bool = False
+    disturb: int = 0
+    start: bool = False
+    outputs: bool = True
+    rules: str = ""
+    focus: Focus | None = None
+
+
+def environment(request: Request) -> dict[str, str]:
+    """Environment of a job that is to be recorded."""
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return {
+        **os.environ,
+        RUN: Path(request.folder).name,
+        VARIABLE: msgspec.json.encode(request).decode(),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def requested() -> Request:
+    """What was asked of this process."""
+    return msgspec.json.decode(os.environ[VARIABLE], type=Request)

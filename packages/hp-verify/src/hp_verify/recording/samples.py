@@ -1,0 +1,346 @@
+"""Which samples of a batch a rank has, and how a module's tensor is made of them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hp_verify.recording.digests import Digest, digest_rows, digests_of_rows
+from hp_verify.recording.dtensors import is_dtensor
+from hp_verify.recording.events import REAL, Box, Rows
+from hp_verify.recording.padding import Span, Unpadded, real_of
+from hp_verify.recording.slices import placed, whole
+from hp_verify.recording.trees import tensors_in
+
+_TOKENS = ("input_ids", "tokens")
+_SMALL = 1 << 16
+"""Most tokens of a batch that are written down themselves."""
+_READ = 1 << 14
+"""About how many elements of a sample that are not tokens its name is made of."""
+
+
+def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What tells the samples of a call of a root module apart: its tokens, or its first tensor."""
+    given = [*tensors_in(args), *tensors_in(kwargs)]
+    laid = [(name, tensor) for name, tensor in given if tensor.ndim >= 2 and not tensor.is_nested]
+    named = [t for name, t in laid if name in _TOKENS and not t.is_floating_point()]
+    return next(iter(named or [t for _, t in laid]), None)
+
+
+def hashes(values: Tensor) -> tuple[str, ...]:
+    """A name for each sample, `[N, ...]`, that is the same where all bits are."""
+    rows = values.reshape(values.shape[0], -1)
+    return tuple(digest.hex() for digest in digests_of_rows(rows, num_bytes=8))
+
+
+class Made:
+    """What root modules gave: another one that is given it has the same samples."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, tuple[str, ...]]] = {}
+
+    def add(self, output: Any, names: tuple[str, ...]) -> None:
+        """Remember whose samples an output is made of; it is not kept alive.
+
+        Args:
+            output: What a root module has returned.
+            names: Its samples.
+        """
+        self._known = {k: v for k, v in self._known.items() if not v[0].expired()}
+        for _, tensor in tensors_in(output):
+            if tensor.ndim >= 2 and len(tensor) == len(names) and not is_dtensor(tensor):
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self._known[storage.cdata] = storage, names
+
+    def samples_of(self, batch: Tensor) -> tuple[str, ...]:
+        """Return the names of the samples of what a root module is given; empty: unknown."""
+        if is_dtensor(batch):
+            return ()
+        key = StorageWeakRef(batch.untyped_storage()).cdata
+        storage, names = self._known.get(key, (None, ()))
+        return () if storage is None or storage.expired() else names
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of a sample here that are some of a reference's sample, in the same order.
+
+    Attributes:
+        here: First and last + 1 of them, in every sample that this is about.
+        start: First of them there.
+        names: The reference's sample of each of these samples.
+        length: Tokens of those.
+        at: Which samples of the call this is about; empty: all.
+    """
+
+    here: Span
+    start: int
+    names: tuple[str, ...]
+    length: int
+    at: tuple[int, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the reference's sample is here."""
+        first, last = self.here
+        return self.start == 0 and last - first == self.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Laid:
+    """The same part of several samples.
+
+    Attributes:
+        values: `[samples, ...]`.
+        box: Where each is in its whole sample.
+        rows: Names of the samples.
+        shape: Shape of each whole sample; empty: that of all of the call.
+    """
+
+    values: Tensor
+    box: Box
+    rows: tuple[str, ...]
+    shape: tuple[int, ...] = ()
+
+
+class Samples:
+    """The samples of one call of a root module.
+
+    Args:
+        batch: Its tokens, `[samples, length]`, or whatever first tensor it was given.
+        call: Which call in this step and process.
+        known: Name -> tokens of the reference's samples in this step; ranks that share a sequence
+            have parts of these. None: this is the reference.
+        given: Names of the samples behind what another root module has made; empty: none has.
+        seen: How often samples were evaluated in the update that is under way, for this batch to be
+            added to: their names tell evaluations apart. None: no update is under way.
+        kwargs: What else the root module was given.
+    """
+
+    def __init__(
+        self,
+        batch: Tensor,
+        call: int,
+        known: Mapping[str, Sequence[int]] | None,
+        *,
+        given: tuple[str, ...] = (),
+        seen: Counter[str] | None = None,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        local = batch.to_local() if is_dtensor(batch) else batch
+        self._call, self._local = call, local.detach()
+        self.has_tokens = local.ndim == 2 and local.dtype in (torch.int64, torch.int32)
+        self._length, self._is_reference = local.shape[1], known is None
+        names, time = hashes(self._local if self.has_tokens else _some_of(self._local)), ""
+        if seen is not None:
+            times = {name: f"~{seen[name]}" if seen[name] else "" for name in names}
+            seen.update(times.keys())
+            time = times[names[0]] if names else ""
+            names = tuple(name + times[name] for name in names)
+        if not self.has_tokens and len(given) == len(local):
+            names = given
+        is_known = known is None or all(name in known for name in names)
+        if not self.has_tokens and not is_known:
+            names = tuple(f"{call}.{i}" for i in range(len(local)))
+        self.runs, self.names = [Run((0, self._length), 0, names, self._length)], names
+        self._real = real_of(self._local, kwargs) if self.has_tokens else ()
+        if known is None:
+            self.runs += _real_parts(names, self._real, self._length)
+        elif self.has_tokens and known and not is_known:
+            then = {
+                name: theirs
+                for name, theirs in known.items()
+                if name.endswith(time) and ("~" in name) == bool(time)
+            }
+            self._look_for(self._local.tolist(), then)
+
+    def _look_for(self, local: list[list[int]], known: Mapping[str, Sequence[int]]) -> None:
+        """Find samples in the reference's, which may be padded otherwise, or longer."""
+        if found := _unpadded(local, self._real, known):
+            self.runs = found
+            by_row = {at: name for run in found for at, name in zip(run.at, run.names, strict=True)}
+            self.names = tuple(by_row[index] for index in range(len(local)))
+        elif runs := _runs(local, known):
+            self.runs, self.names = runs, runs[0].names
+
+    def rows(self, step: int, phase: str) -> Rows:
+        """What the root module was given."""
+        small = self.has_tokens and self._local.numel() <= _SMALL
+        tokens = tuple(map(tuple, self._local.tolist())) if small else ()
+        real = self._real if self._is_reference else ()
+        return Rows(step, self._call, self.names, tokens, phase, self.has_tokens, real)
+
+    def digest(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
+        """Digest a tensor of some module, sample by sample.
+
+        Returns:
+            Shape of one sample, and digests; None where the tensor is not made of samples, or is a
+            sum of which ranks have terms.
+        """
+        laid = self.laid(tensor)
+        if laid is None:
+            return None
+        shape, parts = laid
+        made = [replace(digest_rows(p.values, p.box, p.rows), shape=p.shape) for p in parts]
+        return shape, made
+
+    def laid(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Laid]] | None:
+        """Lay a tensor of some module out, sample by sample.
+
+        Returns:
+            Shape of one sample, and parts of samples; None as `digest`.
+        """
+        values, box, shape = tensor.detach(), None, tuple(tensor.shape)
+        if is_dtensor(tensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                return None
+            values, parts, shape = placed(tensor)
+            if len(parts) != 1 or parts[0].box[0] != (0, shape[0]):
+                return None
+            box = parts[0].box
+        laid = self._by_sample(values, shape)
+        if laid is None:
+            return None
+        values, dims = laid
+        if box is not None and dims:
+            spans = tuple(box[dim] for dim in dims)
+            return tuple(shape[dim] for dim in dims), [Laid(values, spans, self.names)]
+        return self._in_runs(values)
+
+    def _in_runs(self, values: Tensor) -> tuple[tuple[int, ...], list[Laid]] | None:
+        """Lay `[samples, ...]` with a dim of tokens, or without one where samples are whole."""
+        sizes = values.shape[1:]
+        if len(self.runs) == 1 and self.runs[0].length == self._length:
+            return tuple(sizes), [Laid(values, whole(sizes), self.names)]
+        dim = list(sizes).index(self._length) if self._length in sizes else None
+        if dim is None and not all(run.is_whole for run in self.runs):
+            return None
+        parts = [self._of_run(values, run, dim) for run in self.runs]
+        return parts[0].shape, parts
+
+    @staticmethod
+    def _of_run(values: Tensor, run: Run, dim: int | None) -> Laid:
+        """Take what a run is about out of `[samples, ...]`.
+
+        Args:
+            values: What all samples have.
+            run: The run.
+            dim: Which dim of a sample is that of tokens; None: none, and the run is a whole sample.
+        """
+        part = values[list(run.at)] if run.at else values
+        sizes = part.shape[1:]
+        if dim is None:
+            return Laid(part, whole(sizes), run.names, tuple(sizes))
+        (first, last), spans = run.here, list(whole(sizes))
+        spans[dim] = run.start, run.start + last - first
+        shape = *sizes[:dim], run.length, *sizes[dim + 1 :]
+        return Laid(part.narrow(dim + 1, first, last - first), tuple(spans), run.names, shape)
+
+    def _by_sample(
+        self, values: Tensor, shape: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[int, ...]] | None:
+        """Lay a tensor as `[samples, ...]`; and which dims of it follow that of samples."""
+        count, length = len(self.names), self._length
+        is_square = values.ndim >= 3 and shape[0] == shape[1] == count > 1
+        if is_square and count != length and self._is_reference:
+            return None  # either dim may be that of samples, and neither that of tokens
+        if values.ndim >= 1 and shape[0] == count:
+            return values, tuple(range(1, values.ndim))
+        if values.ndim >= 2 and shape[1] == count:
+            return values.transpose(0, 1), (0, *range(2, values.ndim))
+        if values.ndim >= 1 and shape[0] == count * length:
+            return values.unflatten(0, (count, length)), ()
+        return None
+
+
+def _some_of(values: Tensor) -> Tensor:
+    """Elements of each sample, `[N, ...]`, by which samples are told apart."""
+    rows = values.reshape(values.shape[0], -1)
+    return rows[:, :: max(1, rows.shape[1] // _READ)]
+
+
+def _real_parts(names: tuple[str, ...], real: Sequence[Span], length: int) -> list[Run]:
+    """The parts of a reference's samples that are no padding, of those that are padded."""
+    padded = {index: span for index, span in enumerate(real) if span != (0, length)}
+    return [
+        Run(span, 0, tuple(REAL + names[i] for i in at), span[1] - span[0], at)
+        for span, at in _by_value(padded).items()
+    ]
+
+
+def _unpadded(
+    local: list[list[int]], real: Sequence[Span], known: Mapping[str, Sequence[int]]
+) -> list[Run]:
+    """Find samples without their padding among the reference's; none where one is not there."""
+    among = Unpadded(known)
+    found = [among.find(row, real[i : i + 1]) for i, row in enumerate(local)]
+    names = [one[0] for one in found if one]
+    if len(names) < len(local):
+        return []
+    spans = {index: one[1] for index, one in enumerate(found) if one}
+    return [
+        Run(span, 0, tuple(names[i] for i in at), span[1] - span[0], at)
+        for span, at in _by_value(spans).items()
+    ]
+
+
+def _by_value(spans: Mapping[int, Span]) -> dict[Span, tuple[int, ...]]:
+    """Samples that have the same span."""
+    return {
+        span: tuple(index for index, other in spans.items() if other == span)
+        for span in dict.fromkeys(spans.values())
+    }
+
+
+def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Run]:
+    """Find samples in the reference's that are longer; none where one is not there."""
+    found = [_found(tokens, known) for tokens in local]
+    if not all(found):
+        return []
+    places = [[(here, start) for here, start, _ in runs] for runs in found]
+    if any(place != places[0] for place in places):
+        return []
+    runs = []
+    for index, (here, start) in enumerate(places[0]):
+        names = tuple(some[index][2] for some in found)
+        runs.append(Run(here, start, names, len(known[names[0]])))
+    return runs
+
+
+def _found(
+    tokens: list[int], known: Mapping[str, Sequence[int]]
+) -> list[tuple[tuple[int, int], int, str]]:
+    """The longest runs of tokens that are in one of the reference's samples."""
+    best: list[tuple[tuple[int, int], int, str]] = []
+    for name, theirs in known.items():
+        runs = _cover(tokens, list(theirs))
+        if runs and (not best or len(runs) < len(best)):
+            best = [(here, start, name) for here, start in runs]
+    return best
+
+
+def _cover(tokens: list[int], theirs: list[int]) -> list[tuple[tuple[int, int], int]]:
+    """Cut tokens into as few runs of another list as a greedy search finds; none: it cannot be."""
+    runs, first, after = [], 0, 0
+    while first < len(tokens):
+        longest, at = 0, -1
+        for start in range(after, len(theirs)):
+            size = 0
+            while (
+                first + size < len(tokens)
+                and start + size < len(theirs)
+                and tokens[first + size] == theirs[start + size]
+            ):
+                size += 1
+            if size > longest:
+                longest, at = size, start
+        if not longest:
+            return []
+        runs.append(((first, first + longest), at))
+        first, after = first + longest, at + longest
+    return runs

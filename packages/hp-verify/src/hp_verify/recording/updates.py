@@ -1,0 +1,41 @@
+"""Updates of weights that no optimizer of torch makes, as far as they can be seen."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hp_verify.recording.digests import digest_of
+from hp_verify.recording.slices import placed, whole
+
+
+@dataclass(slots=True)
+class Updates:
+    """What is known of the updates of a process.
+
+    Attributes:
+        are_by_hand: Whether the job has no optimizer of torch; None: not known before a backward.
+        weights: Parameters that may be updated.
+        done: Optimizers that have made an update in this step, and the first parameter of each.
+        num_made: Updates by optimizers since a scaler has begun one.
+    """
+
+    are_by_hand: bool | None = None
+    weights: list[Tensor] = field(default_factory=list)
+    done: set[tuple[int, int]] = field(default_factory=set)
+    num_made: int = 0
+    _then: list[list[float]] | None = None
+
+    def are_made_by_hand(self) -> bool:
+        """Whether weights have other values than when this was asked last."""
+        if not self.are_by_hand:
+            return False
+        parts = [placed(weight)[0] for weight in self.weights]
+        now = [digest_of(part, whole(part.shape)).sums.flatten().tolist() for part in parts]
+        before, self._then = self._then, now
+        return before is not None and before != now[: len(before)]
+
+
+def updated(optimizer: Optimizer) -> list[Tensor]:
+    """What an optimizer updates."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

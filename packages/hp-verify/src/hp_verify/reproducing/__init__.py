@@ -1,0 +1,1 @@
+"""The second run around a first difference, and a program that shows it."""

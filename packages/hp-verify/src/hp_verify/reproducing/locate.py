@@ -1,0 +1,265 @@
+"""Around the first difference both jobs run again: where exactly it lies, and a program for it."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hp_base.errors import HpError
+from hp_verify.comparing.compare import Comparison, Place, scales
+from hp_verify.comparing.joined import Recording, Step
+from hp_verify.comparing.reproduction import Exact
+from hp_verify.recording import events as ev
+from hp_verify.recording.request import Focus
+from hp_verify.recording.second_run import BEFORE, HELD, module_of
+from hp_verify.recording.slices import index_of
+from hp_verify.reproducing.elements import combinations, exact, ranks_in_words
+from hp_verify.reproducing.modules import CannotError, Pair
+from hp_verify.reproducing.reproduce import reproduce
+from hp_verify.reproducing.reproduce_module import parents_of
+from hp_verify.reproducing.reproduce_update import OF_NUMBERS, by_rank, parameter
+from hp_verify.reproducing.second_run_tensors import Kept, Part
+
+_OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
+
+
+def focus_of(first: Place, expected: Recording) -> Focus:
+    """Say around what the second run keeps tensors: modules in which it can be computed again.
+
+    Args:
+        first: The first difference.
+        expected: The reference's first run.
+    """
+    step, phase, name = first.step, first.phase, first.name
+    seen = expected.steps.get(step, Step()).tensors
+    called = {module_of(n) for n in [*seen.get(ev.FORWARD, {}), *seen.get(ev.EVALUATION, {})]}
+    if phase in _OF_MODULES:
+        own = module_of(name)
+        inside = [parent for parent in parents_of(own) if parent in called]
+        around = dict.fromkeys([*inside[:1], *inside[-1:]])  # its parent, and the model
+        return Focus(step, phase, name, modules=(own, *around))
+    if phase in OF_NUMBERS or phase == ev.INPUT:
+        return Focus(step, phase, name)
+    inside = [m for m in parents_of(name) if m in called] if phase == ev.GRADIENT else []
+    return Focus(step, phase, name, modules=tuple(inside[:2]), parameters=(name,))
+
+
+def look_again(
+    comparison: Comparison,
+    recordings: tuple[Recording, Recording],
+    run: Callable[[str, Focus], Path],
+    folder: Path,
+    *,
+    float64: bool = False,
+) -> None:
+    """Run both jobs again and say what their first difference is.
+
+    Args:
+        comparison: Gets what is found.
+        recordings: First runs of the job and of the reference.
+        run: Runs the "job" or the "reference" with a focus; returns the folder it wrote into.
+        folder: Where the program is written.
+        float64: Whether both are lifted to it.
+    """
+    first = comparison.first
+    assert first is not None
+    actual, expected = recordings
+    focus = focus_of(first, expected)
+    try:
+        theirs, mine = (Kept(run(side, focus)) for side in ("reference", "job"))
+    except HpError as error:
+        comparison.again = f"the second run failed: {error}"
+        return
+    steps = actual.steps.get(first.step, Step()), expected.steps.get(first.step, Step())
+    factors = scales(*steps) if first.phase in (ev.BACKWARD, ev.GRADIENT) else {}
+    pair = Pair(theirs, mine, first.step, first.phase, first.bound or 1e-5, factors, float64)
+    try:
+        comparison.exact = _exact(first, pair, steps)
+        comparison.again = "" if comparison.exact else "the difference did not come again"
+    except CannotError as error:
+        comparison.again = str(error)
+    made, why = reproduce(first, pair, steps, folder)
+    comparison.reproduction = made
+    if made is None:
+        comparison.again = "; ".join(dict.fromkeys(filter(None, [comparison.again, *why])))
+
+
+def _exact(first: Place, pair: Pair, steps: tuple[Step, Step]) -> Exact | None:
+    if first.phase == ev.INPUT:
+        return of_batches(pair.actual.batches(first.step), pair.expected.batches(first.step))
+    if first.phase in OF_NUMBERS:
+        return of_numbers(first, *steps)
+    if first.phase in _OF_MODULES:
+        _, expected, actual, parts = pair.samples(first.name, first.phase)
+        return exact(
+            expected,
+            actual,
+            parts=parts,
+            bound=pair.bound,
+            others={},
+            offsets=_offsets(pair.expected, first),
+            dims=["samples", *(f"dim {d}" for d in range(1, expected.ndim))],
+        )
+    expected, actual, parts = parameter(pair, first.phase, first.name)
+    return exact(
+        expected,
+        actual,
+        parts=parts,
+        bound=pair.bound,
+        others=_others(first, pair, actual, parts),
+        offsets={},
+        terms=_terms(first, pair, parts),
+    )
+
+
+def of_batches(mine: dict[int, list[str]], theirs: dict[int, list[str]]) -> Exact:
+    """Say which samples of the reference ranks are given.
+
+    Args:
+        mine: Rank of the job -> names of its samples.
+        theirs: The same of the reference.
+    """
+    expected = list(dict.fromkeys(row for rows in theirs.values() for row in rows))
+    number = {row: str(i) for i, row in enumerate(expected)}
+    given = [
+        f"rank {rank} is given {', '.join(number.get(row, 'another') for row in rows)}"
+        for rank, rows in sorted(mine.items())
+    ]
+    missing = set(expected).difference(*mine.values())
+    lost = ", ".join(number[row] for row in expected if row in missing)
+    wrong = tuple(
+        rank
+        for rank, rows in sorted(mine.items())
+        if any(row not in number for row in rows)
+        or any(set(rows) & set(mine[other]) for other in mine if other < rank)
+    )
+    sentence = f"of the reference's {len(expected)} samples {'; '.join(given)}"
+    sentence += f"; no rank is given {lost}" if lost else ""
+    return Exact(
+        sentence,
+        (),
+        len(expected),
+        len(expected) - len(missing),
+        wrong,
+        len(missing),
+        len(expected),
+    )
+
+
+def of_numbers(first: Place, mine: Step, theirs: Step) -> Exact:
+    """Say which ranks have another number, such as a norm, than the reference.
+
+    Args:
+        first: Where the numbers differ.
+        mine: The job's step.
+        theirs: The reference's.
+    """
+    ours = by_rank(mine, first)
+    expected = next(iter(theirs.numbers.get(first.phase, {}).get(first.name, {}).values()))
+    if first.phase == ev.LOSS:
+        sums = [math.fsum(values) for values in ours.values()]
+        is_copy = max(sums) - min(sums) <= first.bound * abs(sums[0])  # or ranks have terms
+        values = {-1: sums[0] if is_copy else math.fsum(sums)}
+        wanted, wrong = math.fsum(expected), tuple(sorted(ours))
+        said = f"the losses of {ranks_in_words(wrong)} add up to {values[-1]:.8g}"
+        said += " on each" * (is_copy and len(sums) > 1)
+        alright = ""
+    else:
+        at = _worst_of(list(ours.values()), expected)
+        values = {rank: numbers[at] for rank, numbers in ours.items()}
+        wanted = expected[at]
+        apart = {r: abs(v - wanted) / (abs(wanted) or 1.0) for r, v in values.items()}
+        wrong = tuple(sorted(r for r, far in apart.items() if not far <= first.bound))
+        right = [rank for rank in ours if rank not in wrong]
+        said = ", ".join(f"rank {rank} has {values[rank]:.8g}" for rank in wrong)
+        alright = f" ({ranks_in_words(right)}: right)" if right else ""
+    worst = max(values.values(), key=lambda v: abs(v - wanted))
+    sentence = f"{said} in place of {wanted:.8g}{alright}"
+    return Exact(sentence, (), wanted, worst, wrong, len(wrong), len(ours))
+
+
+def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int:
+    """Which of several numbers of a step is the farthest off; the last where ranks have others."""
+    if any(len(numbers) != len(expected) for numbers in ours):
+        return -1
+    apart = [
+        max(abs(numbers[i] - wanted) / (abs(wanted) or 1.0) for numbers in ours)
+        for i, wanted in enumerate(expected)
+    ]
+    return apart.index(max(apart))
+
+
+def _offsets(kept: Kept, first: Place) -> dict[str, Tensor]:
+    """Vectors among the weights of a module."""
+    held = {name: kept.whole(first.step, HELD, name) for name in kept.names(first.step, HELD)}
+    return {name: w.values for name, w in held.items() if w is not None and w.values.ndim == 1}
+
+
+def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
+    """What a parameter's value may be in place of the reference's."""
+    name, step, phase = first.name, first.step, first.phase
+    found: dict[str, Tensor] = {}
+    if phase == ev.GRADIENT:
+        found |= _of_own(pair, first, actual, parts)
+        terms = pair.expected.parts(step, ev.OWN, name).get("", ())
+        for part in terms if len(terms) > 1 else ():
+            found[f"the reference's of backward {part.call + 1} of {len(terms)} alone"] = (
+                part.values
+            )
+    moment = re.fullmatch(f"{ev.MOMENT} (.*)", phase)
+    before = {
+        ev.GRADIENT: (step - 1, ev.GRADIENT, "stale: the gradient of the step before"),
+        ev.CLIPPED: (step, ev.GRADIENT, "the gradient as it was before clipping"),
+        ev.WEIGHT: (step, f"{BEFORE} weight", "stale: the weight before the update"),
+    }.get(phase)
+    if moment:
+        before = step, f"{BEFORE} {moment[1]}", "stale: the state before the update"
+    if before is not None:
+        whole = pair.actual.whole(before[0], before[1], name)
+        if whole is not None and whole.is_complete:
+            found[before[2]] = whole.values
+    return found
+
+
+def _terms(first: Place, pair: Pair, parts: list[Part]) -> dict[str, Tensor]:
+    """Ranks' own gradients of each backward, where all have all of the parameter.
+
+    Where these are wrong themselves, the reference's.
+    """
+    if first.phase != ev.GRADIENT or not parts:
+        return {}
+    box = parts[0].box
+    if first.origin == ev.BACKWARD:
+        theirs = pair.expected.parts(first.step, ev.OWN, first.name).get("", ())
+        return {f"backward {part.call + 1} of the reference": part.values for part in theirs}
+    own = pair.actual.parts(first.step, ev.OWN, first.name).get("", ())
+    if any(part.box != box or part.values.shape != part.shape for part in [*own, *parts]):
+        return {}
+    return {f"backward {part.call + 1} of rank {part.rank}": part.values for part in own}
+
+
+def _of_own(pair: Pair, first: Place, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
+    """What ranks' own gradients may have become, put together over the parts of a parameter."""
+    found: dict[str, Tensor] = {}
+    own = pair.actual.own(first.step, first.name)
+    alone = {(part.rank, part.box): part.values for part in own}
+    scale = pair.bound * float(actual.double().square().mean().sqrt())
+    is_alone = [
+        bool(((alone[part.rank, part.box] - part.values).abs() <= scale).all())
+        for part in parts
+        if (part.rank, part.box) in alone
+    ]
+    ranks = {part.rank for part in parts}
+    if len(is_alone) == len(parts) and len(ranks) > 1 and all(is_alone):
+        found["what each rank has alone, as before the reduction"] = actual
+    for box in {part.box for part in own} if len({part.rank for part in own}) > 1 else ():
+        index = index_of(box)
+        values = {part.rank: part.values for part in own if part.box == box}
+        for name, value in combinations(values):
+            title = f"{name} before the reduction"
+            whole = found.setdefault(title, torch.full_like(actual, torch.nan))
+            whole[index] = value
+    return found

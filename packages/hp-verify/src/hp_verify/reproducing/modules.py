@@ -1,0 +1,286 @@
+"""A module's value computed again: what a program needs of both jobs' second runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_verify.recording import events as ev
+from hp_verify.recording.second_run import HELD
+from hp_verify.recording.slices import index_of
+from hp_verify.reproducing.second_run_tensors import Kept, Part, Whole, whole_of
+
+
+class CannotError(Exception):
+    """Why something cannot be put together or computed again."""
+
+
+@dataclass(slots=True)
+class Pair:
+    """Second runs of both jobs.
+
+    Attributes:
+        expected: Run of the reference.
+        actual: Run of the job.
+        step: Where they differ.
+        phase: Where in the step.
+        bound: What rounding explains.
+        factors: Sample -> what makes up for how its loss was scaled.
+        float64: Whether both were lifted to it.
+    """
+
+    expected: Kept
+    actual: Kept
+    step: int
+    phase: str
+    bound: float
+    factors: Mapping[str, float] = field(default_factory=dict)
+    float64: bool = False
+
+    def samples(self, name: str, phase: str) -> tuple[list[str], Tensor, Tensor, list[Part]]:
+        """Put a module's output, or its gradient, together on both sides.
+
+        Returns:
+            Names of samples; the reference's, `[samples, ...]`; the job's; what ranks have of it,
+            nothing where these are terms.
+
+        Raises:
+            CannotError: When samples, or parts of them, are missing.
+        """
+        theirs = self.expected.parts(self.step, phase, name)
+        mine = self.actual.parts(self.step, phase, name)
+        sides = {
+            row: (self.scaled(phase, row, mine[row], name), _complete(theirs[row], name))
+            for row in theirs
+            if row in mine
+        }
+        if not sides:
+            raise CannotError(f"{phase} {name} was not seen again")
+        if any(ours.shape != expected.shape for ours, expected in sides.values()):
+            raise CannotError(f"{phase} {name} has other shapes")
+        far = {
+            row: float((ours - expected).double().norm().nan_to_num(torch.inf))
+            for row, (ours, expected) in sides.items()
+        }
+        worst = max(far, key=far.__getitem__)
+        shape = sides[worst][1].shape  # samples may be of other lengths, where they are padded
+        rows = [row for row, (_, expected) in sides.items() if expected.shape == shape]
+        actual, expected = (torch.stack([sides[row][i] for row in rows]) for i in (0, 1))
+        parts = []
+        for index, row in enumerate(rows):
+            if whole_of(mine[row]).is_sum:
+                return rows, expected, actual, []
+            factor = self.factors.get(row, 1.0) if phase == ev.BACKWARD else 1.0
+            for part in mine[row]:
+                box = ((index, index + 1), *part.box)
+                parts.append(Part(part.rank, tuple(expected.shape), box, part.values * factor))
+        return rows, expected, actual, parts
+
+    def scaled(self, phase: str, row: str, parts: Sequence[Part], name: str) -> Tensor:
+        """Put the job's sample together, its gradient at the reference's scale of the loss."""
+        factor = self.factors.get(row, 1.0) if phase == ev.BACKWARD else 1.0
+        return _complete(parts, name) * factor
+
+
+def _complete(parts: Sequence[Part], name: str) -> Tensor:
+    whole = whole_of(parts)
+    if not whole.is_complete:
+        raise CannotError(f"parts of {name} are on no rank")
+    return whole.values
+
+
+def laid_like(samples: Tensor, shape: Sequence[int]) -> Tensor:
+    """Lay samples, `[samples, ...]`, as a module has them.
+
+    Args:
+        samples: One sample or more.
+        shape: What the module's tensor has: samples first, or second, or with their tokens.
+    """
+    count = len(samples)
+    if shape[0] == count:
+        return samples.reshape(tuple(shape))
+    if len(shape) > 1 and shape[1] == count:
+        return samples.transpose(0, 1)
+    return samples.flatten(0, 1)
+
+
+class ModuleSides:
+    """Calls of a module of the reference, and the same calls with what the job gave it.
+
+    Args:
+        pair: Both second runs.
+        module: Its name.
+
+    Raises:
+        CannotError: When the module was not called, or could not be pickled.
+
+    Attributes:
+        module: Its name.
+        has_terms: Whether gradients of ranks did not add up to the reference's, as far as calls
+            were put together.
+    """
+
+    def __init__(self, pair: Pair, module: str) -> None:
+        self._pair, self.module = pair, module
+        title = module or "the model"
+        self.entries = [e for e in pair.expected.inputs if e["module"] == module]
+        if not self.entries:
+            raise CannotError(f"the reference does not call {title}")
+        if len(pair.expected.facts) > 1:
+            raise CannotError(
+                "the reference has several processes: none of them has a whole module"
+            )
+        if not any(e["module"] == module for e in pair.actual.inputs):
+            raise CannotError(f"the job does not call {title}")
+        facts = pair.expected.facts[self.entries[0]["rank"]]
+        self.file: str = facts.get(f"module {module}", "")
+        if not self.file or not all(entry["file"] for entry in self.entries):
+            raise CannotError(f"{title} cannot be pickled: {facts.get('not pickled', '')}")
+        self.has_terms = False
+        self.kind: str = self.entries[0]["kind"]
+        self.is_main: bool = self.entries[0]["is_main"]
+        self.autocast: str = self.entries[0]["autocast"]
+
+    def settings(self) -> dict[str, Any]:
+        """Numbers and flags of the module that other ranks than the reference's have."""
+        theirs = next(iter(self._pair.expected.facts.values())).get("settings", {})
+        expected = theirs.get(self.module, {}).items()
+        found: dict[str, Any] = {}
+        for facts in self._pair.actual.facts.values():
+            mine = facts.get("settings", {}).get(self.module, {})
+            found |= {k: mine[k] for k, value in expected if k in mine and mine[k] != value}
+        return found
+
+    def outputs(self, call: int, times: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name of each output of a call -> Python that takes it, shape."""
+        key = self.module, call, times
+        outputs = self._pair.expected.outputs
+        given = (e["names"] for e in outputs if (e["module"], e["call"], e["times"]) == key)
+        return next(given, {})
+
+    def weights(self, kept: Kept) -> dict[str, Tensor]:
+        """Weights of the module in a job; those of the reference where they are not whole."""
+        prefix = f"{self.module}." if self.module else ""
+        found, step, expected = {}, self._pair.step, self._pair.expected
+        for name in [n for n in expected.names(step, HELD) if n.startswith(prefix)]:
+            mine, theirs = kept.whole(step, HELD, name), expected.whole(step, HELD, name)
+            here = mine if mine is not None and mine.is_complete else theirs
+            if here is not None and here.is_complete and theirs is not None:
+                found[name.removeprefix(prefix)] = farthest(here, theirs.values)
+        return found
+
+    def call(
+        self, entry: Mapping[str, Any], file: str, *, of_job: bool, with_grads: bool
+    ) -> dict[str, Any]:
+        """What one call of the module was given, and the gradients of what it gave.
+
+        Args:
+            entry: The reference's call.
+            file: Where a program finds what it was given.
+            of_job: Whether the job's tensors take the places of the reference's.
+            with_grads: Whether gradients are wanted.
+        """
+        tensors = self._of_job(entry) if of_job else {}
+        made = {"file": file, "tensors": tensors, "random": entry["random"]}
+        if with_grads:
+            made["grads"] = [self._grad(name, entry, of_job=of_job) for name in self.graded(entry)]
+        return made
+
+    def graded(self, entry: Mapping[str, Any]) -> list[str]:
+        """Outputs of a call whose gradients were seen."""
+        names = self.outputs(entry["call"], entry["times"])
+        step = self._pair.step
+        return [n for n in names if self._pair.expected.parts(step, ev.BACKWARD, n)]
+
+    def _grad(self, name: str, entry: Mapping[str, Any], *, of_job: bool) -> Tensor:
+        kept = self._pair.actual if of_job else self._pair.expected
+        _, shape = self.outputs(entry["call"], entry["times"])[name]
+        parts = kept.parts(self._pair.step, ev.BACKWARD, name)
+        rows = []
+        for row in entry["rows"]:
+            if row not in parts:
+                raise CannotError(f"the gradient of {name} is not whole")
+            if of_job:
+                rows.append(self._pair.scaled(ev.BACKWARD, row, parts[row], name))
+                theirs = self._pair.expected.whole(self._pair.step, ev.BACKWARD, name, row)
+                if theirs is not None and whole_of(parts[row]).is_sum:
+                    self.has_terms |= distance(rows[-1], theirs.values) > self._pair.bound
+            else:
+                rows.append(_complete(parts[row], name))
+        return laid_like(torch.stack(rows), shape)
+
+    def _of_job(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What the job has in the place of each tensor that the reference's module was given."""
+        found = {}
+        for leaf in entry["leaves"]:
+            values = self._laid(leaf, entry)
+            if values is None:
+                values = self._raw(leaf, entry)
+            if values is not None and str(values.dtype) == leaf["dtype"]:
+                found[leaf["place"]] = values.detach().clone()
+        return found
+
+    def _laid(self, leaf: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
+        parts = self._pair.actual.given(self.module, leaf["place"], entry["times"])
+        if not entry["rows"] or not all(row in parts for row in entry["rows"]):
+            return None
+        wholes = [whole_of(parts[row]) for row in entry["rows"]]
+        is_same = len({tuple(whole.values.shape) for whole in wholes}) == 1
+        if not is_same or not all(whole.is_complete for whole in wholes):
+            return None
+        samples = torch.stack([whole.values for whole in wholes])
+        if samples.numel() != math.prod(leaf["size"]):
+            return None
+        return laid_like(samples, leaf["size"])
+
+    def _raw(self, wanted: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
+        """What is not made of samples: of the same call, or the same in all calls."""
+        found = [
+            (other["rows"] == entry["rows"], leaf["raw"])
+            for other in self._pair.actual.inputs
+            if (other["module"], other["times"]) == (self.module, entry["times"])
+            for leaf in other["leaves"]
+            if leaf["place"] == wanted["place"]
+            and leaf["raw"] is not None
+            and leaf["size"] == wanted["size"]
+        ]
+        same = [raw for is_same, raw in found if is_same] or [raw for _, raw in found]
+        is_one = same and all(torch.equal(raw, same[0]) for raw in same)
+        return same[0] if is_one else None
+
+
+def distance(value: Tensor, other: Tensor) -> float:
+    """Norm of the difference, relative to the other's."""
+    value, other = value.double(), other.double()
+    return float((value - other).norm() / other.norm().clamp(min=1e-300))
+
+
+def farthest(whole: Whole, expected: Tensor) -> Tensor:
+    """Values of a job; where ranks hold other copies, those that are farthest from the reference's.
+
+    Args:
+        whole: What the ranks have.
+        expected: The reference's, of the same shape.
+    """
+    actual, scale = whole.values.clone(), float(expected.double().norm())
+    for part in whole.parts:
+        index = index_of(part.box)
+        far = float((part.values - expected[index]).double().norm())
+        if far > float((actual[index] - expected[index]).double().norm()) + 1e-9 * scale:
+            actual[index] = part.values
+    return actual
+
+
+def index_of_largest(expected: Tensor, actual: Tensor) -> tuple[int, ...]:
+    """Where two tensors are farthest apart."""
+    apart = (actual.double() - expected.double()).abs().nan_to_num(torch.inf)
+    return tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+
+
+def times_of(name: str) -> int:
+    """Which call of its module within one of the root an output is of."""
+    _, _, times = name.partition("#")
+    return int(times or 0)

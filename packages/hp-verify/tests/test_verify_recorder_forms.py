@@ -1,0 +1,168 @@
+"""What `hp verify -- JOB` makes of the same in another form: padding, terms, more calls."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.explain import explain
+from hp_verify.comparing.joined import Digests, Recording, Step
+from hp_verify.recording.events import BACKWARD, FORWARD, GRADIENT, INPUT, LOSS, REAL
+from hp_verify.recording.samples import Samples
+
+Sums = tuple[float, ...]
+RIGHT: Sums = (1.0, -2.0, 0.5, 3.0)
+
+
+def rows(*texts: str) -> torch.Tensor:
+    return torch.tensor([[ord(letter) - ord("a") + 1 for letter in text] for text in texts])
+
+
+def known_of(reference: Samples) -> dict[str, tuple[int, ...]]:
+    """What a job learns of a reference's samples."""
+    line = reference.rows(1, FORWARD)
+    known = dict(zip(line.rows, line.tokens, strict=True))
+    for name, tokens, (first, last) in zip(line.rows, line.tokens, line.real, strict=False):
+        if (first, last) != (0, len(tokens)):
+            known[REAL + name] = tokens[first:last]
+    return known
+
+
+def pieces(samples: Samples, tensor: torch.Tensor) -> dict[str, tuple[tuple[int, ...], Sums]]:
+    """Sample -> shape, and sums of its values."""
+    laid = samples.digest(tensor)
+    assert laid is not None
+    shape, digests = laid
+    return {
+        piece.row: (digest.shape or shape, piece.sums)
+        for digest in digests
+        for piece in digest.pieces()
+    }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (("abcz", "defg"), ("abczzz", "defgzz")),
+        (("abzzz", "defgh"), ("abz",)),
+        (("abzzz", "defgh"), ("ab",)),
+        (("zzzab", "defgh"), ("zab",)),
+        (("zzab", "defg"), ("zzzzab", "zzdefg")),
+    ],
+)
+def test_a_sample_is_the_same_however_long_its_padding_is(
+    theirs: tuple[str, ...], ours: tuple[str, ...]
+) -> None:
+    reference = Samples(rows(*theirs), 0, None)
+    known = known_of(reference)
+
+    samples = Samples(rows(*ours), 0, known)
+
+    names = [name.removeprefix(REAL) for name in samples.names]
+    assert names == list(reference.names[: len(ours)])
+    values = dict(zip("abcdefghz", torch.randn(9, 5), strict=True))
+    there, here = (
+        torch.stack([torch.stack([values[letter] for letter in text]) for text in texts])
+        for texts in (theirs, ours)
+    )
+    expected, found = pieces(reference, there), pieces(samples, here)
+    for name, (shape, sums) in found.items():
+        assert expected[name][0] == shape
+        assert expected[name][1] == pytest.approx(sums, abs=1e-5)
+
+
+def test_a_mask_says_what_is_padding_where_tokens_do_not() -> None:
+    tokens, mask = rows("aba", "cde"), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    reference = Samples(tokens, 0, None, kwargs={"attention_mask": mask})
+    known = known_of(reference)
+    assert known[REAL + reference.names[0]] == (1, 2)
+
+    samples = Samples(rows("abaaa"), 0, known, kwargs={"attention_mask": rows("aa```")})
+
+    assert samples.names == (REAL + reference.names[0],)
+    inverted = Samples(tokens, 0, None, kwargs={"key_padding_mask": mask == 0})
+    assert inverted.rows(1, FORWARD).real == ((0, 2), (0, 3))
+
+
+def test_other_samples_are_no_padded_ones() -> None:
+    known = known_of(Samples(rows("abzz", "defg"), 0, None))
+    samples = Samples(rows("abyz", "defg"), 0, known)
+    assert not {*samples.names} <= known.keys()
+
+
+def recording(
+    losses: Sequence[float] = (3.0,),
+    gradient: float = 1.0,
+    given: Sequence[str] = ("x", "y"),
+    outputs: Mapping[str, Sums] | None = None,
+) -> Recording:
+    """One step: outputs, a gradient, and the losses of processes."""
+    step = Step(rows={*given})
+    made = outputs or {"layer": RIGHT}
+    step.tensors[FORWARD] = {n: Digests((4,), "float32", {"x": (s, 2.0)}) for n, s in made.items()}
+    step.tensors[BACKWARD] = dict(step.tensors[FORWARD])
+    sums = tuple(gradient * x for x in RIGHT)
+    step.tensors[GRADIENT] = {"layer": Digests((4,), "float32", {"": (sums, 2.0)})}
+    step.numbers[LOSS] = {"": {f"rank-{i:05d}": [loss] for i, loss in enumerate(losses)}}
+    return Recording({1: step}, [{"rank": str(i)} for i in range(len(losses))])
+
+
+def judged(actual: Recording, expected: Recording | None = None) -> Comparison:
+    expected = expected or recording()
+    return compare(actual, expected, Floor(expected, []))
+
+
+def test_losses_that_cancel_are_as_near_as_their_terms_are() -> None:
+    expected = recording([0.01])
+    assert judged(recording([500.01, -499.9999]), expected).first is None
+    first = judged(recording([500.51, -499.9999]), expected).first
+    assert first is not None
+    assert first.phase == LOSS
+    assert judged(recording([0.0101, 0.0]), expected).first is not None
+
+
+@pytest.mark.parametrize("times", [2.0, 0.5])
+def test_a_loss_that_may_be_scaled_is_not_called_that(times: float) -> None:
+    comparison = judged(recording([3.0 * times * (1 + 2.3e-5)]))
+    first = comparison.first
+    assert first is not None
+    assert first.error == pytest.approx(2.3e-5, rel=1e-2)
+    assert not any("of the reference's" in why or "times" in why for why in explain(comparison))
+
+
+@pytest.mark.parametrize(("gradient", "is_named"), [(2.0, True), (2.0 + 6e-4, False)])
+def test_a_factor_is_named_where_it_leaves_nothing_but_rounding(
+    gradient: float, *, is_named: bool
+) -> None:
+    told = " ".join(explain(judged(recording(gradient=gradient))))
+    assert ("2 times the reference's" in told) == is_named
+
+
+def test_other_samples_are_listed_where_gradients_are_equal() -> None:
+    comparison = judged(recording(given=("v", "w")))
+    assert comparison.first is None
+    told = "2 of 2 samples are missing, 2 are not the reference's, and all gradients are equal"
+    assert comparison.unaligned["step 1, input"] == told
+    first = judged(recording(given=("v", "w"), gradient=1.5)).first
+    assert first is not None
+    assert first.phase == INPUT
+
+
+def test_more_samples_are_told_beside_what_comes_of_them() -> None:
+    comparison = judged(recording(given=("x", "y", "z"), gradient=1.5))
+    assert comparison.first is not None
+    assert comparison.first.phase == GRADIENT
+    assert explain(comparison)[0] == "the job gives its models 1 sample more than the reference"
+
+
+def test_a_module_that_is_called_more_often_is_compared_in_its_own_calls() -> None:
+    other = tuple(-x for x in RIGHT)
+    more = {"layer": other, "layer#1": RIGHT}
+    comparison = judged(recording(outputs=more))
+    assert comparison.first is None
+    assert "forward layer#1" in comparison.unaligned
+    wrong = judged(recording(outputs=more, gradient=1.5))
+    assert wrong.first is not None
+    assert wrong.first.phase == GRADIENT
+    assert explain(wrong)[0] == "the job calls layer 1 time more than the reference"
