@@ -4,10 +4,10 @@
 spmd_types tells before any number is compared whether ranks have copies (R, I), parts (V) or terms
 (P) of a tensor, and refuses what would give other gradients. The job of `integration_tests.zoo`
 says nothing of its tensors; what is said of them is all in here: the types of parameters, of
-gradients as they arrive, of batches and losses, rules of the five autograd functions, and lines of the job at
-which a sum over ranks begins or ends, or a message arrives (`LINES`). Checked, strictly, are
-forward, gradients, their reduction, norm and clipping, and evaluation; not what autograd computes
-by itself, nor the optimizer, nor sends and receives, of which it has no rules.
+gradients as they arrive, of batches and losses, rules of the five autograd functions, and lines of
+the job at which a sum over ranks begins or ends, or a message arrives (`LINES`). Checked, strictly,
+are forward, gradients, their reduction, norm and clipping, and evaluation; not what autograd
+computes by itself, nor the optimizer, nor sends and receives, of which it has no rules.
 
     pip install spmd_types==0.3.1 msgspec
     python benchmarks/spmd_types_zoo.py          # all; or layouts, or names of bugs
