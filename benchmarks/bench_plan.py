@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 
 from hp_train.config import Config
+from hp_train.config.checks import checked_config
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
 from hp_train.launch.launcher import run_entry
 from hp_train.plan import estimate
 from hp_train.plan.measure import measure
-from hp_train.verify.pairs import checked_config
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "dp 2": {"mesh.dp_replicate": 2},

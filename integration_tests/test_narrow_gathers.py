@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from hp_train.config import Config
+from hp_train.config.checks import checked_config
 from hp_train.config.options import resolve
-from hp_train.verify.pairs import checked_config
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
 

@@ -16,6 +16,7 @@ from hp_data import load_tokenizer
 from hp_platform import PeerError, RankInfo, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
 from hp_train.step_plan import StepPlan, prove
+from hp_train.step_plan.steps import PlannedStep, StepPlanning
 from hp_train.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, train_in, worker_of
 from integration_tests.verify_planned import CASES
@@ -102,8 +103,8 @@ def rank_counts_groups(encoded: bytes, directory: str, address: str) -> list[str
     while trainer.step < trainer.config.train.steps:
         metrics, _ = trainer.train_step()
         planned = trainer.planned
-        assert planned is not None
-        assert trainer.planning is not None
+        assert isinstance(planned, PlannedStep)
+        assert isinstance(trainer.planning, StepPlanning)
         planner = trainer.planning.planner
         lengths = [piece.length for piece in planned.pieces]
         problems = prove(planned.plan, lengths, planner.costs, planner.pipeline)
@@ -136,7 +137,7 @@ def rank_plans_otherwise(encoded: bytes, directory: str, address: str, how: str)
     """Let one of two ranks make another plan, or none; what all of them say."""
     trainer = _trainer(encoded, directory, address)
     planning = trainer.planning
-    assert planning is not None
+    assert isinstance(planning, StepPlanning)
     plan = planning.planner.plan
 
     def other(lengths: list[int]) -> StepPlan:
@@ -177,14 +178,14 @@ def rank_finds_no_plan(encoded: bytes, directory: str, address: str) -> list[int
     """Let no partition fit; the documents of each microbatch, and of each sequence."""
     trainer = _trainer(encoded, directory, address)
     planning = trainer.planning
-    assert planning is not None
+    assert isinstance(planning, StepPlanning)
 
     def refuses(lengths: list[int]) -> StepPlan:
         raise ConfigError(f"{len(lengths)} documents")
 
     planning.planner.plan = refuses  # type: ignore[assignment, method-assign]
     trainer.train_step()
-    assert trainer.planned is not None
+    assert isinstance(trainer.planned, PlannedStep)
     (team,) = trainer.planned.plan.teams
     of_sequence: dict[int, list[int]] = {}
     for index, piece in enumerate(trainer.planned.pieces):

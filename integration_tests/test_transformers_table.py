@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from hp_train.cli import main
 from hp_train.config.options import build
 from hp_train.hugging_face.proven import read_table
-from hp_train.training import banner
+from hp_train.transformers_model.notes import notes
 from integration_tests.architectures.cells import DIFFERENT, EQUAL, KINDS
 from integration_tests.architectures.compact import encoded
 from integration_tests.cells_with_faults import FAULTS
@@ -133,6 +133,6 @@ def test_the_first_lines_of_a_run_say_what_was_never_compared(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
     config = build({"model.transformers": str(tmp_path)})
 
-    assert banner._doubts(config) == [
+    assert notes(config) == [
         "warning: of_tomorrow was never compared with transformers: hp verify --models"
     ]

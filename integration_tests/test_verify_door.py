@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from hp_train.config import Config
+from hp_train.config.checks import checked_config
 from hp_train.config.options import resolve
-from hp_train.verify.pairs import checked_config
 from hp_verify.comparing.compare import Comparison, Floor, compare
 from hp_verify.comparing.joined import Recording, join
 from hp_verify.recording.request import Request, environment

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hp_train.config import Config
+from hp_train.config.checks import checked_config, one_process
 from hp_train.config.options import resolve
-from hp_train.verify.pairs import checked_config, one_process
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
 from integration_tests.verify_faults import CONTEXT, FAULTS, LAYOUTS, PIPELINE, SHARDED, TENSOR

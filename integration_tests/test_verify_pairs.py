@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from hp_train.config import Config
+from hp_train.config.checks import checked_config
 from hp_train.config.covering import Design, Setting, changes, cover
 from hp_train.config.options import resolve
 from hp_train.config.space import with_keys
 from hp_train.verify.designed import Designed, fewest, read_rows
-from hp_train.verify.pairs import checked_config
 from hp_train.verify.program import Program
 
 ROOT = Path(__file__).parent

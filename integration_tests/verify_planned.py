@@ -11,9 +11,10 @@ from pathlib import Path
 from random import Random
 
 from hp_train.config import Config, rules
+from hp_train.config.checks import checked_config, one_process
 from hp_train.config.options import resolve
 from hp_train.config.space import AXES, Axis, sample_layouts, with_keys
-from hp_train.verify.pairs import checked_config, described, one_process
+from hp_train.verify.pairs import described
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs, judge_all
 

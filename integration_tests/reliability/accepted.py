@@ -21,8 +21,8 @@ from typing import Any
 
 from hp_base.command_line import say
 from hp_train.config import Config
+from hp_train.config.checks import one_process
 from hp_train.config.space import with_keys
-from hp_train.verify.pairs import one_process
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.drawn import (
     Drawn,

@@ -17,7 +17,7 @@ from hp_train.model.randomness import uniform
 from hp_train.plan.command import run as run_plan
 from hp_train.step_plan import Pipeline, Planner, StepCosts, prove
 from hp_train.step_plan.costs_file import read_costs
-from hp_train.training.joined import join
+from hp_train.step_plan.joined import join
 
 PLAIN = {f"mesh.{axis}": 1 for axis in ("pp", "dp_replicate", "ep")}
 PLANNED = {**PLAIN, "pipeline.stages_per_rank": 1, "data.packing": "planned"}

@@ -15,6 +15,7 @@ from hp_platform import Runtime
 from hp_platform.testing import LiveBytes
 from hp_schedule import validate
 from hp_train.config import Config, PipelineConfig, rules
+from hp_train.config.checks import one_process
 from hp_train.config.options import resolve
 from hp_train.launch.task import Worker
 from hp_train.layout.schedules import KINDS, compute_schedule, training_schedule
@@ -23,7 +24,6 @@ from hp_train.model.block import Block
 from hp_train.model.recompute import recomputed_but_products
 from hp_train.model.rotary import rotation
 from hp_train.training.train import Trainer
-from hp_train.verify.pairs import one_process
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from hp_data import Tokenizer, load_tokenizer
 from hp_data.prepare import prepare
 from hp_platform import Runtime
 from hp_train.config import Config
+from hp_train.config.checks import one_process
 from hp_train.config.options import resolve
 from hp_train.launch.task import Worker
 from hp_train.model import Microbatch
 from hp_train.training.banner import banner
 from hp_train.training.generate import continue_text
 from hp_train.training.train import Trainer
-from hp_train.verify.pairs import one_process
 
 SEQ_LEN = 12
 OVERRIDES = (

@@ -9,7 +9,8 @@ from hp_platform import RankInfo, initialize, shutdown
 from hp_train.config import Config, DataConfig, ModelConfig
 from hp_train.config.space import with_keys
 from hp_train.costs.machine import MACHINES
-from hp_train.training.utilization import Utilization, model_flops
+from hp_train.costs.modules import model_flops
+from hp_train.training.utilization import Utilization
 
 VOCAB = 256
 DENSE = Config(

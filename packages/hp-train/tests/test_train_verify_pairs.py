@@ -9,16 +9,15 @@ import pytest
 from hp_base.errors import ConfigError
 from hp_train.cli import main
 from hp_train.config import Config, rules, to_dict
+from hp_train.config.checks import checked_config, one_process
 from hp_train.config.options import resolve, shipped
 from hp_train.config.space import sample_layouts, with_keys
 from hp_train.costs.modules import whole_model
 from hp_train.verify.pairs import (
-    checked_config,
     described,
     differing_keys,
     families,
     must_be_exact,
-    one_process,
     require_comparable,
 )
 from hp_train.verify.shrinking import shrink

@@ -91,3 +91,16 @@ class MachineError(HpError):
     """The machine refuses what a command needs: a folder, a socket, a process, its output."""
 
     exit_code = 11
+
+
+class RunFailedError(HpError):
+    """A run that something else needs has failed, and has said why itself.
+
+    Args:
+        message: What failed.
+        status: Exit status of the run, which becomes that of the command.
+    """
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.exit_code = status

@@ -29,7 +29,7 @@ from hp_train.dry_run import command as dry_run
 from hp_train.launch.last_word import leave_last_word
 from hp_train.layout.ranks import Layout
 from hp_train.plan import command as plan
-from hp_train.plan import step_command as step_plan
+from hp_train.step_plan import command as step_plan
 from hp_train.training.resuming import require_same_run
 from hp_train.verify import command as verify
 from hp_verify import command as jobs
@@ -195,9 +195,10 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
         refuse_beforehand(resolved.config, weights=options.dry_run)
     if options.dry_run:
         return _dry_run(resolved)
-    from hp_train.launch import launcher  # noqa: PLC0415 - only what trains needs it
+    from hp_train.gathering import with_gather_decided  # noqa: PLC0415 - only what trains needs it
+    from hp_train.launch import launcher  # noqa: PLC0415 - likewise
 
-    return launcher.run(resolved)
+    return launcher.run(with_gather_decided(resolved))
 
 
 def _parser() -> tuple[Parser, Mapping[str, Parser]]:

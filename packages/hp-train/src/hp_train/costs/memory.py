@@ -19,15 +19,13 @@ from hp_train.costs.machine import Machine
 from hp_train.costs.modules import kept_once
 from hp_train.costs.work import Weight, Work
 from hp_train.layout.communicators import held
-from hp_train.layout.parameter import local_shape
+from hp_train.layout.parameter import SIDE_BY_SIDE, local_shape
 from hp_train.layout.ranks import StageLayout
 from hp_train.layout.schedules import count_microbatches
 from hp_train.layout.vocabulary import WIDE_BYTES, logit_tile
 
 ACTIVE_STAGES = 3
 """Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
-SIDE_BY_SIDE = 256 * 2**20
-"""Most bytes of a copy of gradients that is summed over ranks; a larger one is not copied."""
 _ENDS = ("embedding.weight", "output.weight")
 """What FSDP shards as units of their own; see `hp_train.model.sharding`."""
 _BLOCK = re.compile(r"layers\.\d+\.|mtp\.\d+\.block\.")

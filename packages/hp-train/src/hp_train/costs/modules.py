@@ -236,3 +236,13 @@ _PARTS_OF_BLOCKS = {
     ".dense": "feed_forward",
 }
 """What `train.recompute` calls them."""
+
+
+def model_flops(config: Config, *, vocab_size: int) -> float:
+    """Return operations of forward and backward per token; backward is two forwards.
+
+    Args:
+        config: Config of the run.
+        vocab_size: Rows of the embedding.
+    """
+    return 3.0 * whole_model(config, vocab_size).flops

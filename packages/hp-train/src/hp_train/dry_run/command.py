@@ -16,7 +16,7 @@ from hp_train.config.options import COMMAND_LINE, resolve
 from hp_train.config.space import with_keys
 from hp_train.costs.machine import machine_found
 from hp_train.costs.routing import parse_skew
-from hp_train.plan.command import known_vocab_size
+from hp_train.plan.command import known_vocab_size, lengths_plugin
 from hp_train.price.gather import decided
 
 _MOST_DEVICES = 2**20
@@ -127,14 +127,14 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
 
 def _typical(config: Config, options: argparse.Namespace) -> Mapping[str, Sequence[int] | None]:
     """Sequences at the middle and near the end of a distribution, by attention, and their names."""
-    from hp_train.step_plan.percentiles import typical_sequences  # noqa: PLC0415 - imports torch
-
     if config.data.paths or config.data.documents != "separate" or options.documents:
         raise ConfigError(
             f"--lengths ({options.lengths}) must come without data.paths and --documents, and with "
             "data.documents separate: it says how long documents are"
         )
-    found = typical_sequences(options.lengths, seq_len=config.data.seq_len)
+    found = lengths_plugin(options.lengths).typical_sequences(
+        options.lengths, seq_len=config.data.seq_len
+    )
     return {f", {options.lengths} {label}": lengths for label, lengths in found.items()}
 
 

@@ -27,7 +27,7 @@ from hp_train.launch.heartbeats import Heartbeats
 from hp_train.launch.task import Worker
 from hp_train.layout.vocabulary import LOSS, logit_tile
 from hp_train.model.parallelize import vocabulary_of
-from hp_train.price.gather import in_words
+from hp_train.training.banner import gathered_by
 from hp_train.training.gpu_settings import (
     grows_segments,
     keeps_launch_order,
@@ -122,7 +122,7 @@ def _train(job: Job, worker: Worker) -> Any:
         loads_eagerly=loads_eagerly(os.environ, config),
         from_one_thread=launches_from_one_thread(config),
         expandable_segments=grows_segments(os.environ, config),
-        gathered=in_words(trainer.config),
+        gathered=gathered_by(trainer.config, trainer.mesh.layout),
     )
 
 

@@ -5,7 +5,7 @@ places in files that all ranks write together. No rank ever holds a whole model.
 """
 
 from hp_train.hugging_face.config import hf_config, model_config, read_config
-from hp_train.hugging_face.load import check_weights, load_weights
+from hp_train.hugging_face.load import check_weights, load_weights, require_fit
 from hp_train.hugging_face.save import save_weights
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "load_weights",
     "model_config",
     "read_config",
+    "require_fit",
     "save_weights",
 ]

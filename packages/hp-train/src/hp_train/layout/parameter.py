@@ -10,6 +10,9 @@ Kind = Literal["matrix", "norm", "bias"]
 """What a parameter is for, whatever its number of dims. A matrix is drawn at random and decays, a
 norm starts as ones, a bias as zeros."""
 
+SIDE_BY_SIDE = 256 * 2**20
+"""Most bytes of a copy of gradients that is summed over ranks; a larger one is not copied."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:

@@ -11,6 +11,7 @@ prediction.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,7 @@ from hp_train.model.prediction import PredictionModule, prediction_loss
 from hp_train.model.recompute import Recompute
 from hp_train.model.rotary import Rotation, rotation
 from hp_train.model.stage import Exchanges, Stage, factory_of
-
-_OF_TRANSFORMERS = "hp_train.transformers_model.stage:TransformersStage"
-"""A room above this one; it is imported by those alone who train such a model."""
+from hp_train.plugins import plugin
 
 
 class TransformerStage(Stage):
@@ -171,7 +170,7 @@ class TransformerStage(Stage):
 def tied_parameters(config: ModelConfig) -> tuple[str, ...]:
     """Parameters that the first and the last stage of a model both have, by global name."""
     if config.transformers:
-        found: tuple[str, ...] = factory_of(f"{_OF_TRANSFORMERS}.tied_parameters")(config)
+        found: tuple[str, ...] = _of_transformers(config).tied_parameters(config)
         return found
     return ("embedding.weight",) if config.tie_embeddings else ()
 
@@ -190,8 +189,11 @@ def build_stage(
     Raises:
         hp_base.errors.ConfigError: When the factory cannot be imported, or makes something else.
     """
-    name = _OF_TRANSFORMERS if config.transformers else config.factory
-    make = factory_of(name) if name else TransformerStage
+    make: Callable[..., object] = TransformerStage
+    if config.transformers:
+        make = _of_transformers(config)
+    elif config.factory:
+        make = factory_of(config.factory)
     with torch.device("meta"):
         stage = make(
             config,
@@ -207,3 +209,9 @@ def build_stage(
             f'model.factory ("{config.factory}") must make a hp_train.model.Stage, not {kind}'
         )
     return stage
+
+
+def _of_transformers(config: ModelConfig) -> Any:
+    """The stages of models of transformers, a package above this one."""
+    asked_by = f"model.transformers ({config.transformers})"
+    return plugin("hp_trainer.models", "transformers", asked_by=asked_by, package="hp-transformers")

@@ -23,6 +23,7 @@ from hp_train.costs.routing import busiest_load, parse_skew
 from hp_train.layout.schedules import KINDS
 from hp_train.plan.choose import Choice, choose
 from hp_train.plan.report import as_dict, details, name, reasons, table
+from hp_train.plugins import plugin
 from hp_train.price.estimate import Estimate, Plan
 from hp_train.price.gather import estimate
 from hp_train.price.traffic import Spread
@@ -147,25 +148,32 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     result = _as_dict(choice, configured, found)
     lines = _lines(choice, configured, found, machine)
     if options.lengths:
-        from hp_train.plan.lengths import (  # noqa: PLC0415 - imports torch
-            steps_as_dict,
-            steps_of,
-            table_of,
-        )
-
+        by_lengths = lengths_plugin(options.lengths)
         priced = configured or choice.best[0]
-        steps = steps_of(
+        steps = by_lengths.steps_of(
             priced.config,
             machine,
             vocab_size=vocab_size,
             source=options.lengths,
             number=options.batches,
         )
-        result["lengths"] = steps_as_dict(steps)
+        result["lengths"] = by_lengths.steps_as_dict(steps)
         head = f"{len(steps[0].seconds)} steps of {options.lengths}, {name(priced)}:"
-        lines += ["", head, *table_of(steps)]
+        lines += ["", head, *by_lengths.table_of(steps)]
     say(json.dumps(result) if options.json else "\n".join(lines))
     return 0
+
+
+def lengths_plugin(asked: str) -> Any:
+    """Load what prices steps of documents of many lengths, of hp-packing.
+
+    Args:
+        asked: What the option names, for the message.
+
+    Raises:
+        ConfigError: When hp-packing is not installed.
+    """
+    return plugin("hp_plan.lengths", "steps", asked_by=f"--lengths ({asked})", package="hp-packing")
 
 
 @contextmanager

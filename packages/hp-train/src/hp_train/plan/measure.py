@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hp_base.errors import HpError
+from hp_base.errors import HpError, RunFailedError
+from hp_base.scratch import scratch
 from hp_platform import initialize, launch_all_to_all, new_group, shutdown
 from hp_schedule import MetaStepType
 from hp_train.config import Config, rules
+from hp_train.config.checks import checked_config, one_process
 from hp_train.config.space import with_keys
 from hp_train.config.timeouts import Timeouts
 from hp_train.costs.machine import GPU_MARGIN, Machine
@@ -34,9 +36,6 @@ from hp_train.launch.task import Worker
 from hp_train.layout.ranks import StageLayout
 from hp_train.price.estimate import Plan
 from hp_train.training.train import start
-from hp_train.verify.command import scratch
-from hp_train.verify.pairs import checked_config, one_process
-from hp_train.verify.runs import RunFailedError
 
 _STEPS, _MICROBATCHES, _ROUNDS = 6, 4, 60
 _SMALL, _LARGE = 1 << 10, 1 << 22

@@ -88,13 +88,6 @@ def room(config: Config, machine: Machine) -> float:
     return (1 - ROOM * by_stage) * machine.memory
 
 
-def in_words(config: Config) -> str:
-    """How parameters are gathered, as a clause behind a layout; nothing where none are."""
-    if not _is_sharded(config):
-        return ""
-    return f", gathered by {'block' if config.mesh.gather == 'block' else 'stage'}"
-
-
 def _is_sharded(config: Config) -> bool:
     return any(stage.is_sharded for stage in Layout.of(config.mesh).stages)
 

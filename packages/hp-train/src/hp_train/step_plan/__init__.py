@@ -6,14 +6,19 @@ that it runs, `price` how long it takes, and `bound` how long any takes. `rivals
 rules, `generators` draws lengths, `comparison` compares, and `percentiles` are of many steps.
 """
 
-from hp_train.step_plan.bound import lower_bound
-from hp_train.step_plan.costs import StageCosts, StepCosts
-from hp_train.step_plan.learned import learned_costs, step_layout
-from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, from_text, to_text
-from hp_train.step_plan.planner import Planner
-from hp_train.step_plan.price import StepPrice, price
-from hp_train.step_plan.proof import prove
-from hp_train.step_plan.work import Pipeline
+from typing import TYPE_CHECKING
+
+from hp_base.lazy import lazily
+
+if TYPE_CHECKING:
+    from hp_train.step_plan.bound import lower_bound
+    from hp_train.step_plan.costs import StageCosts, StepCosts
+    from hp_train.step_plan.learned import learned_costs, step_layout
+    from hp_train.step_plan.plan import PlannedMicrobatch, StepPlan, from_text, to_text
+    from hp_train.step_plan.planner import Planner
+    from hp_train.step_plan.price import StepPrice, price
+    from hp_train.step_plan.proof import prove
+    from hp_train.step_plan.work import Pipeline
 
 __all__ = [
     "Pipeline",
@@ -31,3 +36,23 @@ __all__ = [
     "step_layout",
     "to_text",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Pipeline": "hp_train.step_plan.work",
+        "PlannedMicrobatch": "hp_train.step_plan.plan",
+        "Planner": "hp_train.step_plan.planner",
+        "StageCosts": "hp_train.step_plan.costs",
+        "StepCosts": "hp_train.step_plan.costs",
+        "StepPlan": "hp_train.step_plan.plan",
+        "StepPrice": "hp_train.step_plan.price",
+        "from_text": "hp_train.step_plan.plan",
+        "learned_costs": "hp_train.step_plan.learned",
+        "lower_bound": "hp_train.step_plan.bound",
+        "price": "hp_train.step_plan.price",
+        "prove": "hp_train.step_plan.proof",
+        "step_layout": "hp_train.step_plan.learned",
+        "to_text": "hp_train.step_plan.plan",
+    },
+)

@@ -1,26 +1,18 @@
 """The first lines of a run: what is trained, where, and how it is laid out."""
 
 import os
-from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
-from hp_checkpoint.json_file import read_json
-from hp_checkpoint.weight_files import first_of
 from hp_platform import Runtime
-from hp_platform.device.dry import is_dry
 from hp_train import __version__
 from hp_train.config import Config
-from hp_train.hugging_face.proven import doubts
 from hp_train.layout.mesh import Mesh
-from hp_train.price.gather import in_words
+from hp_train.layout.ranks import Layout
+from hp_train.plugins import plugins
 from hp_train.training.gpu_settings import in_force
 from hp_train.training.gradients import GradientNorm
 from hp_train.training.metrics import METRICS
-from hp_train.transformers_model.load import left_out
-
-_MOST_BYTES = 1 << 20  # of a config
 
 
 def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> list[str]:
@@ -47,12 +39,12 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     batch = f"{train.global_batch_size} sequences x {config.data.seq_len} tokens"
     lines = [
         f"hp-train {__version__}, torch {torch.__version__}: {where}",
-        f"mesh   {mesh.layout}{in_words(config)}, schedule {schedule}",
+        f"mesh   {mesh.layout}{gathered_by(config, mesh.layout)}, schedule {schedule}",
         f"model  {size}: {model.num_layers} layers of {model.dim}, {experts}",
         f"batch  {batch} in microbatches of {train.microbatch_size}, {train.steps} steps",
     ]
-    if model.transformers:
-        lines += _doubts(config)
+    for notes in plugins("hp_trainer.notes"):
+        lines += notes(config)
     if train.compile != "none":
         lines.append(f"compile {train.compile}: in the first steps; what it takes is in {METRICS}")
     if runtime.device.type == "cuda":
@@ -60,14 +52,13 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     return lines
 
 
-def _doubts(config: Config) -> list[str]:
-    """What of a run of `model.transformers` was never compared with one process, in lines."""
-    path = Path(config.model.transformers) / "config.json"
-    model_type = str(read_json(path, most_bytes=_MOST_BYTES).get("model_type"))
-    lines = doubts(model_type, config, version("transformers"))
-    if not (config.run.resume or is_dry()) and (names := left_out(config.model)):
-        lines.append(
-            f"warning: {first_of(names)} of {path.parent} are of no part of the model in "
-            "transformers: they are not trained"
-        )
-    return lines
+def gathered_by(config: Config, layout: Layout) -> str:
+    """Say how parameters are gathered, as a clause behind a layout; nothing where none are.
+
+    Args:
+        config: Configuration of the run.
+        layout: Its layout.
+    """
+    if not any(stage.is_sharded for stage in layout.stages):
+        return ""
+    return f", gathered by {'block' if config.mesh.gather == 'block' else 'stage'}"

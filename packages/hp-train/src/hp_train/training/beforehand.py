@@ -9,6 +9,7 @@ from hp_data.prepare import prepare
 from hp_data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 from hp_data.tokens import SPLITS, require_sequence
 from hp_train.config import Config, rules
+from hp_train.plugins import weights_of
 
 _LITTLE = 1 << 20
 """Bytes of text that are turned into tokens to see whether there are enough of them."""
@@ -38,9 +39,9 @@ def refuse_beforehand(config: Config, *, weights: bool) -> None:
     if config.data.paths and sum(s.size for s in find_sources(config.data.paths)) <= _LITTLE:
         _require_tokens(config, tokenizer)
     if weights and config.run.init_from and not config.run.resume:
-        from hp_train.hugging_face.load import require_fit  # noqa: PLC0415 - imports torch
-
-        require_fit(Path(config.run.init_from), config.model, vocab_size)
+        weights_of(config.run.init_from).require_fit(
+            Path(config.run.init_from), config.model, vocab_size
+        )
 
 
 def _require_tokens(config: Config, tokenizer: Tokenizer) -> None:

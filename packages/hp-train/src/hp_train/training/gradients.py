@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import all_gather_json, float64_norms
-from hp_train.costs.memory import SIDE_BY_SIDE
 from hp_train.layout.mesh import Mesh
+from hp_train.layout.parameter import SIDE_BY_SIDE
 from hp_train.model.parameters import Parameter, collect_gradients
 
 

@@ -1,13 +1,10 @@
 """What ranks do together before a run is built: meet, and let one of each node prepare the data."""
 
 import os
-from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from hp_base.command_line import say
@@ -20,12 +17,7 @@ from hp_platform import Runtime, all_gather_json, initialize, new_group
 from hp_platform.failures.agreement import agreeing
 from hp_train.config import Config
 from hp_train.config.timeouts import Timeouts
-from hp_train.costs.machine import MACHINES, Machine, machine_found
 from hp_train.launch.task import Worker
-from hp_train.price.gather import decided
-from hp_train.step_plan import StepCosts
-from hp_train.step_plan.costs_file import read_costs
-from hp_train.step_plan.learned import learned_costs
 from hp_train.training import gpu_settings
 from hp_train.training.waiting import Interrupted, Stopped, Waiting
 
@@ -118,58 +110,6 @@ def _make_tokens(config: Config, worker: Worker, tokenizer: Tokenizer, waiting: 
             on_progress=waiting.progress,
             tell=say if worker.info.rank == 0 else lambda _: None,
         )
-
-
-def decide_gather(config: Config, runtime: Runtime, *, vocab_size: int) -> Config:
-    """The config with `mesh.gather` decided, the same on every rank. All ranks call this together.
-
-    On a CPU, whose memory is not its own and whose rates nobody has measured, it is by stage.
-
-    Args:
-        config: Validated; the same on every rank.
-        runtime: The initialised world.
-        vocab_size: Rows of the embedding.
-    """
-    if config.mesh.gather != "auto" or runtime.device.type != "cuda":
-        return config
-    return decided(config, machine_of(runtime), vocab_size=vocab_size)
-
-
-def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCosts:
-    """What documents cost the stages where steps are planned. All ranks call this together.
-
-    Args:
-        config: Validated; the same on every rank.
-        runtime: The initialised world.
-        vocab_size: Rows of the embedding.
-
-    Raises:
-        ConfigError: When `data.plan_costs` is no file of costs.
-    """
-    machine = machine_of(runtime) if runtime.device.type == "cuda" else MACHINES["cpu"]
-    if config.data.plan_costs:
-        return read_costs(Path(config.data.plan_costs), windows=config.model.windows)
-    return learned_costs(config, machine, vocab_size=vocab_size)
-
-
-def machine_of(runtime: Runtime) -> Machine:
-    """The GPUs of a run and the memory of the smallest of them. All ranks call this together.
-
-    Args:
-        runtime: The initialised world, of CUDA.
-    """
-    properties = torch.cuda.get_device_properties(runtime.device)
-    num_local = runtime.info.local_world_size
-    # Several ranks may share a GPU; each may also see but its own.
-    most = -(-num_local // torch.cuda.device_count())
-    told = (str(properties.uuid), properties.total_memory, num_local, most)
-    everyone = all_gather_json(told, of=tuple[str, int, int, int], group=runtime.control)
-    sharing = Counter(uuid for uuid, *_ in everyone)
-    return machine_found(
-        properties.name,
-        memory=min(total / min(sharing[uuid], most) for uuid, total, _, most in everyone),
-        node_size=max(size for _, _, size, _ in everyone),
-    )
 
 
 def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:

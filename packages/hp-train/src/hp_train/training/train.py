@@ -30,7 +30,6 @@ from hp_schedule import MetaStep, MetaStepType, Timeline
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config, to_dict
 from hp_train.config.timeouts import Timeouts
-from hp_train.hugging_face import load_weights
 from hp_train.launch.task import Worker
 from hp_train.layout.mesh import build_mesh
 from hp_train.layout.ranks import Layout
@@ -38,6 +37,7 @@ from hp_train.model import Microbatch
 from hp_train.model.compiled import CompileCost
 from hp_train.model.loss import loss_of
 from hp_train.model.parallelize import build_pipeline
+from hp_train.plugins import weights_of
 from hp_train.training.banner import banner
 from hp_train.training.batches import Batches, Share
 from hp_train.training.checkpointer import Checkpointer
@@ -47,23 +47,17 @@ from hp_train.training.generate import continue_text
 from hp_train.training.gradients import GradientNorm, clip_gradients, reduce_gradients
 from hp_train.training.metrics import Console, MemoryUse, MetricsWriter, StepMetrics
 from hp_train.training.optimizer import build_optimizer, changed_rate, learning_rate
-from hp_train.training.planned import PlannedStep, StepPlanning
 from hp_train.training.position import Position
 from hp_train.training.profiler import Profiler
 from hp_train.training.report import planned_and_actual, write_report
 from hp_train.training.resuming import require_same_position
-from hp_train.training.startup import (
-    connect,
-    decide_gather,
-    prepare_data,
-    require_same_data,
-    step_costs,
-)
+from hp_train.training.startup import connect, prepare_data, require_same_data
 from hp_train.training.state import (
     checkpoint_buffers,
     checkpoint_tensors,
     set_optimizer_steps,
 )
+from hp_train.training.step_source import PlannedStep, StepSource, step_source
 from hp_train.training.utilization import Utilization
 from hp_train.training.waiting import Stopped
 
@@ -153,7 +147,6 @@ class Trainer:
         timeout = timedelta(seconds=Timeouts.of(config).step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
         vocab_size = vocab_size_of(tokenizer, config.model.vocab_size)
-        self.config = config = decide_gather(config, runtime, vocab_size=vocab_size)
         self.utilization = Utilization.of(config, runtime, vocab_size=vocab_size)
         self.profiler = Profiler(config.train, worker, self.device, tell=self._warn)
         self.pipeline = build_pipeline(
@@ -173,12 +166,9 @@ class Trainer:
         self.data = self._open("train", seed=config.run.seed)
         self.held_out = self._open("eval", seed=None)
         require_same_data((self.data.digest, self.held_out.digest), control=runtime.control)
-        self.planning: StepPlanning | None = None
-        if config.data.packing == "planned":
-            costs = step_costs(config, runtime, vocab_size=self.pipeline.vocab_size)
-            self.planning = StepPlanning(
-                config, self.mesh, self.data, costs=costs, control=runtime.control
-            )
+        self.planning = step_source(
+            config, self.mesh, self.data, runtime=runtime, vocab_size=self.pipeline.vocab_size
+        )
         self.planned: PlannedStep | None = None
         self.checkpointer = self._make_checkpointer(timeout)
 
@@ -450,7 +440,7 @@ class Trainer:
         loss = self._once(result.losses) * runner.loss_scale
         return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 
-    def _planned_share(self, planning: StepPlanning) -> tuple[PipelineScheduleRuntime, Share]:
+    def _planned_share(self, planning: StepSource) -> tuple[PipelineScheduleRuntime, Share]:
         """What runs the next step by its plan, and this rank's share of its batch."""
         with doing("step plan"):
             self.planned = planned = planning.take(
@@ -559,7 +549,7 @@ class Trainer:
         """Take the weights of a Hugging Face model; every rank reads what it has."""
         named = {k: v for k, v in self.tensors().items() if k.startswith("model.")}
         tensors = {name.removeprefix("model."): tensor for name, tensor in named.items()}
-        load_weights(folder, tensors, group=self.runtime.control)
+        weights_of(str(folder)).load_weights(folder, tensors, group=self.runtime.control)
         self._update_tied_copies()
         return f"started from the weights of {folder}"
 

@@ -2,8 +2,9 @@
 
 Note [MFU]. MFU = F x tokens per second / (P x GPUs), where
 
-- F are the model's operations per token: three times those of the forward as `hp plan` counts them
-  (`hp_train.costs.modules`; a multiplication and its addition are two, backward is two forwards).
+- F are the model's operations per token: three times those of the forward as hp-plan counts them,
+  which is asked by an entry point (a multiplication and its addition are two, backward is two
+  forwards). Without hp-plan there is no MFU.
   They are those of the products: dense matrices, router, the experts that a token goes to, logits,
   modules of multi-token prediction, and of attention half of all scores (or the window's), whatever
   documents are packed. What is run again (`train.recompute`) is not counted.
@@ -19,12 +20,7 @@ import torch
 from hp_base.data_sheets import peak_flops
 from hp_platform import Runtime, all_gather_json
 from hp_train.config import Config
-from hp_train.costs.modules import whole_model
-
-
-def model_flops(config: Config, *, vocab_size: int) -> float:
-    """Operations of forward and backward per token, see Note [MFU]."""
-    return 3.0 * whole_model(config, vocab_size).flops
+from hp_train.plugins import plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,18 @@ class Utilization:
 
     @classmethod
     def of(cls, config: Config, runtime: Runtime, *, vocab_size: int) -> "Utilization | None":
-        """Utilization of a run; None on a CPU and on GPUs of unknown peak. All ranks call it."""
-        if runtime.device.type != "cuda":
+        """Say what MFU is computed from. All ranks call this together.
+
+        Args:
+            config: Configuration of the run.
+            runtime: The initialised world.
+            vocab_size: Rows of the embedding.
+
+        Returns:
+            None on a CPU, on GPUs of unknown peak, and where nobody counts operations.
+        """
+        count = next(plugins("hp_trainer.model_flops"), None)
+        if runtime.device.type != "cuda" or count is None:
             return None
         properties = torch.cuda.get_device_properties(runtime.device)
         told = (properties.name, str(properties.uuid))
@@ -51,7 +57,7 @@ class Utilization:
         if peak is None:
             return None
         num_gpus = len({uuid for _, uuid in everyone})  # several ranks may share one
-        return cls(model_flops(config, vocab_size=vocab_size), peak * num_gpus)
+        return cls(count(config, vocab_size=vocab_size), peak * num_gpus)
 
     def at(self, tokens_per_second: float) -> float:
         """MFU at a rate of all ranks together."""

@@ -2,34 +2,31 @@
 
 import argparse
 import re
-import shutil
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_base.atomic_write import replace_file
 from hp_base.command_line import require_files, say
 from hp_base.environment import require_unstarted
-from hp_base.errors import ConfigError, DifferenceError, HpError
+from hp_base.errors import ConfigError, DifferenceError
 from hp_base.messages import shown
 from hp_base.numbers import real, whole
+from hp_base.scratch import scratch
 from hp_train.config import Config
+from hp_train.config.checks import checked_config, one_process
 from hp_train.config.covering import Design, cover
 from hp_train.config.options import Resolved, resolve, split_overrides
 from hp_train.config.space import sample_layouts
 from hp_train.verify.pairs import (
     BOUNDS,
     ORACLE,
-    checked_config,
     described,
     differing_keys,
     families,
     must_be_exact,
-    one_process,
     require_comparable,
 )
 from hp_train.verify.program import Program
@@ -260,35 +257,6 @@ def _two_numbers(text: str, between: str) -> tuple[int, int]:
     """Two whole numbers that stand on either side of a mark; zeros where there are no such."""
     one, _, other = text.partition(between)
     return (int(one), int(other)) if one.isdecimal() and other.isdecimal() else (0, 0)
-
-
-@contextmanager
-def scratch(prefix: str, keep: str | None = None) -> Iterator[Path]:
-    """A folder for runs, a new one or one to keep.
-
-    After a failure it stays: the launcher has told of files in it.
-    """
-    folder = Path(tempfile.mkdtemp(prefix=prefix)) if keep is None else _new_folder(keep)
-    ended = False
-    try:
-        yield folder
-        ended = True
-    except HpError as error:
-        ended = error.exit_code > 128  # somebody wanted that
-        raise
-    finally:
-        if ended and keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _new_folder(keep: str) -> Path:
-    folder = Path(keep)
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        reason = error.strerror
-        raise ConfigError(f"--keep ({keep}) must be a folder that can be made: {reason}") from None
-    return folder
 
 
 def _verify_one(

@@ -15,9 +15,9 @@ import msgspec
 
 from hp_base.errors import ConfigError
 from hp_train.config import Config, rules
+from hp_train.config.checks import one_process
 from hp_train.config.covering import Design, Setting, changes
 from hp_train.config.space import with_keys
-from hp_train.verify.pairs import one_process
 from hp_train.verify.program import Program
 from hp_train.verify.rank import TRAINER
 from hp_train.verify.runs import Runs, Verdict

@@ -4,15 +4,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
-from msgspec.structs import replace
 
 from hp_base.errors import ConfigError
 from hp_base.messages import shown
-from hp_train.config import Config, MeshConfig, PipelineConfig, to_dict
+from hp_train.config import Config, to_dict
+from hp_train.config.checks import one_process
 from hp_train.config.covering import WITHOUT_EFFECT, is_one_of
 from hp_train.config.schema import fields
 from hp_train.config.space import with_keys
-from hp_train.config.timeouts import Timeouts
 from hp_train.layout.schedules import layers_of_stages, placement
 
 EXACT = (
@@ -41,39 +40,6 @@ SLACK = {"weight": 100.0, "saved": 100.0, "loaded": 100.0, "second moment": 4.0}
 """Factors of these bounds in less than fp64: AdamW divides tiny gradients by their own size."""
 TIE = 1e-6
 """Scores of experts closer than this are a tie that rounding may break, in less than fp64."""
-
-_START_SECONDS = 180.0
-
-
-def checked_config(config: Config, *, dtype: str) -> Config:
-    """The config as it is run for a check: in this dtype, with one thread.
-
-    Time-outs stay, but for that of the start: the first run waits for torch to be imported.
-    """
-    launch = replace(
-        config.launch,
-        num_processes=0,
-        threads_per_process=1,
-        init_timeout_seconds=max(Timeouts.of(config).init, _START_SECONDS),
-    )
-    return replace(
-        config,
-        run=replace(config.run, resume="", tensorboard=False),
-        launch=launch,
-        train=replace(config.train, dtype=dtype),
-    )
-
-
-def one_process(config: Config) -> Config:
-    """The same training in one process, not compiled, and planned as usual where it is planned."""
-    pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
-    return replace(
-        config,
-        mesh=MeshConfig(),
-        pipeline=pipeline,
-        train=train,
-        data=replace(config.data, plan_tokens=0, plan_costs=""),
-    )
 
 
 def differing_keys(config: Config, other: Config) -> list[str]:

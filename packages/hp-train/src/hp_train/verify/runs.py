@@ -13,31 +13,15 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from hp_base.errors import HpError
+from hp_base.errors import RunFailedError
 from hp_train.config import Config, DataConfig
+from hp_train.config.checks import one_process
 from hp_train.launch.launcher import run_entry
 from hp_train.verify.agreeing import RunComparison, compare_runs
-from hp_train.verify.pairs import (
-    BOUNDS,
-    ORACLE,
-    SLACK,
-    TIE,
-    described,
-    families,
-    must_be_exact,
-    one_process,
-)
+from hp_train.verify.pairs import BOUNDS, ORACLE, SLACK, TIE, described, families, must_be_exact
 from hp_train.verify.program import Program, Request, request_run
 from hp_train.verify.rank import ENTRY, RECORDING, TRAINER
 from hp_train.verify.reference import record_oracle
-
-
-class RunFailedError(HpError):
-    """A layout could not be run; the launcher has said why."""
-
-    def __init__(self, message: str, *, status: int) -> None:
-        super().__init__(message)
-        self.exit_code = status
 
 
 @dataclass(frozen=True, slots=True)

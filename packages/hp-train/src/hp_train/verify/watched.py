@@ -17,9 +17,9 @@ from hp_train.config import Config
 from hp_train.launch.task import Worker
 from hp_train.model.parameters import Parameter
 from hp_train.training.batches import Batches, Share
-from hp_train.training.planned import PlannedStep
 from hp_train.training.startup import connect, prepare_data
 from hp_train.training.state import checkpoint_buffers
+from hp_train.training.step_source import PlannedStep
 from hp_train.training.train import Losses, Trainer
 from hp_train.verify.choices import listen_to_choices
 from hp_train.verify.job import Job

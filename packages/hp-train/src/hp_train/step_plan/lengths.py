@@ -6,7 +6,9 @@ from typing import Any
 from hp_train.config import Config
 from hp_train.costs.machine import Machine
 from hp_train.plan.report import in_bytes, in_seconds
-from hp_train.step_plan.percentiles import LengthPrices, Steps, drawn
+from hp_train.step_plan.percentiles import LengthPrices, Steps, drawn, typical_sequences
+
+__all__ = ["steps_as_dict", "steps_of", "table_of", "typical_sequences"]
 
 
 def steps_of(

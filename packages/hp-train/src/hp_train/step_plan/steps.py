@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from hp_base.errors import ConfigError, DataError
 from hp_data.dataset import Dataset, Piece
-from hp_platform import agree, all_gather_json, mark_agreed, on_one_rank
+from hp_platform import Runtime, agree, all_gather_json, mark_agreed, on_one_rank
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_train.config import Config
 from hp_train.layout.mesh import Mesh
@@ -31,6 +31,9 @@ from hp_train.model.parallelize import Pipeline
 from hp_train.step_plan import Pipeline as Ranks
 from hp_train.step_plan import Planner, StepCosts, StepPlan
 from hp_train.step_plan.price import simulated
+from hp_train.step_plan.run_costs import step_costs
+from hp_train.step_plan.share import share_of
+from hp_train.training.batches import Batches, Share
 from hp_train.training.metrics import StepMetrics
 
 _TYPICAL = 8
@@ -76,6 +79,17 @@ class PlannedStep:
         sizes = [each.deal.sizes[place] for each in team.microbatches]
         between = [size // mesh.size("tp") for size in sizes]
         return pipeline.runner(len(sizes), 1, loss_of, team.schedule, positions=between)
+
+    def share(self, batches: Batches, data: Dataset, *, step: int) -> Share:
+        """Return this rank's share of the global batch.
+
+        Args:
+            batches: Knows the mesh, and which positions are here.
+            data: Dataset to read.
+            step: Number of the training step, from 0.
+        """
+        team = self.plan.teams[batches.mesh.dp_index]
+        return share_of(batches, data, self.pieces, team.microbatches, step=step)
 
     def told_in(self, metrics: StepMetrics) -> StepMetrics:
         """Metrics that also say what was planned."""
@@ -223,3 +237,20 @@ class StepPlanning:
             )
             mark_agreed(problem, range(len(everyone)))
             raise problem
+
+
+def planned_steps(
+    config: Config, mesh: Mesh, data: Dataset, *, runtime: Runtime, vocab_size: int
+) -> StepPlanning:
+    """Make what plans the steps of a run; a step source, see `hp_trainer.training.step_source`.
+
+    Args:
+        config: Configuration of the run.
+        mesh: Mesh of the run.
+        data: Its documents.
+        runtime: The initialised world. All ranks call this together.
+        vocab_size: Rows of the embedding.
+    """
+    costs = step_costs(config, runtime, vocab_size=vocab_size)
+    assert runtime.control is not None
+    return StepPlanning(config, mesh, data, costs=costs, control=runtime.control)
