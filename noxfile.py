@@ -466,7 +466,7 @@ def kernels(session: nox.Session) -> None:
     tests = [
         f"packages/hp-expert/tests/test_expert_{name}.py" for name in (*interpreted, "compile")
     ]
-    tests.append("packages/hp-train/tests/test_train_compile.py")
+    tests.append("packages/hp-trainer/tests/test_trainer_compile.py")
     # Each in its own process: an interpreter must be chosen before anything imports Triton, which
     # torch itself does, for its flop counter.
     for test in tests:

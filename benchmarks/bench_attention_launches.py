@@ -38,7 +38,7 @@ from hp_context import (
 from hp_context.kernels import varlen
 from hp_dry import DryDevice, run_ranks
 from hp_dry.trace import Allocate, HostWait, Launch
-from hp_train.model.attention import attend
+from hp_trainer.model.attention import attend
 
 BATCH, LOCAL, RANKS, LAYERS = 2, 8192, 4, 2
 GQA, LATENT = (32, 8, 128, 128), (16, 16, 192, 128)  # heads, key/value heads, sizes of q and of v

@@ -1,7 +1,7 @@
 """What a loss that holds a tile of the logits at once costs: CPU time, memory, beside all logits.
 
 Forward and backward of the output matrix and the cross-entropy, in fp32, as the last stage of
-hp-train computes them, in turn: `hp_train.model.linear_cross_entropy`, and a matrix product with
+hp-train computes them, in turn: `hp_trainer.model.linear_cross_entropy`, and a matrix product with
 `torch.nn.functional.cross_entropy`. CPU seconds are those of the process. Memory is what the
 operators of both allocate, less the gradient of the output matrix, counted without computing.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_platform.testing import LiveBytes
-from hp_train.model import linear_cross_entropy
+from hp_trainer.model import linear_cross_entropy
 
 VOCABULARY = 151_936  # of Qwen3
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -31,9 +31,9 @@ from hp_dry import DryDevice, active_device, run_ranks
 from hp_dry.trace import Allocate, Event, HostWait, Launch, Release, Trace
 from hp_expert import BoundedAllToAllDispatcher, ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_expert import rows_per_pair as rows_of
+from hp_plan.costs.routing import Skew
 from hp_platform import initialize
 from hp_platform.host_reads import answering
-from hp_train.costs.routing import Skew
 from hp_train.dry_run.answers import Answers
 
 T, K, E, D, H = 4096, 8, 128, 2048, 768

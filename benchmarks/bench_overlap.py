@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from hp_overlap import CommComputeOverlap
 from hp_platform import new_group
 from hp_platform.testing import CountedClock, run_distributed, slow_group
-from hp_train.overlap import overlap_experts
+from hp_trainer.overlap import overlap_experts
 
 RANKS, ROWS = 2, 64
 

@@ -35,7 +35,7 @@ from hp_schedule.runtime import (
     ScheduleInterleaved1F1B,
     TensorSpec,
 )
-from hp_train.overlap import overlap_experts, overlap_pairs
+from hp_trainer.overlap import overlap_experts, overlap_pairs
 
 STAGES, ROWS = 4, 16
 SCHEDULES: dict[str, Callable[..., PipelineSchedule]] = {

@@ -14,13 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hp_train.config import Config
-from hp_train.config.checks import checked_config
-from hp_train.config.options import resolve
-from hp_train.config.space import with_keys
-from hp_train.launch.launcher import run_entry
-from hp_train.plan import estimate
-from hp_train.plan.measure import measure
+from hp_plan.layouts import estimate
+from hp_plan.layouts.measure import measure
+from hp_trainer.config import Config
+from hp_trainer.config.checks import checked_config
+from hp_trainer.config.options import resolve
+from hp_trainer.config.space import with_keys
+from hp_trainer.launch.launcher import run_entry
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "dp 2": {"mesh.dp_replicate": 2},
@@ -84,7 +84,7 @@ def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float, float]:
 def step_seconds(layout: Config, run_dir: Path) -> float:
     """Train; return the median seconds of a step, without the first."""
     run_dir.mkdir()
-    if run_entry(layout, run_dir, entry="hp_train.training.train:main"):
+    if run_entry(layout, run_dir, entry="hp_trainer.training.train:main"):
         raise SystemExit(f"the run in {run_dir.name} failed")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     seconds: list[float] = [json.loads(line)["step_seconds"] for line in lines[1:]]

@@ -13,9 +13,9 @@ import json
 import tempfile
 from pathlib import Path
 
+from hp_plan.layouts import MACHINES, Estimate, estimate
 from hp_train.cli import main as hp
-from hp_train.config.options import resolve
-from hp_train.plan import MACHINES, Estimate, estimate
+from hp_trainer.config.options import resolve
 
 FSDP_8B: dict[str, object] = {
     "mesh.dp_shard": 8,

@@ -3,7 +3,7 @@
     python benchmarks/bench_plan_published.py          # prices with the constants of the package
     python benchmarks/bench_plan_published.py --fit    # with new ones; each row left out in turn
 
-What GPUs reach of their data sheets is fitted: `hp_train.costs.machine.REACHED`, eight numbers. A
+What GPUs reach of their data sheets is fitted: `hp_plan.costs.machine.REACHED`, eight numbers. A
 row that is left out is priced with the constants that the others give; a row that is kept aside is
 in no fit.
 """
@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from hp_base.data_sheets import REACHED, SHEETS
-from hp_train.config import Config
-from hp_train.config.options import resolve
-from hp_train.costs.machine import of_sheet
-from hp_train.plan import Spread, estimate
+from hp_plan.costs.machine import of_sheet
+from hp_plan.layouts import Spread, estimate
+from hp_trainer.config import Config
+from hp_trainer.config.options import resolve
 
 BEFORE: Mapping[str, float] = {
     "product": 0.65,

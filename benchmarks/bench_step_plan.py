@@ -12,12 +12,12 @@ import resource
 import time
 from statistics import mean
 
-from hp_train.config.options import resolve
-from hp_train.config.space import with_keys
-from hp_train.costs.machine import MACHINES
-from hp_train.step_plan import Pipeline, Planner, StepCosts, learned_costs, price, step_layout
-from hp_train.step_plan.comparison import Comparison, compare
-from hp_train.step_plan.generators import GENERATORS, draw, stream
+from hp_packing import Pipeline, Planner, StepCosts, learned_costs, price, step_layout
+from hp_packing.comparison import Comparison, compare
+from hp_packing.generators import GENERATORS, draw, stream
+from hp_plan.costs.machine import MACHINES
+from hp_trainer.config.options import resolve
+from hp_trainer.config.space import with_keys
 
 K = 1024
 STAGES, RANKS, PACK, DEGREE = 4, 32, 128 * K, 8

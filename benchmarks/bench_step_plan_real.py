@@ -37,17 +37,17 @@ from hp_base.signals import StopFlag
 from hp_context import Documents
 from hp_data import load_tokenizer
 from hp_data.prepare import prepare
+from hp_packing import StageCosts, StepCosts
 from hp_platform import RankInfo, initialize, shutdown, submit_weight_grad
 from hp_platform.testing import run_distributed
 from hp_schedule import MetaStepType
-from hp_train.config import Config
-from hp_train.config.options import build
-from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.task import Worker
-from hp_train.model import Microbatch
-from hp_train.model.block import Block
-from hp_train.step_plan import StageCosts, StepCosts
-from hp_train.training.train import Trainer
+from hp_trainer.config import Config
+from hp_trainer.config.options import build
+from hp_trainer.launch.heartbeats import Heartbeats
+from hp_trainer.launch.task import Worker
+from hp_trainer.model import Microbatch
+from hp_trainer.model.block import Block
+from hp_trainer.training.train import Trainer
 
 REAL: Mapping[str, object] = {
     "model.dim": 256,

@@ -96,13 +96,13 @@ class HpTrain:
     """hp-train's trainer, with its own batches, clipping and reports."""
 
     def __init__(self, layout: str, folder: Path) -> None:
-        task = importlib.import_module("hp_train.config.options")
-        shapes = importlib.import_module("hp_train.config.transformers_folder")
-        launch = importlib.import_module("hp_train.launch.task")
-        beats = importlib.import_module("hp_train.launch.heartbeats").Heartbeats
+        task = importlib.import_module("hp_trainer.config.options")
+        shapes = importlib.import_module("hp_trainer.config.transformers_folder")
+        launch = importlib.import_module("hp_trainer.launch.task")
+        beats = importlib.import_module("hp_trainer.launch.heartbeats").Heartbeats
         stop = importlib.import_module("hp_base.signals").StopFlag
-        startup = importlib.import_module("hp_train.training.startup")
-        trainer = importlib.import_module("hp_train.training.train").Trainer
+        startup = importlib.import_module("hp_trainer.training.startup")
+        trainer = importlib.import_module("hp_trainer.training.train").Trainer
         tokenizer = importlib.import_module("hp_data").load_tokenizer("")
         info = importlib.import_module("hp_platform").RankInfo.from_env()
         keys = json.loads((folder / "keys.json").read_text()) | MESHES[layout]

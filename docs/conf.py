@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_schedule import SCHEDULES, ScheduleKind
-from hp_train.layout.schedules import KINDS
+from hp_trainer.layout.schedules import KINDS
 
 _DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(_DOCS), str(_DOCS.parent / "tools")]

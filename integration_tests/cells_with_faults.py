@@ -19,13 +19,13 @@ from torch import Tensor
 
 from hp_context.hugging_face.attention import SpreadAttention
 from hp_expert.hugging_face.modules import DispatchedExperts
-from hp_train.model.recompute import recomputed
-from hp_train.training import train
-from hp_train.training.batches import Batches, Share
-from hp_train.training.gradients import reduce_gradients
-from hp_train.transformers_model import stage as transformers_stage
-from hp_train.transformers_model import tensor_parallel
-from hp_train.transformers_model.stage import TransformersStage
+from hp_trainer.model.recompute import recomputed
+from hp_trainer.training import train
+from hp_trainer.training.batches import Batches, Share
+from hp_trainer.training.gradients import reduce_gradients
+from hp_transformers.stages import stage as transformers_stage
+from hp_transformers.stages import tensor_parallel
+from hp_transformers.stages.stage import TransformersStage
 from integration_tests.architectures import task
 from integration_tests.architectures.examine import examine, prepare, run_in_fork
 

@@ -20,12 +20,12 @@ from hp_data.prepare import prepare
 from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_schedule import Schedule, from_json, to_json
-from hp_train.config import Config
-from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.task import Worker
-from hp_train.model.loss import loss_of
-from hp_train.model.parameters import Parameter
-from hp_train.training.train import Losses, Trainer
+from hp_trainer.config import Config
+from hp_trainer.launch.heartbeats import Heartbeats
+from hp_trainer.launch.task import Worker
+from hp_trainer.model.loss import loss_of
+from hp_trainer.model.parameters import Parameter
+from hp_trainer.training.train import Losses, Trainer
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {

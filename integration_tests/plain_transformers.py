@@ -14,10 +14,10 @@ from torch.nn.utils import get_total_norm
 
 from hp_data.dataset import Dataset
 from hp_platform.device.lifting import lifting
-from hp_train.config import Config
-from hp_train.config.options import build
-from hp_train.config.transformers_folder import shape_of_folder
-from hp_train.training.optimizer import learning_rate
+from hp_trainer.config import Config
+from hp_trainer.config.options import build
+from hp_trainer.config.transformers_folder import shape_of_folder
+from hp_trainer.training.optimizer import learning_rate
 from integration_tests.layouts import BASE, Result, prepare_run
 
 VOCAB = 320  # more than there are bytes

@@ -24,10 +24,10 @@ from tokenizers import (
 )
 from torch import Tensor
 
-from hp_train.hugging_face import model_config, read_config
-from hp_train.hugging_face.config import FAMILIES
-from hp_train.hugging_face.plan import stored_tensors
-from hp_train.model.shapes import model_tensors
+from hp_trainer.model.shapes import model_tensors
+from hp_transformers.families import model_config, read_config
+from hp_transformers.families.config import FAMILIES
+from hp_transformers.families.plan import stored_tensors
 
 VOCAB, MOST, EOS_ID = 480, 24, 2
 EOS = {"byte-level": "<|endoftext|>", "sentencepiece": "</s>", "wordpiece": "[SEP]"}

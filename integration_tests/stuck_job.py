@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from hp_train.cli import main
-from hp_train.training.train import Trainer
+from hp_trainer.training.train import Trainer
 
 
 def get_stuck(trainer: Trainer, *args: Any) -> None:

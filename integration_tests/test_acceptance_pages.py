@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hp_base.session import last_lines, status_of
-from hp_train.layout.schedules import KINDS
+from hp_trainer.layout.schedules import KINDS
 from integration_tests.acceptance import command
 from integration_tests.acceptance.cases import Case, Place, cases_of, cases_over, chosen, slug
 from integration_tests.acceptance.clean import cleaned, cleaner
@@ -204,7 +204,7 @@ ENV = {
         (f"it said {SECRET} and 0123abcd.", "it said <environment> and <environment>."),
         (
             'File "/home/maria/x y/hp/src/hp_train/training/train.py", line 3',
-            'File "hp_train/training/train.py", line 3',
+            'File "hp_trainer/training/train.py", line 3',
         ),
         (
             'File "/opt/v/lib/hp_train/kit/x.py", line 3',

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hp_platform.testing import compare
-from hp_train.config import rules
-from hp_train.config.schema import fields
+from hp_trainer.config import rules
+from hp_trainer.config.schema import fields
 from integration_tests.layouts import config_of, train_in, write_corpus
 from integration_tests.reliability import accepted, drawn
 from integration_tests.reliability.rule_names import broken_rules, every_rule

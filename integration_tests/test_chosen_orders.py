@@ -7,7 +7,7 @@ import pytest
 
 from hp_platform.testing import compare
 from hp_schedule import Costs, MetaStep, MetaStepType, Schedule, search
-from hp_train.layout.schedules import training_schedule
+from hp_trainer.layout.schedules import training_schedule
 from integration_tests.layouts import Result, config_of, train_in
 
 NUM = 8

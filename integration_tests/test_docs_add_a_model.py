@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hp_train.model import Stage
+from hp_trainer.model import Stage
 
 
 class Block(nn.Module):

@@ -80,10 +80,10 @@ def test_the_command_makes_it_and_proves_and_prices_what_it_made(added: Path) ->
 def test_a_config_can_name_it(added: Path) -> None:
     program = f"""
 from hp_base.errors import ConfigError
-from hp_train.config.options import resolve
-from hp_train.layout.schedules import training_schedule
-from hp_train.config.schema import fields
-from hp_train.config.space import AXES
+from hp_trainer.config.options import resolve
+from hp_trainer.layout.schedules import training_schedule
+from hp_trainer.config.schema import fields
+from hp_trainer.config.space import AXES
 
 print(fields()["pipeline.schedule"].choices[-1])
 print("{NAME}" in next(axis for axis in AXES if axis.key == "pipeline.schedule").choices)

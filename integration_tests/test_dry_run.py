@@ -16,17 +16,17 @@ from msgspec.structs import replace
 from hp_data import load_tokenizer
 from hp_dry import same_program
 from hp_dry.trace import Collective, Trace
+from hp_plan.costs.routing import parse_skew
 from hp_train.cli import main
-from hp_train.config.options import resolve
-from hp_train.config.space import with_keys
-from hp_train.costs.routing import parse_skew
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.command import dry_config, fit_to
 from hp_train.dry_run.made_up import write_tokens
 from hp_train.dry_run.rank import Job, run_rank
 from hp_train.dry_run.rehearsal import held_by, run_classes, summary_of
-from hp_train.layout.communicators import held
-from hp_train.model import model_shapes
+from hp_trainer.config.options import resolve
+from hp_trainer.config.space import with_keys
+from hp_trainer.layout.communicators import held
+from hp_trainer.model import model_shapes
 from hp_vtp.pipeline import StageTransport
 
 SCRIPTS = Path(__file__).parent / "scripts"

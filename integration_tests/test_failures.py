@@ -15,16 +15,16 @@ import pytest
 from torch import Tensor
 
 import hp_schedule.runtime
-import hp_train.training.train
+import hp_trainer.training.train
 from hp_expert import GroupedExperts, TopKRouter
 from hp_platform import PeerError, RankInfo
 from hp_platform.testing import run_distributed
-from hp_train.config import Config
-from hp_train.launch.worker import one_line
-from hp_train.model import attention
-from hp_train.training.batches import Batches
-from hp_train.training.checkpointer import Checkpointer
-from hp_train.training.train import Trainer
+from hp_trainer.config import Config
+from hp_trainer.launch.worker import one_line
+from hp_trainer.model import attention
+from hp_trainer.training.batches import Batches
+from hp_trainer.training.checkpointer import Checkpointer
+from hp_trainer.training.train import Trainer
 from integration_tests.layouts import config_of, worker_of, write_corpus
 
 WORLD = 4
@@ -70,7 +70,7 @@ class Fault:
 
 FAULTS = {
     "build": Fault(
-        hp_train.training.train,
+        hp_trainer.training.train,
         "build_pipeline",
         ("build",),
         call=1,
@@ -93,9 +93,9 @@ FAULTS = {
     ),
     "pipeline message": Fault(hp_schedule.runtime.TorchTransport, "send", PLACE, rank=0),
     "gradient reduction": Fault(
-        hp_train.training.train, "reduce_gradients", ("step 3", "gradient reduction")
+        hp_trainer.training.train, "reduce_gradients", ("step 3", "gradient reduction")
     ),
-    "clipping": Fault(hp_train.training.train, "clip_gradients", ("step 3", "optimizer"), rank=0),
+    "clipping": Fault(hp_trainer.training.train, "clip_gradients", ("step 3", "optimizer"), rank=0),
     "optimizer": Fault(Trainer, "_update", ("step 3", "optimizer"), rank=2),
     "evaluation": Fault(Trainer, "_evaluate", ("evaluation",), call=1, rank=3),
     "save": Fault(Checkpointer, "save", ("save",), call=1, rank=2),
@@ -137,7 +137,7 @@ def run(case: str, encoded: bytes, directory: Path) -> tuple[str, str, float]:
     began = time.monotonic()
     with pytest.MonkeyPatch.context() if info.rank != fault.rank else injected(fault):
         try:
-            hp_train.training.train.main(config, worker=worker)
+            hp_trainer.training.train.main(config, worker=worker)
         except (MemoryError, PeerError) as error:
             return type(error).__name__, one_line(error), time.monotonic() - began
     return "nothing", "", 0.0

@@ -19,14 +19,14 @@ from hp_data import load_tokenizer
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
 from hp_train.cli import main
-from hp_train.config import Config, ModelConfig
-from hp_train.config.options import resolve
-from hp_train.config.render import to_toml
-from hp_train.hugging_face import check_weights, save_weights
-from hp_train.launch.original import keep_original
-from hp_train.launch.rundir import write_config
-from hp_train.model.shapes import model_shapes
-from hp_train.training.train import Trainer
+from hp_trainer.config import Config, ModelConfig
+from hp_trainer.config.options import resolve
+from hp_trainer.config.render import to_toml
+from hp_trainer.launch.original import keep_original
+from hp_trainer.launch.rundir import write_config
+from hp_trainer.model.shapes import model_shapes
+from hp_trainer.training.train import Trainer
+from hp_transformers.families import check_weights, save_weights
 from integration_tests.layouts import _whole, config_of, train_in, worker_of
 
 

@@ -11,8 +11,8 @@ from hp_base.signals import StopFlag
 from hp_data import load_tokenizer
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import compare, run_distributed
-from hp_train.config import Config
-from hp_train.training.train import Trainer
+from hp_trainer.config import Config
+from hp_trainer.training.train import Trainer
 from integration_tests.layouts import Result, config_of, prepare_run, train_in, worker_of
 
 RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correction_bias": True}

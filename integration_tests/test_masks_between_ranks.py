@@ -11,7 +11,7 @@ import torch
 from hp_context import Documents
 from hp_platform import shutdown
 from hp_platform.testing import record_exchanges, run_distributed
-from hp_train.training import batches
+from hp_trainer.training import batches
 from integration_tests.layouts import config_of, prepare_run, trained_a_step
 
 BATCH = 8

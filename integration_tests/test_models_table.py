@@ -9,10 +9,10 @@ import torch
 from msgspec.structs import replace
 
 from hp_train.cli import main
-from hp_train.config.options import build
-from hp_train.hugging_face import proven
-from hp_train.hugging_face.proven import Row, Table, doubts, read_table
 from hp_train.verify.recording import RecordedStep
+from hp_trainer.config.options import build
+from hp_transformers.families import proven
+from hp_transformers.families.proven import Row, Table, doubts, read_table
 from integration_tests.architectures import command
 from integration_tests.architectures.cells import (
     DIFFERENT,

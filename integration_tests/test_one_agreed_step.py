@@ -18,12 +18,12 @@ from hp_data import load_tokenizer
 from hp_expert import TopKRouter
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
-from hp_train.config import Config
-from hp_train.layout.mesh import Mesh
-from hp_train.model.parameters import Parameter
-from hp_train.training import train
-from hp_train.training.gradients import reduce_gradients
-from hp_train.training.train import Trainer
+from hp_trainer.config import Config
+from hp_trainer.layout.mesh import Mesh
+from hp_trainer.model.parameters import Parameter
+from hp_trainer.training import train
+from hp_trainer.training.gradients import reduce_gradients
+from hp_trainer.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, worker_of
 
 BAD = "layers.2.attention.wo.weight"
@@ -87,7 +87,7 @@ def rank(encoded: bytes, directory: Path, address: str) -> list[str]:
 
 
 def leaves_no_cycles(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
-    """Nothing that only Python's garbage collector would free; see hp_train.training.garbage."""
+    """Nothing that only Python's garbage collector would free; see hp_trainer.training.garbage."""
     del patch
     trainer = fresh()
     trainer.train_step()

@@ -34,7 +34,7 @@ from hp_schedule.runtime import (
     TensorSpec,
     TorchTransport,
 )
-from hp_train.overlap import overlap_experts, overlap_pairs
+from hp_trainer.overlap import overlap_experts, overlap_pairs
 from integration_tests.layouts import BASE, config_of, train_in
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

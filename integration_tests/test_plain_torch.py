@@ -11,10 +11,10 @@ from benchmarks import bench_moe_operators, plain_torch
 from torch import Tensor
 
 from hp_platform.testing import compare, run_distributed
-from hp_train.config.options import resolve
-from hp_train.model import Microbatch, TransformerStage
-from hp_train.model.initialization import initialize_parameters
-from hp_train.model.parameters import named_parameters
+from hp_trainer.config.options import resolve
+from hp_trainer.model import Microbatch, TransformerStage
+from hp_trainer.model.initialization import initialize_parameters
+from hp_trainer.model.parameters import named_parameters
 
 SHAPES = Path(__file__).parent.parent / "benchmarks" / "train_shapes"
 LAYERS = range(2)  # of deepseek_v3 a dense one and one of experts

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hp_plan.layouts import MACHINES, estimate
+from hp_plan.layouts.measure import measure
+from hp_plan.price.gather import planned
 from hp_platform import shutdown
 from hp_platform.testing import record_exchanges, run_distributed
-from hp_train.plan import MACHINES, estimate
-from hp_train.plan.measure import measure
-from hp_train.price.gather import planned
-from hp_train.training.train import Trainer
+from hp_trainer.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, trained_a_step, write_corpus
 
 VOCAB = 256

@@ -13,11 +13,11 @@ from torch.distributed import distributed_c10d
 
 from hp_base.errors import ConfigError, DataError
 from hp_data import load_tokenizer
+from hp_packing import StepPlan, prove
+from hp_packing.steps import PlannedStep, StepPlanning
 from hp_platform import PeerError, RankInfo, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
-from hp_train.step_plan import StepPlan, prove
-from hp_train.step_plan.steps import PlannedStep, StepPlanning
-from hp_train.training.train import Trainer
+from hp_trainer.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, train_in, worker_of
 from integration_tests.verify_planned import CASES
 

@@ -15,10 +15,10 @@ from hp_data import load_tokenizer
 from hp_data.dataset import Batch, Dataset
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import run_distributed
-from hp_train.config import Config
-from hp_train.training import train
-from hp_train.training.gradients import reduce_gradients
-from hp_train.training.train import Trainer
+from hp_trainer.config import Config
+from hp_trainer.training import train
+from hp_trainer.training.gradients import reduce_gradients
+from hp_trainer.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, worker_of
 
 _TRAIN = {"steps": 9, "not_finite": "skip", "max_skipped_steps": 2, "async_save": True}

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
-from hp_train.launch.heartbeats import Heartbeats
+from hp_trainer.launch.heartbeats import Heartbeats
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.strangers import snapshot
 

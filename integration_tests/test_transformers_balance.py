@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hp_base.errors import ConfigError
-from hp_train.config import ModelConfig
-from hp_train.transformers_model.balance import balance_of
+from hp_trainer.config import ModelConfig
+from hp_transformers.stages.balance import balance_of
 from integration_tests.layouts import Result, train_in
 from integration_tests.plain_transformers import make_folder, run_of, train_plainly
 from integration_tests.test_transformers_models import require_equal

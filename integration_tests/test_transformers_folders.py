@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from hp_base.errors import ConfigError
 from hp_checkpoint import Part
-from hp_train.config import ModelConfig
+from hp_trainer.config import ModelConfig
 
 transformers = pytest.importorskip("transformers", reason="of `nox -s models-sample`")
 
-from hp_train.transformers_model.export import write_folder  # noqa: E402 - needs transformers
-from hp_train.transformers_model.load import left_out, load_folder  # noqa: E402
+from hp_transformers.stages.export import write_folder  # noqa: E402 - needs transformers
+from hp_transformers.stages.load import left_out, load_folder  # noqa: E402
 from integration_tests.reliability.folder_changes import (  # noqa: E402
     CHANGES,
     INDEX,

@@ -19,18 +19,18 @@ from hp_base.errors import CheckpointError, ConfigError
 from hp_checkpoint import Box, Part
 from hp_expert.hugging_face import apply_to_transformers
 from hp_overlap import CommComputeOverlap, HookCoordinator
-from hp_train.config import Config
-from hp_train.config.options import resolve
-from hp_train.model import DropoutKey, Microbatch, Stage
-from hp_train.model.compiled import compile_blocks
-from hp_train.model.declared import declared
-from hp_train.model.parameters import Parameter, named_parameters
-from hp_train.model.recompute import Recompute
-from hp_train.model.transformer import build_stage
-from hp_train.overlap import overlap_experts
-from hp_train.transformers_model.export import write_folder
-from hp_train.transformers_model.load import load_folder
-from hp_train.transformers_model.outline import outline_of
+from hp_trainer.config import Config
+from hp_trainer.config.options import resolve
+from hp_trainer.model import DropoutKey, Microbatch, Stage
+from hp_trainer.model.compiled import compile_blocks
+from hp_trainer.model.declared import declared
+from hp_trainer.model.parameters import Parameter, named_parameters
+from hp_trainer.model.recompute import Recompute
+from hp_trainer.model.transformer import build_stage
+from hp_trainer.overlap import overlap_experts
+from hp_transformers.stages.export import write_folder
+from hp_transformers.stages.load import load_folder
+from hp_transformers.stages.outline import outline_of
 from integration_tests.plain_transformers import FIELDS, loaded, make_folder, run_of
 
 transformers: Any = pytest.importorskip("transformers", reason="of `nox -s transformers`")
@@ -468,7 +468,7 @@ def test_code_of_a_folder_runs_only_when_asked_for(
 
 def test_without_the_key_nothing_of_transformers_is_imported() -> None:
     code = (
-        "import sys, hp_train.training.train, hp_train.plan.command, hp_train.cli\n"
+        "import sys, hp_trainer.training.train, hp_plan.layouts.command, hp_train.cli\n"
         "sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 from msgspec.structs import replace
 
 from hp_train.cli import main
-from hp_train.config.options import build
-from hp_train.hugging_face.proven import read_table
-from hp_train.transformers_model.notes import notes
+from hp_trainer.config.options import build
+from hp_transformers.families.proven import read_table
+from hp_transformers.stages.notes import notes
 from integration_tests.architectures.cells import DIFFERENT, EQUAL, KINDS
 from integration_tests.architectures.compact import encoded
 from integration_tests.cells_with_faults import FAULTS
@@ -85,7 +85,7 @@ def test_the_command_writes_the_table_and_the_page_and_goes_on_where_it_was(
 OF_ANOTHER_RELEASE = """
 import sys
 from pathlib import Path
-from hp_train.hugging_face import proven
+from hp_transformers.families import proven
 proven.TABLE = Path(sys.argv[1])
 from hp_train.cli import main
 sys.exit(main(["verify", "--models", *sys.argv[2:], "--new", "--kinds", "one process"]))

@@ -18,7 +18,7 @@ from benchmarks import namespaces as spaces
 from benchmarks.namespaces import connect, namespaces, switch_on
 
 from hp_base.folder import Folder
-from hp_train.training.metrics import read_metrics
+from hp_trainer.training.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

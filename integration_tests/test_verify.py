@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hp_base.errors import DifferenceError, HangError
-from hp_train.config.options import resolve
-from hp_train.layout.schedules import count_microbatches, training_schedule
+from hp_trainer.config.options import resolve
+from hp_trainer.layout.schedules import count_microbatches, training_schedule
 from integration_tests.layouts import write_corpus
 from integration_tests.verify_faults import MATRIX
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hp_train.config import Config
-from hp_train.config.checks import checked_config
-from hp_train.config.options import resolve
+from hp_trainer.config import Config
+from hp_trainer.config.checks import checked_config
+from hp_trainer.config.options import resolve
 from hp_verify.comparing.compare import Comparison, Floor, compare
 from hp_verify.comparing.joined import Recording, join
 from hp_verify.recording.request import Request, environment
@@ -63,8 +63,8 @@ JOB = """
 import sys
 from pathlib import Path
 import msgspec
-from hp_train.config import Config
-from hp_train.launch.launcher import run_entry
+from hp_trainer.config import Config
+from hp_trainer.launch.launcher import run_entry
 
 folder, *configs = sys.argv[1:]
 for text in configs:

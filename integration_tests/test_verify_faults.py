@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.config import Config
-from hp_train.config.checks import checked_config, one_process
-from hp_train.config.options import resolve
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
+from hp_trainer.config import Config
+from hp_trainer.config.checks import checked_config, one_process
+from hp_trainer.config.options import resolve
 from integration_tests.verify_faults import CONTEXT, FAULTS, LAYOUTS, PIPELINE, SHARDED, TENSOR
 
 ROOT = Path(__file__).parent

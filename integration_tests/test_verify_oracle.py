@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.config.checks import checked_config, one_process
-from hp_train.config.options import resolve
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
 from hp_train.verify.shrinking import shrink
+from hp_trainer.config.checks import checked_config, one_process
+from hp_trainer.config.options import resolve
 from integration_tests.layouts import write_corpus
 
 PROGRAM = Program(steps=4)

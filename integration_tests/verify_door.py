@@ -12,15 +12,15 @@ import msgspec
 import torch
 import torch._dynamo  # once, in the server that ranks are forked from
 
-import hp_train.training.train
+import hp_trainer.training.train
 from hp_platform import failing_together
-from hp_train.training.train import Trainer, start
 from hp_train.verify.program import Program
+from hp_trainer.training.train import Trainer, start
 from integration_tests.verify_faults import FAULTS, MATRIX, Fault, after_call, named, wrap
 
 if TYPE_CHECKING:
-    from hp_train.config import Config
-    from hp_train.launch.task import Worker
+    from hp_trainer.config import Config
+    from hp_trainer.launch.task import Worker
 
 PROGRAM = Program(steps=8)
 DATA, SHARDED = "mesh.dp_replicate=2 mesh.ep=2", "mesh.dp_shard=2"
@@ -39,7 +39,7 @@ def _rate_begins_anew(trainer: Trainer) -> None:
         return lambda step, train: original(step - 4 if step >= 4 else step, train)
 
     del trainer
-    wrap(hp_train.training.train, "learning_rate", make)
+    wrap(hp_trainer.training.train, "learning_rate", make)
 
 
 def _last_update_is_lost(trainer: Trainer) -> None:

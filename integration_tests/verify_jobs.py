@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch import nn
 
 from hp_platform import initialize, shutdown
-from hp_train.config import Config
-from hp_train.launch.task import Worker
-from hp_train.layout import vocabulary
-from hp_train.model import Stage
-from hp_train.model.randomness import generator
 from hp_train.verify import Job
 from hp_train.verify.recording import Part, Recorder
 from hp_train.verify.watched import TrainerJob
+from hp_trainer.config import Config
+from hp_trainer.launch.task import Worker
+from hp_trainer.layout import vocabulary
+from hp_trainer.model import Stage
+from hp_trainer.model.randomness import generator
 
 
 class Hanging(TrainerJob):

@@ -54,9 +54,9 @@ _IMPORTED = (
     "torch.distributed.checkpoint",
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",
-    "hp_train.launch.launcher",
-    "hp_train.launch.worker",
-    "hp_train.training.train",
+    "hp_trainer.launch.launcher",
+    "hp_trainer.launch.worker",
+    "hp_trainer.training.train",
     "hp_train.verify.command",
     "hp_train.verify.rank",
 )

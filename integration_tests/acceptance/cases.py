@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from hp_train.layout.schedules import KINDS
+from hp_trainer.layout.schedules import KINDS
 
 PREREQUISITE = "one process"
 AGAINST_CPU = "against the CPU"

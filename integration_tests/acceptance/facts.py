@@ -112,7 +112,7 @@ def _ask(program: str, *arguments: str) -> str:
 
 def untouched_by_imports() -> bool:
     """Whether what ranks are forked from leaves the GPU alone, so that a fork of it can use it."""
-    from hp_train.launch import launcher  # noqa: PLC0415 - names what it imports ahead
+    from hp_trainer.launch import launcher  # noqa: PLC0415 - names what it imports ahead
 
     modules = launcher.PRELOADED + launcher.PRELOADED_FOR_TRAINING
     command = [sys.executable, "-c", _FORK, *modules]

@@ -23,7 +23,7 @@ from hp_base.command_line import say
 from hp_base.errors import ConfigError, DifferenceError
 from hp_base.session import last_lines, status_of
 from hp_platform import Runtime, all_gather_json, initialize, shutdown
-from hp_train.config.options import resolve
+from hp_trainer.config.options import resolve
 from integration_tests.acceptance import process
 from integration_tests.acceptance.cases import Case, Place, cases_over, chosen, slug
 from integration_tests.acceptance.outcome import BAD, Found, Outcome
@@ -147,8 +147,8 @@ def _free_port() -> int:
 
 def be_rank(config: str) -> int:
     """Be one rank of a layout: record what it computes."""
-    from hp_train.launch import external  # noqa: PLC0415 - of ranks alone
     from hp_train.verify.rank import ENTRY  # noqa: PLC0415 - of ranks alone
+    from hp_trainer.launch import external  # noqa: PLC0415 - of ranks alone
 
     return external.run(resolve(config), entry=ENTRY)
 

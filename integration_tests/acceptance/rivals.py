@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hp_base.data_sheets import peak_flops
-from hp_train.config import Config, ModelConfig
-from hp_train.config.options import resolve
-from hp_train.config.space import with_keys
-from hp_train.costs.modules import model_flops
-from hp_train.hugging_face.config import hf_config
-from hp_train.plan.measure import synchronize
-from hp_train.training.metrics import MemoryUse
+from hp_plan.costs.modules import model_flops
+from hp_plan.layouts.measure import synchronize
+from hp_trainer.config import Config, ModelConfig
+from hp_trainer.config.options import resolve
+from hp_trainer.config.space import with_keys
+from hp_trainer.training.metrics import MemoryUse
+from hp_transformers.families.config import hf_config
 from integration_tests.acceptance.cases import Case, Place, slug
 from integration_tests.acceptance.outcome import Found
 from integration_tests.acceptance.speed import STEPS, WARM

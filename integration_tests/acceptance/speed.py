@@ -1,9 +1,9 @@
 """Whole steps of a model that fills a good part of the device, and what was foretold of them.
 
 Note [What is measured]. A step is all of `Trainer.train_step`: reading the batch, every microbatch,
-reduction, clipping, optimizer; seconds are the median of the steps after the first few. MFU is as
-defined in `hp_train.training.utilization`. One step is profiled, and not counted. The text is that
-of Python's standard library, its documents joined.
+reduction, clipping, optimizer; seconds are the median of the steps after the first few. MFU is
+as defined in `hp_trainer.training.utilization`. One step is profiled, and not counted. The text is
+that of Python's standard library, its documents joined.
 """
 
 import gzip
@@ -22,16 +22,16 @@ from typing import Any
 import torch
 
 from hp_base.errors import ConfigError, HpError
-from hp_train.config import Config, rules
-from hp_train.config.options import resolve
-from hp_train.config.render import to_toml
-from hp_train.config.space import with_keys
-from hp_train.launch.launcher import run_entry
-from hp_train.launch.task import Worker
-from hp_train.plan import MACHINES, Machine, estimate
-from hp_train.plan.measure import synchronize, time_link
-from hp_train.training.profiler import FOLDER
-from hp_train.training.train import start
+from hp_plan.layouts import MACHINES, Machine, estimate
+from hp_plan.layouts.measure import synchronize, time_link
+from hp_trainer.config import Config, rules
+from hp_trainer.config.options import resolve
+from hp_trainer.config.render import to_toml
+from hp_trainer.config.space import with_keys
+from hp_trainer.launch.launcher import run_entry
+from hp_trainer.launch.task import Worker
+from hp_trainer.training.profiler import FOLDER
+from hp_trainer.training.train import start
 from integration_tests.acceptance.cases import Case, Place, slug
 from integration_tests.acceptance.layouts import config_of, corpus
 from integration_tests.acceptance.outcome import Found

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from hp_train.hugging_face.proven import DIFFERENT, Row, Table
+from hp_transformers.families.proven import DIFFERENT, Row, Table
 from integration_tests.architectures.cells import (
     BOUND,
     EQUAL,

@@ -33,8 +33,8 @@ _SECONDS = 60.0
 """Most that a cell may take; a reference twice that."""
 _FACTS = "facts.json"
 _IMPORTED = (
-    "hp_train.transformers_model.load",
-    "hp_train.transformers_model.stage",
+    "hp_transformers.stages.load",
+    "hp_transformers.stages.stage",
     "transformers.integrations.moe",
     "transformers.masking_utils",
     "transformers.modeling_layers",

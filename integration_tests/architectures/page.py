@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from hp_train.hugging_face.proven import DIFFERENT, Table
+from hp_transformers.families.proven import DIFFERENT, Table
 from integration_tests.architectures.cells import BOUND, KINDS
 from integration_tests.architectures.kept import told
 

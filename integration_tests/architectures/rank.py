@@ -18,18 +18,18 @@ from hp_base.signals import StopFlag
 from hp_data import load_tokenizer
 from hp_platform import RankInfo, all_gather_json
 from hp_platform.launch import INIT_METHOD_VARIABLE
-from hp_train.config import Config, ModelConfig
-from hp_train.config.options import CONFIG
-from hp_train.config.render import to_toml
-from hp_train.config.schema import fields
-from hp_train.hugging_face.command import export_hf
-from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.task import Worker
-from hp_train.training.startup import connect
-from hp_train.training.train import Losses, Trainer
-from hp_train.transformers_model.export import write_folder
 from hp_train.verify.recording import Part, Recorder, read_steps
 from hp_train.verify.watched import part_of
+from hp_trainer.config import Config, ModelConfig
+from hp_trainer.config.options import CONFIG
+from hp_trainer.config.render import to_toml
+from hp_trainer.config.schema import fields
+from hp_trainer.launch.heartbeats import Heartbeats
+from hp_trainer.launch.task import Worker
+from hp_trainer.training.startup import connect
+from hp_trainer.training.train import Losses, Trainer
+from hp_transformers.families.command import export_hf
+from hp_transformers.stages.export import write_folder
 from integration_tests.architectures.cells import DIFFERENT, EQUAL, KINDS, Cell
 from integration_tests.architectures.judge import GRADIENT, LOGITS, LOSS, NORM, WEIGHT, judge
 from integration_tests.architectures.kept import finite

@@ -9,9 +9,9 @@ from typing import Any
 from hp_data import load_tokenizer
 from hp_data.dataset import Dataset
 from hp_data.prepare import prepare
-from hp_train.config import Config, rules
-from hp_train.config.options import build
-from hp_train.config.transformers_folder import shape_of_folder
+from hp_trainer.config import Config, rules
+from hp_trainer.config.options import build
+from hp_trainer.config.transformers_folder import shape_of_folder
 
 STEPS, RELOAD_AFTER, BATCH, TOKENS = 3, 2, 4, 16
 """Updates; the one after which hp-train saves and loads; sequences of each, and their length."""

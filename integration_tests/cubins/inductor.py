@@ -37,11 +37,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from hp_train.config.options import resolve
-from hp_train.model import DropoutKey, Microbatch, TransformerStage
-from hp_train.model.compiled import compile_blocks
-from hp_train.model.initialization import initialize_parameters
-from hp_train.model.parameters import named_parameters
+from hp_trainer.config.options import resolve
+from hp_trainer.model import DropoutKey, Microbatch, TransformerStage
+from hp_trainer.model.compiled import compile_blocks
+from hp_trainer.model.initialization import initialize_parameters
+from hp_trainer.model.parameters import named_parameters
 from integration_tests.cubins.limits import Resources
 from integration_tests.cubins.toolchain import compiling_for, resources
 

@@ -35,11 +35,11 @@ from hp_expert.kernels import (
     triton_rows,
     triton_sorting,
 )
+from hp_plan.costs.routing import parse_skew
 from hp_platform import initialize
 from hp_platform.host_reads import answering
-from hp_train.config.options import resolve
-from hp_train.costs.routing import parse_skew
 from hp_train.dry_run.answers import Answers
+from hp_trainer.config.options import resolve
 
 _BACKWARD = "activate_backward bfloat16 bfloat16 bfloat16 float32"
 PASSED = {

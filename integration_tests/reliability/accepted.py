@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from hp_base.command_line import say
-from hp_train.config import Config
-from hp_train.config.checks import one_process
-from hp_train.config.space import with_keys
+from hp_trainer.config import Config
+from hp_trainer.config.checks import one_process
+from hp_trainer.config.space import with_keys
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability.drawn import (
     Drawn,

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from hp_base.errors import HpError
 from hp_checkpoint import Part
 from hp_train.cli import main
-from hp_train.config import ModelConfig
-from hp_train.config.options import resolve
-from hp_train.hugging_face import load_weights
-from hp_train.model import Microbatch, TransformerStage
-from hp_train.transformers_model.conversion import one_name, saved_tensors
-from hp_train.transformers_model.load import load_folder
-from hp_train.transformers_model.made import on_meta
+from hp_trainer.config import ModelConfig
+from hp_trainer.config.options import resolve
+from hp_trainer.model import Microbatch, TransformerStage
+from hp_transformers.families import load_weights
+from hp_transformers.stages.conversion import one_name, saved_tensors
+from hp_transformers.stages.load import load_folder
+from hp_transformers.stages.made import on_meta
 from integration_tests.reliability.folder_changes import CHANGES, Good
 from integration_tests.reliability.outcome import Outcome
 from integration_tests.reliability.strangers import run_program, tell

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from hp_train.config.schema import fields
+from hp_trainer.config.schema import fields
 from integration_tests.reliability import strangers
 from integration_tests.reliability.outcome import Outcome
 
@@ -36,7 +36,7 @@ def run(count: int, *, seed: int) -> Outcome:
 
 def cases(count: int, seed: int) -> list[Case]:
     """Mutations of the shipped configs."""
-    folder = Path(str(sys.modules["hp_train"].__path__[0])) / "configs"
+    folder = Path(str(sys.modules["hp_trainer"].__path__[0])) / "configs"
     texts = [(folder / f"{name}.toml").read_text() for name in _BASES]
     random = Random(seed)
     found = []

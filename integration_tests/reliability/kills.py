@@ -20,13 +20,13 @@ from hp_base.folder import Folder
 from hp_checkpoint.manifest import SavedTensor
 from hp_checkpoint.runs.directory import newest_checkpoint
 from hp_checkpoint.runs.verify import open_checkpoint, verify_checkpoint
-from hp_train.config import Config
-from hp_train.config.options import resolve
-from hp_train.launch import launcher
-from hp_train.launch.supervise import kill_ranks
-from hp_train.launch.task import Worker
-from hp_train.training import train
-from hp_train.training.metrics import read_metrics
+from hp_trainer.config import Config
+from hp_trainer.config.options import resolve
+from hp_trainer.launch import launcher
+from hp_trainer.launch.supervise import kill_ranks
+from hp_trainer.launch.task import Worker
+from hp_trainer.training import train
+from hp_trainer.training.metrics import read_metrics
 from integration_tests.reliability.outcome import Outcome, output_to
 
 ENTRY = "integration_tests.reliability.kills:rank"

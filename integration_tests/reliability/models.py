@@ -18,10 +18,10 @@ import torch
 from msgspec.structs import replace
 
 from hp_checkpoint.safetensors import INDEX
-from hp_train.config.options import resolve
-from hp_train.hugging_face import save_weights
-from hp_train.hugging_face.config import FAMILIES
-from hp_train.model.shapes import model_shapes
+from hp_trainer.config.options import resolve
+from hp_trainer.model.shapes import model_shapes
+from hp_transformers.families import save_weights
+from hp_transformers.families.config import FAMILIES
 from integration_tests.reliability.outcome import Outcome
 from integration_tests.reliability.strangers import Case, meet_all, run_program, tell
 

@@ -21,7 +21,7 @@ from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
 
-import hp_train.training.train  # noqa: F401 - imported once, for all cases
+import hp_trainer.training.train  # noqa: F401 - imported once, for all cases
 from integration_tests.reliability.outcome import Outcome
 from integration_tests.reliability.strangers import Case, ask, meet_all, run_program, tell
 

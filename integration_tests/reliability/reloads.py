@@ -8,12 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from hp_train.config import Config
-from hp_train.config.options import resolve
-from hp_train.config.space import AXES, sample_layouts
-from hp_train.launch.launcher import run_entry
-from hp_train.launch.task import Worker
-from hp_train.training.train import Trainer, start
+from hp_trainer.config import Config
+from hp_trainer.config.options import resolve
+from hp_trainer.config.space import AXES, sample_layouts
+from hp_trainer.launch.launcher import run_entry
+from hp_trainer.launch.task import Worker
+from hp_trainer.training.train import Trainer, start
 from integration_tests.reliability.outcome import Outcome, output_to
 
 MODEL = Path(__file__).parent.parent / "verify.toml"

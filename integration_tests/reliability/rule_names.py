@@ -1,6 +1,6 @@
 """Rules of a config as things that can be counted: each is a sentence in the source of a rule.
 
-A rule is the place of a `yield` in :mod:`hp_train.config.rules`; its name is that of the function
+A rule is the place of a `yield` in :mod:`hp_trainer.config.rules`; its name is that of the function
 and the sentence, with `{}` for what the config says.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
-from hp_train.config import Config, rules
+from hp_trainer.config import Config, rules
 
 _FOLDER = Path(str(rules.__file__)).parent
 

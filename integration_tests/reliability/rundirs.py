@@ -22,10 +22,10 @@ import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.tensor  # noqa: F401 - imported once, for every case
 
-import hp_train.launch.external
-import hp_train.training.train  # noqa: F401 - likewise
+import hp_trainer.launch.external
+import hp_trainer.training.train  # noqa: F401 - likewise
 from hp_checkpoint.manifest import digest_line
-from hp_train.config.schema import fields
+from hp_trainer.config.schema import fields
 from integration_tests.layouts import write_corpus
 from integration_tests.reliability import strangers
 from integration_tests.reliability.kills import TINY

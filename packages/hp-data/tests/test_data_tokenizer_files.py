@@ -19,7 +19,7 @@ from hp_data import Tokenizer, corpus, load_tokenizer
 from hp_data.corpus import find_sources, pieces_of
 from hp_data.encode import encode_all, try_out
 from hp_data.prepare import prepare
-from hp_train.config.options import resolve
+from hp_trainer.config.options import resolve
 
 tokenizers = pytest.importorskip("tokenizers")
 _TEXT = "alpha beta\n\ngamma  delta\tx1 22 333 o'clock caf\u00e9 \u4e2d\u6587\u3002\n"

@@ -8,7 +8,7 @@ import torch
 from hp_context import Attention, Causal, Documents, Mask, PositionMask, SlidingWindow
 from hp_dry import DryDevice
 from hp_dry.trace import HostWait, Launch
-from hp_train.model.attention import _of_batch, _Same, attend
+from hp_trainer.model.attention import _of_batch, _Same, attend
 
 DOCUMENTS = (Documents((5, 1, 18)), Documents((20, 4)))
 

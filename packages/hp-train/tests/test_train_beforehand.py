@@ -7,9 +7,9 @@ import torch
 from msgspec.structs import replace
 
 from hp_train.cli import main
-from hp_train.config.options import resolve
-from hp_train.hugging_face.save import save_weights
-from hp_train.model.shapes import model_shapes
+from hp_trainer.config.options import resolve
+from hp_trainer.model.shapes import model_shapes
+from hp_transformers.families.save import save_weights
 
 Capture = pytest.CaptureFixture[str]
 

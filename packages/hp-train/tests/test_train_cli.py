@@ -10,7 +10,7 @@ import pytest
 from hp_base.errors import ConfigError
 from hp_train import __version__
 from hp_train.cli import main
-from hp_train.config.options import split_overrides
+from hp_trainer.config.options import split_overrides
 
 # Ends the program at once if anything imports torch.
 _WITHOUT_TORCH = """

@@ -21,10 +21,10 @@ from hp_base.errors import CheckpointError
 from hp_checkpoint.runs import save_checkpoint
 from hp_platform.testing import run_distributed
 from hp_train.cli import main
-from hp_train.config import ModelConfig, to_dict
-from hp_train.config.options import resolve, shipped
-from hp_train.hugging_face import save_weights
-from hp_train.model.shapes import model_shapes
+from hp_trainer.config import ModelConfig, to_dict
+from hp_trainer.config.options import resolve, shipped
+from hp_trainer.model.shapes import model_shapes
+from hp_transformers.families import save_weights
 from hp_verify.files.checkpoints import Comparison, compare
 from hp_verify.files.sources import opened_source
 

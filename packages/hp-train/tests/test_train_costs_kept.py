@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from hp_expert import deduplication_pays, dispatch_bytes, expected_rows_per_token
+from hp_plan.costs import kept as module
+from hp_plan.costs.dispatch import RowCosts, row_costs
+from hp_plan.costs.kept import FOLDER, kept
+from hp_plan.costs.modules import _learned, _model, _stage, _stages
+from hp_plan.costs.stored import StoredKernels, StoredModel
 from hp_platform.testing import run_distributed
-from hp_train.config import ModelConfig
-from hp_train.costs import kept as module
-from hp_train.costs.dispatch import RowCosts, row_costs
-from hp_train.costs.kept import FOLDER, kept
-from hp_train.costs.modules import _learned, _model, _stage, _stages
-from hp_train.costs.stored import StoredKernels, StoredModel
+from hp_trainer.config import ModelConfig
 
 
 @pytest.fixture(autouse=True)

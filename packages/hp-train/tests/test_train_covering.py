@@ -9,15 +9,16 @@ import torch
 
 from hp_base.errors import ConfigError
 from hp_train.cli import main
-from hp_train.config import Config, covering, rules, to_dict
-from hp_train.config.covering import Design, Setting, changes, cover, values_of
-from hp_train.config.options import resolve
-from hp_train.config.schema import fields
-from hp_train.config.space import with_keys
-from hp_train.model import TransformerStage
-from hp_train.model.initialization import initialize_parameters
-from hp_train.model.parameters import named_parameters
+from hp_train.verify import covering
+from hp_train.verify.covering import Design, Setting, changes, cover, values_of
 from hp_train.verify.oracle import Oracle, Rows
+from hp_trainer.config import Config, rules, to_dict
+from hp_trainer.config.options import resolve
+from hp_trainer.config.schema import fields
+from hp_trainer.config.space import with_keys
+from hp_trainer.model import TransformerStage
+from hp_trainer.model.initialization import initialize_parameters
+from hp_trainer.model.parameters import named_parameters
 
 PAIRS = Path(__file__).parents[3] / "integration_tests" / "pairs.toml"
 SOME = [
@@ -177,5 +178,5 @@ def test_every_feature_changes_what_is_trained(base: Config) -> None:
 
 
 def test_configs_are_found_without_torch() -> None:
-    code = "import sys, hp_train.config.covering; sys.exit('torch' in sys.modules)"
+    code = "import sys, hp_train.verify.covering; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

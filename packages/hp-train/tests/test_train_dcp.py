@@ -39,8 +39,8 @@ from hp_checkpoint.dcp.tensors import read_box
 from hp_checkpoint.runs import load_latest, save_checkpoint
 from hp_platform.testing import run_distributed
 from hp_train.cli import main
-from hp_train.config import Config, to_dict
 from hp_train.dcp_command import export_dcp, import_dcp
+from hp_trainer.config import Config, to_dict
 
 
 def world() -> ProcessGroup:
@@ -383,7 +383,7 @@ def test_only_regular_files_of_the_folder_are_opened(
 
 
 def main_import(plain: Path, run: Path) -> None:
-    from hp_train.config.options import resolve  # noqa: PLC0415 - next to its only use
+    from hp_trainer.config.options import resolve  # noqa: PLC0415 - next to its only use
 
     import_dcp(plain, run, resolved=resolve("debug-llama3", env={}), step=None)
 

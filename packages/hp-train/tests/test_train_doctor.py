@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from hp_train import doctor
 from hp_train.cli import main
-from hp_train.launch import doctor
-from hp_train.launch.doctor import Check
+from hp_train.doctor import Check
 
 
 def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,12 @@ import pytest
 from hp_base.errors import ConfigError
 from hp_data import load_tokenizer
 from hp_data.dataset import Dataset
-from hp_train.config.options import resolve
-from hp_train.costs.routing import Skew, parse_skew
+from hp_packing.percentiles import typical_sequences
+from hp_plan.costs.routing import Skew, parse_skew
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.command import dry_config, fit_to, require_possible, write_data
 from hp_train.dry_run.made_up import document_lengths, write_tokens
-from hp_train.step_plan.percentiles import typical_sequences
+from hp_trainer.config.options import resolve
 
 UNIFORM = Skew("uniform")
 

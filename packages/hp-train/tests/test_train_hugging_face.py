@@ -20,9 +20,11 @@ from hp_checkpoint import Box
 from hp_checkpoint.safetensors import FileTensor
 from hp_platform.testing import RankError, compare, run_distributed
 from hp_train.cli import main
-from hp_train.config import ModelConfig
-from hp_train.config.options import resolve, shipped
-from hp_train.hugging_face import (
+from hp_trainer.config import ModelConfig
+from hp_trainer.config.options import resolve, shipped
+from hp_trainer.launch.original import Original
+from hp_trainer.model.shapes import model_shapes
+from hp_transformers.families import (
     check_weights,
     hf_config,
     load_weights,
@@ -30,11 +32,9 @@ from hp_train.hugging_face import (
     read_config,
     save_weights,
 )
-from hp_train.hugging_face.config import config_after
-from hp_train.hugging_face.handed_on import tokens_of
-from hp_train.hugging_face.load import opened_files
-from hp_train.launch.original import Original
-from hp_train.model.shapes import model_shapes
+from hp_transformers.families.config import config_after
+from hp_transformers.families.handed_on import tokens_of
+from hp_transformers.families.load import opened_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,13 +12,19 @@ from torch import Tensor
 
 from hp_base.errors import ConfigError
 from hp_train.cli import main
-from hp_train.config import ModelConfig
-from hp_train.config.options import resolve
-from hp_train.hugging_face import check_weights, hf_config, load_weights, model_config, save_weights
-from hp_train.hugging_face.copies import are_equal
-from hp_train.hugging_face.load import opened_files
-from hp_train.model.rotary import inverse_frequencies
-from hp_train.model.shapes import model_shapes
+from hp_trainer.config import ModelConfig
+from hp_trainer.config.options import resolve
+from hp_trainer.model.rotary import inverse_frequencies
+from hp_trainer.model.shapes import model_shapes
+from hp_transformers.families import (
+    check_weights,
+    hf_config,
+    load_weights,
+    model_config,
+    save_weights,
+)
+from hp_transformers.families.copies import are_equal
+from hp_transformers.families.load import opened_files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,12 +12,12 @@ from integration_tests.architectures.cells import Architecture
 
 from hp_base.command_line import write_named
 from hp_base.errors import HpError
+from hp_packing.costs_file import read_costs
+from hp_packing.generators import read_lengths
+from hp_plan.costs.routing import parse_skew
+from hp_plan.layouts.command import known_machine
 from hp_train.cli import main
-from hp_train.config.options import resolve, shipped
-from hp_train.costs.routing import parse_skew
-from hp_train.plan.command import known_machine
-from hp_train.step_plan.costs_file import read_costs
-from hp_train.step_plan.generators import read_lengths
+from hp_trainer.config.options import resolve, shipped
 from hp_verify.files.command import _names
 from hp_verify.files.curves import read_curve
 from hp_verify.files.manifest import read_listing

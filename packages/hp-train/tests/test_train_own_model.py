@@ -9,19 +9,19 @@ from torch import nn
 
 from hp_base.errors import ConfigError
 from hp_expert import GroupedExperts, TopKRouter
+from hp_plan.costs.modules import kernels
 from hp_train.cli import main
-from hp_train.config import Config, ModelConfig
-from hp_train.config.options import resolve
-from hp_train.config.space import with_keys
-from hp_train.costs.modules import kernels
-from hp_train.layout.parameter import ParameterSpec
-from hp_train.model import declare
-from hp_train.model.declared import declared
-from hp_train.model.transformer import build_stage
+from hp_trainer.config import Config, ModelConfig
+from hp_trainer.config.options import resolve
+from hp_trainer.config.space import with_keys
+from hp_trainer.layout.parameter import ParameterSpec
+from hp_trainer.model import declare
+from hp_trainer.model.declared import declared
+from hp_trainer.model.transformer import build_stage
 
 MODULE = """
 from torch import nn
-from hp_train.model import Stage
+from hp_trainer.model import Stage
 class Other(nn.Module):
     def __init__(self, *args, **kwargs): super().__init__()
 """
@@ -36,7 +36,7 @@ def build(factory: str) -> None:
     ("name", "reason"),
     [
         ("{folder}/own.py:Missing", "must be importable: AttributeError"),
-        ("{folder}/own.py:Other", "must make a hp_train.model.Stage, not hp_model_own.Other"),
+        ("{folder}/own.py:Other", "must make a hp_trainer.model.Stage, not hp_model_own.Other"),
         ("{folder}/broken.py:Other", "must be importable: ZeroDivisionError"),
         ("no_such_package_at_all:Other", "must be importable: ModuleNotFoundError"),
     ],
@@ -58,7 +58,7 @@ def test_a_file_imports_what_lies_beside_it(
         "from dataclasses import dataclass\n"
         "from torch import nn\n"
         "from beside_own_model import SIZE\n"
-        "from hp_train.model import Stage\n"
+        "from hp_trainer.model import Stage\n"
         "@dataclass\n"
         "class Sizes:\n"
         "    dim: int = SIZE\n"
@@ -154,7 +154,7 @@ def test_kernels_of_a_stage_that_returns_logits_are_learned_with_its_loss(tmp_pa
 LOGITS = """
 from torch import nn
 
-from hp_train.model import Stage
+from hp_trainer.model import Stage
 
 
 class Plain(Stage):

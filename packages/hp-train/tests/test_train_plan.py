@@ -10,21 +10,21 @@ import pytest
 from train_layouts import enumerate_layouts
 
 from hp_base.errors import ConfigError
+from hp_plan.costs.machine import GPU_MARGIN
+from hp_plan.layouts import MACHINES, Machine, Spread, choose, estimate
+from hp_plan.layouts.candidate import Candidate
+from hp_plan.layouts.choose import _in_words, plan_axes
+from hp_plan.layouts.report import as_dict, details, name, reasons
+from hp_plan.layouts.searching import Search, is_repeated
+from hp_plan.price.gather import fits, planned
+from hp_plan.price.prices import Prices
 from hp_schedule import Precedence
 from hp_train.cli import main
-from hp_train.config import Config, rules
-from hp_train.config.options import resolve
-from hp_train.config.space import Axis, enumerate_meshes, with_keys
-from hp_train.costs.machine import GPU_MARGIN
-from hp_train.layout.communicators import Held, held
-from hp_train.layout.schedules import placement
-from hp_train.plan import MACHINES, Machine, Spread, choose, estimate
-from hp_train.plan.candidate import Candidate
-from hp_train.plan.choose import _in_words, plan_axes
-from hp_train.plan.report import as_dict, details, name, reasons
-from hp_train.plan.searching import Search, is_repeated
-from hp_train.price.gather import fits, planned
-from hp_train.price.prices import Prices
+from hp_trainer.config import Config, rules
+from hp_trainer.config.options import resolve
+from hp_trainer.config.space import Axis, enumerate_meshes, with_keys
+from hp_trainer.layout.communicators import Held, held
+from hp_trainer.layout.schedules import placement
 
 VOCAB = 256
 H100 = MACHINES["h100"]

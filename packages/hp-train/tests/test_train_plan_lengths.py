@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from hp_base.errors import ConfigError
-from hp_train.cli import main
-from hp_train.config.options import resolve
-from hp_train.costs.machine import MACHINES
-from hp_train.price.gather import estimate
-from hp_train.step_plan.generators import stream
-from hp_train.step_plan.percentiles import (
+from hp_packing.generators import stream
+from hp_packing.percentiles import (
     LengthPrices,
     drawn,
     percentile,
     typical_sequences,
     whole,
 )
+from hp_plan.costs.machine import MACHINES
+from hp_plan.price.gather import estimate
+from hp_train.cli import main
+from hp_trainer.config.options import resolve
 
 KEYS = (
     ("data.seq_len", 1024),

@@ -10,11 +10,11 @@ from hp_base.folder import Folder
 from hp_data import load_tokenizer
 from hp_data.prepare import prepare
 from hp_train.cli import main
-from hp_train.config import Config, to_dict
-from hp_train.config.options import resolve
-from hp_train.config.schema import fields
-from hp_train.launch.rundir import write_config
-from hp_train.training.resuming import require_same_position
+from hp_trainer.config import Config, to_dict
+from hp_trainer.config.options import resolve
+from hp_trainer.config.schema import fields
+from hp_trainer.launch.rundir import write_config
+from hp_trainer.training.resuming import require_same_position
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from hp_checkpoint.files import create_staging
 from hp_checkpoint.runs import Loaded
 from hp_checkpoint.runs.directory import complete_checkpoints
 from hp_train.cli import main
-from hp_train.config.options import resolve
-from hp_train.launch import launcher
-from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.rundir import locked, open_run_directory
-from hp_train.training.metrics import MetricsWriter, read_metrics
-from hp_train.training.position import Position
+from hp_trainer.config.options import resolve
+from hp_trainer.launch import launcher
+from hp_trainer.launch.heartbeats import Heartbeats
+from hp_trainer.launch.rundir import locked, open_run_directory
+from hp_trainer.training.metrics import MetricsWriter, read_metrics
+from hp_trainer.training.position import Position
 
 OURS = b"ours, not to be touched\n" * 9
 
@@ -121,7 +121,7 @@ def test_the_folder_that_a_person_names_may_be_a_link(tmp_path: Path) -> None:
 def test_a_run_whose_directory_vanishes_says_so(
     how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from test_train_launch import when_started  # noqa: PLC0415
+    from test_trainer_launch import when_started  # noqa: PLC0415
 
     run_dir = tmp_path / "run"
 

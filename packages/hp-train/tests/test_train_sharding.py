@@ -13,14 +13,14 @@ from hp_dry import active_device, run_ranks
 from hp_dry.trace import Collective
 from hp_platform import RankInfo, Runtime, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
-from hp_train.config import MeshConfig, ModelConfig
-from hp_train.config.options import resolve
-from hp_train.layout.mesh import Mesh, build_mesh
-from hp_train.layout.ranks import Layout
-from hp_train.model import DropoutKey, Microbatch, TransformerStage
-from hp_train.model.declared import declared
-from hp_train.model.parameters import Parameter, named_parameters
-from hp_train.model.sharding import shard
+from hp_trainer.config import MeshConfig, ModelConfig
+from hp_trainer.config.options import resolve
+from hp_trainer.layout.mesh import Mesh, build_mesh
+from hp_trainer.layout.ranks import Layout
+from hp_trainer.model import DropoutKey, Microbatch, TransformerStage
+from hp_trainer.model.declared import declared
+from hp_trainer.model.parameters import Parameter, named_parameters
+from hp_trainer.model.sharding import shard
 
 VOCABULARY, POSITIONS = 32, 8
 KEYS = {"model.num_layers": 2, "model.num_experts": 4, "model.top_k": 2}

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 from hp_base.errors import ConfigError
 from hp_context import Deal, DealCost
-from hp_schedule import to_csv
-from hp_train.cli import main
-from hp_train.config.options import resolve
-from hp_train.config.space import with_keys
-from hp_train.costs.machine import MACHINES
-from hp_train.price.estimate import Plan
-from hp_train.step_plan import (
+from hp_packing import (
     Pipeline,
     Planner,
     StepCosts,
@@ -32,13 +26,19 @@ from hp_train.step_plan import (
     step_layout,
     to_text,
 )
-from hp_train.step_plan.comparison import compare
-from hp_train.step_plan.costs import Seconds
-from hp_train.step_plan.generators import GENERATORS, batches_of, draw, read_lengths
-from hp_train.step_plan.kind import Kind
-from hp_train.step_plan.partition import partition
-from hp_train.step_plan.templates import templates_for
-from hp_train.step_plan.work import pairs_of
+from hp_packing.comparison import compare
+from hp_packing.costs import Seconds
+from hp_packing.generators import GENERATORS, batches_of, draw, read_lengths
+from hp_packing.kind import Kind
+from hp_packing.partition import partition
+from hp_packing.templates import templates_for
+from hp_packing.work import pairs_of
+from hp_plan.costs.machine import MACHINES
+from hp_plan.price.estimate import Plan
+from hp_schedule import to_csv
+from hp_train.cli import main
+from hp_trainer.config.options import resolve
+from hp_trainer.config.space import with_keys
 
 K = 1024
 COSTS = StepCosts.equal(token=6e-6, pair=2e-10, key=1e-7, far_key=9e-7, heads=5e-7, microbatch=6e-4)
@@ -277,7 +277,7 @@ def test_a_long_step_has_the_shares_that_are_best_for_its_documents(
                 ahead += after < 0.9999 * before
     assert ahead > 1
     assert next(planner._shapes(work, [work])) in planner._fitted
-    monkeypatch.setattr("hp_train.step_plan.planner._LONG", 0.0)
+    monkeypatch.setattr("hp_packing.planner._LONG", 0.0)
     assert any(shape not in planner._fitted for shape in planner._shapes(work, [work]))
 
 

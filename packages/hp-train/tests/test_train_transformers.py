@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from hp_platform.testing import compare
 from hp_train.cli import main
-from hp_train.config import ModelConfig
-from hp_train.hugging_face import load_weights, model_config, read_config, save_weights
-from hp_train.model import Microbatch, TransformerStage, look_ahead
+from hp_trainer.config import ModelConfig
+from hp_trainer.model import Microbatch, TransformerStage, look_ahead
+from hp_transformers.families import load_weights, model_config, read_config, save_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

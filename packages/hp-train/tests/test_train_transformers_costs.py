@@ -14,20 +14,20 @@ pytest.importorskip("transformers", reason="of `nox -s transformers`")
 
 from integration_tests.architectures.tiny import Tiny
 
+from hp_plan.costs import meta_run, modules
+from hp_plan.costs.machine import MACHINES
+from hp_plan.costs.memory import static_memory
+from hp_plan.layouts.choose import plan_axes
+from hp_plan.price.traffic import activation_transfers
 from hp_platform.testing import run_distributed
 from hp_train.cli import main
-from hp_train.config import ModelConfig
-from hp_train.config.options import build
-from hp_train.config.transformers_folder import shape_of_folder
-from hp_train.costs import meta_run, modules
-from hp_train.costs.machine import MACHINES
-from hp_train.costs.memory import static_memory
-from hp_train.layout.ranks import Layout
-from hp_train.model import DropoutKey, Microbatch
-from hp_train.model.transformer import build_stage
-from hp_train.plan.choose import plan_axes
-from hp_train.price.traffic import activation_transfers
-from hp_train.transformers_model import tensor_parallel
+from hp_trainer.config import ModelConfig
+from hp_trainer.config.options import build
+from hp_trainer.config.transformers_folder import shape_of_folder
+from hp_trainer.layout.ranks import Layout
+from hp_trainer.model import DropoutKey, Microbatch
+from hp_trainer.model.transformer import build_stage
+from hp_transformers.stages import tensor_parallel
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers
 

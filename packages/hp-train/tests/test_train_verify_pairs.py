@@ -7,12 +7,8 @@ import os
 import pytest
 
 from hp_base.errors import ConfigError
+from hp_plan.costs.modules import whole_model
 from hp_train.cli import main
-from hp_train.config import Config, rules, to_dict
-from hp_train.config.checks import checked_config, one_process
-from hp_train.config.options import resolve, shipped
-from hp_train.config.space import sample_layouts, with_keys
-from hp_train.costs.modules import whole_model
 from hp_train.verify.pairs import (
     described,
     differing_keys,
@@ -21,6 +17,10 @@ from hp_train.verify.pairs import (
     require_comparable,
 )
 from hp_train.verify.shrinking import shrink
+from hp_trainer.config import Config, rules, to_dict
+from hp_trainer.config.checks import checked_config, one_process
+from hp_trainer.config.options import resolve, shipped
+from hp_trainer.config.space import sample_layouts, with_keys
 
 
 def config_of(**keys: object) -> Config:

@@ -19,19 +19,19 @@ from hp_base.numbers import whole
 from hp_base.own_caches import own_caches, own_temporary_folder
 from hp_base.signals import ignore_stops
 from hp_base.streams import own_streams
+from hp_packing import command as step_plan
+from hp_plan.layouts import command as plan
 from hp_train import __version__
-from hp_train.config import rules
-from hp_train.config.aliases import absent
-from hp_train.config.options import Resolved, resolve, shipped, split_overrides
-from hp_train.config.render import to_json, to_lines, to_toml
-from hp_train.config.schema import keys_called
 from hp_train.dry_run import command as dry_run
-from hp_train.launch.last_word import leave_last_word
-from hp_train.layout.ranks import Layout
-from hp_train.plan import command as plan
-from hp_train.step_plan import command as step_plan
-from hp_train.training.resuming import require_same_run
 from hp_train.verify import command as verify
+from hp_trainer.config import rules
+from hp_trainer.config.aliases import absent
+from hp_trainer.config.options import Resolved, resolve, shipped, split_overrides
+from hp_trainer.config.render import to_json, to_lines, to_toml
+from hp_trainer.config.schema import keys_called
+from hp_trainer.launch.last_word import leave_last_word
+from hp_trainer.layout.ranks import Layout
+from hp_trainer.training.resuming import require_same_run
 from hp_verify import command as jobs
 from hp_verify.files import command as compared
 
@@ -139,7 +139,7 @@ def _main(argv: Sequence[str]) -> int:
     if options.command in _WITHOUT_CONFIG and overrides:
         raise ConfigError(f"hp {options.command} takes no --{overrides[0][0]}")
     if options.command == "doctor":
-        from hp_train.launch.doctor import main as doctor  # noqa: PLC0415 - imports torch
+        from hp_train.doctor import main as doctor  # noqa: PLC0415 - imports torch
 
         return doctor(as_json=options.json)
     if options.command.endswith("-hf"):
@@ -190,13 +190,13 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     if run.resume:
         require_same_run(resolved)
     if data.paths or (options.dry_run and any((data.tokenizer, run.init_from, model.vocab_size))):
-        from hp_train.training.beforehand import refuse_beforehand  # noqa: PLC0415 - only here
+        from hp_trainer.training.beforehand import refuse_beforehand  # noqa: PLC0415 - only here
 
         refuse_beforehand(resolved.config, weights=options.dry_run)
     if options.dry_run:
         return _dry_run(resolved)
     from hp_train.gathering import with_gather_decided  # noqa: PLC0415 - only what trains needs it
-    from hp_train.launch import launcher  # noqa: PLC0415 - likewise
+    from hp_trainer.launch import launcher  # noqa: PLC0415 - likewise
 
     return launcher.run(with_gather_decided(resolved))
 
@@ -253,8 +253,8 @@ def _hugging_face(options: argparse.Namespace) -> int:
         rules.require_model_folder(options.folder)
     else:
         rules.require_run_directory(options.run)
-    from hp_train.hugging_face import command  # noqa: PLC0415 - imports torch
-    from hp_train.transformers_model.export import write_folder  # noqa: PLC0415 - likewise
+    from hp_transformers.families import command  # noqa: PLC0415 - imports torch
+    from hp_transformers.stages.export import write_folder  # noqa: PLC0415 - likewise
 
     folder = Path(options.folder)
     if options.command == "import-hf":

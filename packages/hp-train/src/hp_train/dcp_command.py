@@ -25,10 +25,10 @@ from hp_checkpoint.manifest import DTYPES
 from hp_checkpoint.runs.directory import newest_checkpoint
 from hp_checkpoint.runs.save import save_step
 from hp_checkpoint.runs.verify import open_checkpoint
-from hp_train.config import Config, rules
-from hp_train.config.options import Resolved
-from hp_train.config.schema import fields
-from hp_train.launch.rundir import write_config
+from hp_trainer.config import Config, rules
+from hp_trainer.config.options import Resolved
+from hp_trainer.config.schema import fields
+from hp_trainer.launch.rundir import write_config
 
 EXTRA = "extra.json"
 """Beside `.metadata`: step, position of the data and config. torch does not look at it."""
@@ -185,7 +185,7 @@ def _resolved(folder: Path, resolved: Resolved | None, extra: Mapping[str, Any])
 
 
 def _position(folder: Path, extra: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """What a run needs to go on, see `hp_train.training.train`; what is not known starts at 0.
+    """What a run needs to go on, see `hp_trainer.training.train`; what is not known starts at 0.
 
     Adam that starts anew has done no updates, as if all steps had been skipped.
     """

@@ -14,11 +14,11 @@ import subprocess
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hp_train.config import Config
-from hp_train.config.options import Resolved
-from hp_train.costs.machine import Machine, machine_found
-from hp_train.plan.command import known_vocab_size
-from hp_train.price.gather import decided
+from hp_plan.costs.machine import Machine, machine_found
+from hp_plan.layouts.command import known_vocab_size
+from hp_plan.price.gather import decided
+from hp_trainer.config import Config
+from hp_trainer.config.options import Resolved
 
 _SECONDS = 20.0
 _QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from hp_expert import ExchangeRead, LocalRead
+from hp_plan.costs.routed import routed
+from hp_plan.costs.routing import ALL_LAYERS, Skew
 from hp_platform.threads.places import current_place
 from hp_schedule.runtime import HeaderRead
-from hp_train.costs.routed import routed
-from hp_train.costs.routing import ALL_LAYERS, Skew
 
 SQUARES = "squared gradient norms"
-"""What `hp_train.training.train` calls them, which decide whether gradients are clipped."""
+"""What `hp_trainer.training.train` calls them, which decide whether gradients are clipped."""
 
 _LARGE = 1e12
 

@@ -7,13 +7,13 @@ a sequence in a ring, the rows that experts get. All else is the same code with 
 
 from collections.abc import Hashable, Sequence
 
-from hp_train.config import Config
-from hp_train.costs.modules import stage
-from hp_train.costs.routing import Skew, rows_per_rank
-from hp_train.costs.work import Weight
-from hp_train.layout.parameter import local_shape
-from hp_train.layout.ranks import Axis, Layout, StageLayout
-from hp_train.layout.schedules import KINDS, layers_of_stages, placement
+from hp_plan.costs.modules import stage
+from hp_plan.costs.routing import Skew, rows_per_rank
+from hp_plan.costs.work import Weight
+from hp_trainer.config import Config
+from hp_trainer.layout.parameter import local_shape
+from hp_trainer.layout.ranks import Axis, Layout, StageLayout
+from hp_trainer.layout.schedules import KINDS, layers_of_stages, placement
 
 _COPIED: tuple[Axis, ...] = ("dp_replicate", "tp", "expert_replicate", "etp")
 """Axes along which ranks have copies of some parameter: the first of them speaks for it."""

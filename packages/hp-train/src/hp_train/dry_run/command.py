@@ -11,13 +11,13 @@ from hp_base.command_line import require_files, require_folder
 from hp_base.environment import require_unstarted
 from hp_base.errors import ConfigError
 from hp_base.numbers import whole
-from hp_train.config import Config, rules
-from hp_train.config.options import COMMAND_LINE, resolve
-from hp_train.config.space import with_keys
-from hp_train.costs.machine import machine_found
-from hp_train.costs.routing import parse_skew
-from hp_train.plan.command import known_vocab_size, lengths_plugin
-from hp_train.price.gather import decided
+from hp_plan.costs.machine import machine_found
+from hp_plan.costs.routing import parse_skew
+from hp_plan.layouts.command import known_vocab_size, lengths_plugin
+from hp_plan.price.gather import decided
+from hp_trainer.config import Config, rules
+from hp_trainer.config.options import COMMAND_LINE, resolve
+from hp_trainer.config.space import with_keys
 
 _MOST_DEVICES = 2**20
 _STEPS = 2

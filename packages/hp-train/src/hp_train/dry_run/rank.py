@@ -18,24 +18,24 @@ from hp_dry import active_device, check_streams, late_loads, replay
 from hp_dry.report.labels import PARAMETERS, add_labels
 from hp_dry.report.summary import RankSummary, Saved, summarize
 from hp_dry.trace import Fault, Trace
+from hp_plan.costs.routing import Skew
 from hp_platform import RankInfo, doing, failing_together
 from hp_platform.host_reads import answering
-from hp_train.config import Config
-from hp_train.costs.routing import Skew
 from hp_train.dry_run.answers import Answers
-from hp_train.launch.heartbeats import Heartbeats
-from hp_train.launch.task import Worker
-from hp_train.layout.vocabulary import LOSS, logit_tile
-from hp_train.model.parallelize import vocabulary_of
-from hp_train.training.banner import gathered_by
-from hp_train.training.gpu_settings import (
+from hp_trainer.config import Config
+from hp_trainer.launch.heartbeats import Heartbeats
+from hp_trainer.launch.task import Worker
+from hp_trainer.layout.vocabulary import LOSS, logit_tile
+from hp_trainer.model.parallelize import vocabulary_of
+from hp_trainer.training.banner import gathered_by
+from hp_trainer.training.gpu_settings import (
     grows_segments,
     keeps_launch_order,
     launches_from_one_thread,
     loads_eagerly,
 )
-from hp_train.training.startup import connect
-from hp_train.training.train import Trainer
+from hp_trainer.training.startup import connect
+from hp_trainer.training.train import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,14 @@ from hp_data.tokenizer import vocab_size_of
 from hp_dry import DryRun, DryRunError, Gpu, prove, run_ranks
 from hp_dry.report.summary import Summary
 from hp_dry.trace import Collective, Trace
-from hp_train.config import Config
-from hp_train.costs.machine import GPU_MARGIN
-from hp_train.costs.routing import Skew
+from hp_plan.costs.machine import GPU_MARGIN
+from hp_plan.costs.routing import Skew
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.rank import Job, RankReport, run_rank
-from hp_train.launch.launcher import PRELOADED_FOR_TRAINING
-from hp_train.layout.communicators import Held
-from hp_train.layout.ranks import Layout
+from hp_trainer.config import Config
+from hp_trainer.launch.launcher import PRELOADED_FOR_TRAINING
+from hp_trainer.layout.communicators import Held
+from hp_trainer.layout.ranks import Layout
 
 SECONDS = 3600.0
 """That a dry run may take."""
@@ -165,7 +165,7 @@ def _beside(nccl: Held) -> dict[str, int]:
 
 
 def held_by(trace: Trace, *, node_size: int) -> Held:
-    """Count what a rank holds of NCCL, by what it did; see `hp_train.layout.communicators.held`.
+    """Count what a rank holds of NCCL, by what it did; see `hp_trainer.layout.communicators.held`.
 
     Args:
         trace: Trace of the rank.

@@ -18,12 +18,12 @@ from hp_dry import active_device
 from hp_dry.report.labels import GRADIENTS, PARAMETERS, add_labels
 from hp_dry.report.summary import Summary
 from hp_dry.trace import Trace
+from hp_plan.costs.routing import Skew
 from hp_platform.host_reads import answering
-from hp_train.costs.routing import Skew
 from hp_train.dry_run.answers import Answers
 from hp_train.dry_run.rank import report_of
 from hp_train.dry_run.rehearsal import run_classes, summary_of
-from hp_train.training.gpu_settings import grows_segments, keeps_launch_order
+from hp_trainer.training.gpu_settings import grows_segments, keeps_launch_order
 
 MOST_PROCESSES = 16
 """Ranks that are all run, each by itself; of more, some have to be named."""

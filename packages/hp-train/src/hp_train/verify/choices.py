@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from hp_base.runs import runs_in
 from hp_expert import MoE, Routing
-from hp_train.model import DropoutKey, Microbatch
-from hp_train.model.block import Block
-from hp_train.training.train import Trainer
 from hp_train.verify.agreeing import CHOICES, SCORES
 from hp_train.verify.recording import Part, Recorder
+from hp_trainer.model import DropoutKey, Microbatch
+from hp_trainer.model.block import Block
+from hp_trainer.training.train import Trainer
 
 
 def listen_to_choices(trainer: Trainer, record: Callable[[], Recorder]) -> None:

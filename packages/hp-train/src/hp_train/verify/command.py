@@ -15,11 +15,7 @@ from hp_base.errors import ConfigError, DifferenceError
 from hp_base.messages import shown
 from hp_base.numbers import real, whole
 from hp_base.scratch import scratch
-from hp_train.config import Config
-from hp_train.config.checks import checked_config, one_process
-from hp_train.config.covering import Design, cover
-from hp_train.config.options import Resolved, resolve, split_overrides
-from hp_train.config.space import sample_layouts
+from hp_train.verify.covering import Design, cover
 from hp_train.verify.pairs import (
     BOUNDS,
     ORACLE,
@@ -31,6 +27,10 @@ from hp_train.verify.pairs import (
 )
 from hp_train.verify.program import Program
 from hp_train.verify.shrinking import shrink
+from hp_trainer.config import Config
+from hp_trainer.config.checks import checked_config, one_process
+from hp_trainer.config.options import Resolved, resolve, split_overrides
+from hp_trainer.config.space import sample_layouts
 
 if TYPE_CHECKING:
     from hp_train.verify.runs import Runs, Verdict

@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 
 from hp_base.errors import ConfigError
-from hp_train.config import Config, rules
-from hp_train.config.checks import one_process
-from hp_train.config.covering import Design, Setting, changes
-from hp_train.config.space import with_keys
+from hp_train.verify.covering import Design, Setting, changes
 from hp_train.verify.program import Program
 from hp_train.verify.rank import TRAINER
 from hp_train.verify.runs import Runs, Verdict
+from hp_trainer.config import Config, rules
+from hp_trainer.config.checks import one_process
+from hp_trainer.config.space import with_keys
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

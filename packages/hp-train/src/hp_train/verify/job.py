@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from hp_train.config import Config
+from hp_trainer.config import Config
 
 if TYPE_CHECKING:
-    from hp_train.launch.task import Worker
     from hp_train.verify.recording import Recorder
+    from hp_trainer.launch.task import Worker
 
 
 class Job(Protocol):

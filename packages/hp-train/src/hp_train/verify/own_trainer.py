@@ -16,11 +16,11 @@ import torch
 from torch.optim import Optimizer
 
 from hp_base.dtypes import dtype_name
-from hp_train.training.batches import Share
-from hp_train.training.state import checkpoint_buffers
-from hp_train.training.train import Losses, Trainer
 from hp_train.verify.recording import Part, parts_of
 from hp_train.verify.watched import MOMENTS, WatchedBatches, part_of, parts_of_share
+from hp_trainer.training.batches import Share
+from hp_trainer.training.state import checkpoint_buffers
+from hp_trainer.training.train import Losses, Trainer
 from hp_verify.recording import events as ev
 from hp_verify.recording.digests import digest_of
 from hp_verify.recording.notes import log_of
@@ -33,7 +33,7 @@ def listen(module: ModuleType, request: Request) -> None:
     """Record every trainer of this process from now on.
 
     Args:
-        module: `hp_train.training.train`, which has just been imported.
+        module: `hp_trainer.training.train`, which has just been imported.
         request: What is asked of the job.
     """
     of_trainer = functools.cache(lambda trainer: TrainerRecorder(trainer, request))

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from hp_train.config import Config
+from hp_trainer.config import Config
 
 _REQUEST = "verify.json"
 _LEAST_EPS = 1e-3

@@ -3,13 +3,13 @@
 import time
 
 from hp_base.command_line import say
-from hp_train.config import Config
-from hp_train.launch.task import Worker
-from hp_train.launch.worker import load
 from hp_train.verify.job import Build
 from hp_train.verify.program import Request, read_request
 from hp_train.verify.recording import Recorder
 from hp_train.verify.watched import TrainerJob
+from hp_trainer.config import Config
+from hp_trainer.launch.task import Worker
+from hp_trainer.launch.worker import load
 
 ENTRY = "hp_train.verify.rank:main"
 TRAINER = f"{TrainerJob.__module__}:{TrainerJob.__qualname__}"

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hp_train.config import Config, to_dict
 from hp_train.verify.agreeing import CHOICES, SCORES
 from hp_train.verify.oracle import Oracle, Rows
 from hp_train.verify.program import Request
 from hp_train.verify.recording import RecordedStep, Recorder, read_steps
 from hp_train.verify.watched import MOMENTS
+from hp_trainer.config import Config, to_dict
 
 _MODEL = "model."
 

@@ -1,4 +1,4 @@
-"""Run layouts, record them, compare the recordings. Ranks are started by `hp_train.launch`.
+"""Run layouts, record them, compare the recordings. Ranks are started by `hp_trainer.launch`.
 
 Note [Whose checkpoint]. In the middle of a run a new trainer goes on from a checkpoint: the run
 that came first from its own, every other from that of the first of the same batches, which had
@@ -14,14 +14,14 @@ import msgspec
 from msgspec.structs import replace
 
 from hp_base.errors import RunFailedError
-from hp_train.config import Config, DataConfig
-from hp_train.config.checks import one_process
-from hp_train.launch.launcher import run_entry
 from hp_train.verify.agreeing import RunComparison, compare_runs
 from hp_train.verify.pairs import BOUNDS, ORACLE, SLACK, TIE, described, families, must_be_exact
 from hp_train.verify.program import Program, Request, request_run
 from hp_train.verify.rank import ENTRY, RECORDING, TRAINER
 from hp_train.verify.reference import record_oracle
+from hp_trainer.config import Config, DataConfig
+from hp_trainer.config.checks import one_process
+from hp_trainer.launch.launcher import run_entry
 
 
 @dataclass(frozen=True, slots=True)

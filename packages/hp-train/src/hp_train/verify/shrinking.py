@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 
 from hp_base.errors import ConfigError
-from hp_train.config import Config, rules
-from hp_train.config.space import with_keys
-from hp_train.layout.schedules import count_stages
+from hp_trainer.config import Config, rules
+from hp_trainer.config.space import with_keys
+from hp_trainer.layout.schedules import count_stages
 
 _HEAD_DIM, _HIDDEN, _SEQ_LEN = 8, 8, 16
 

@@ -13,18 +13,18 @@ from torch import Tensor
 from hp_base.runs import runs_in, runs_of
 from hp_checkpoint.runs.verify import open_checkpoint
 from hp_data.dataset import Dataset
-from hp_train.config import Config
-from hp_train.launch.task import Worker
-from hp_train.model.parameters import Parameter
-from hp_train.training.batches import Batches, Share
-from hp_train.training.startup import connect, prepare_data
-from hp_train.training.state import checkpoint_buffers
-from hp_train.training.step_source import PlannedStep
-from hp_train.training.train import Losses, Trainer
 from hp_train.verify.choices import listen_to_choices
 from hp_train.verify.job import Job
 from hp_train.verify.program import read_request
 from hp_train.verify.recording import Part, Recorder
+from hp_trainer.config import Config
+from hp_trainer.launch.task import Worker
+from hp_trainer.model.parameters import Parameter
+from hp_trainer.training.batches import Batches, Share
+from hp_trainer.training.startup import connect, prepare_data
+from hp_trainer.training.state import checkpoint_buffers
+from hp_trainer.training.step_source import PlannedStep
+from hp_trainer.training.train import Losses, Trainer
 
 Kind = Literal["", "eval "]
 MOMENTS = {"first moment": "exp_avg", "second moment": "exp_avg_sq"}

@@ -1,0 +1,60 @@
+"""What a step runs, planned from the lengths of its documents: microbatches, ranks and order.
+
+`costs` tells what documents cost, and `learned` what they cost a model; `partition` which of them
+share a microbatch; `planner` makes the plan, by `templates`; `plan` is it, as data; `proof` says
+that it runs, `price` how long it takes, and `bound` how long any takes. `rivals` are plans by other
+rules, `generators` draws lengths, `comparison` compares, and `percentiles` are of many steps.
+"""
+
+from typing import TYPE_CHECKING
+
+from hp_base.lazy import lazily
+
+if TYPE_CHECKING:
+    from hp_packing.bound import lower_bound
+    from hp_packing.costs import StageCosts, StepCosts
+    from hp_packing.learned import learned_costs, step_layout
+    from hp_packing.plan import PlannedMicrobatch, StepPlan, from_text, to_text
+    from hp_packing.planner import Planner
+    from hp_packing.price import StepPrice, price
+    from hp_packing.proof import prove
+    from hp_packing.work import Pipeline
+
+__all__ = [
+    "Pipeline",
+    "PlannedMicrobatch",
+    "Planner",
+    "StageCosts",
+    "StepCosts",
+    "StepPlan",
+    "StepPrice",
+    "__version__",
+    "from_text",
+    "learned_costs",
+    "lower_bound",
+    "price",
+    "prove",
+    "step_layout",
+    "to_text",
+]
+__version__ = "0.1.0"
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Pipeline": "hp_packing.work",
+        "PlannedMicrobatch": "hp_packing.plan",
+        "Planner": "hp_packing.planner",
+        "StageCosts": "hp_packing.costs",
+        "StepCosts": "hp_packing.costs",
+        "StepPlan": "hp_packing.plan",
+        "StepPrice": "hp_packing.price",
+        "from_text": "hp_packing.plan",
+        "learned_costs": "hp_packing.learned",
+        "lower_bound": "hp_packing.bound",
+        "price": "hp_packing.price",
+        "prove": "hp_packing.proof",
+        "step_layout": "hp_packing.learned",
+        "to_text": "hp_packing.plan",
+    },
+)

@@ -1,0 +1,256 @@
+"""Steps that are planned from the lengths of their documents, while the ones before them run.
+
+Note [A planned step]
+    The global batch is that of `data.packing = "best_fit"`: whole documents of so many sequences,
+    the same in every layout, and a position in the data is a count of sequences. A plan puts its
+    documents into microbatches, deals these out to the context-parallel ranks of each data-parallel
+    team, and orders them in the pipeline. The first rank searches templates, once. Every rank makes
+    a plan of them by itself, in a thread and some steps ahead, from the same lengths and costs;
+    before a step all of them compare what they have made.
+    What is learned is the same whatever the plan: losses are sums over tokens, balance is that of
+    each document by itself, positions count within documents, and dropout depends on the place that
+    a token has in its sequence of the data.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from torch.distributed import ProcessGroup
+
+from hp_base.errors import ConfigError, DataError
+from hp_data.dataset import Dataset, Piece
+from hp_packing import Pipeline as Ranks
+from hp_packing import Planner, StepCosts, StepPlan
+from hp_packing.price import simulated
+from hp_packing.run_costs import step_costs
+from hp_packing.share import share_of
+from hp_platform import Runtime, agree, all_gather_json, mark_agreed, on_one_rank
+from hp_schedule.runtime import PipelineScheduleRuntime
+from hp_trainer.config import Config
+from hp_trainer.layout.mesh import Mesh
+from hp_trainer.layout.schedules import planned_tokens, splits_backward
+from hp_trainer.model.loss import loss_of
+from hp_trainer.model.parallelize import Pipeline
+from hp_trainer.training.batches import Batches, Share
+from hp_trainer.training.metrics import StepMetrics
+
+_TYPICAL = 8
+"""Steps, the first ones of the data, for whose mean templates are searched."""
+_AHEAD = 2
+"""Steps that are planned while one runs."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan and what it is of.
+
+    Attributes:
+        plan: Plan of the step.
+        pieces: Documents of the global batch.
+        seconds: What the costs say the pipeline takes.
+        padding: Share of positions that hold nothing.
+    """
+
+    plan: StepPlan
+    pieces: tuple[Piece, ...]
+    seconds: float
+    padding: float
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of each team."""
+        return len(self.plan.teams[0].microbatches)
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """Where the documents of each sequence of the data end there, by its global index."""
+        return {piece.sequence: piece.start + piece.length for piece in self.pieces}
+
+    def runner(self, pipeline: Pipeline, mesh: Mesh) -> PipelineScheduleRuntime:
+        """What runs the step on this rank.
+
+        Args:
+            pipeline: This rank's stages.
+            mesh: Mesh of the run.
+        """
+        team, place = self.plan.teams[mesh.dp_index], mesh.index("cp")
+        sizes = [each.deal.sizes[place] for each in team.microbatches]
+        between = [size // mesh.size("tp") for size in sizes]
+        return pipeline.runner(len(sizes), 1, loss_of, team.schedule, positions=between)
+
+    def share(self, batches: Batches, data: Dataset, *, step: int) -> Share:
+        """Return this rank's share of the global batch.
+
+        Args:
+            batches: Knows the mesh, and which positions are here.
+            data: Dataset to read.
+            step: Number of the training step, from 0.
+        """
+        team = self.plan.teams[batches.mesh.dp_index]
+        return share_of(batches, data, self.pieces, team.microbatches, step=step)
+
+    def told_in(self, metrics: StepMetrics) -> StepMetrics:
+        """Metrics that also say what was planned."""
+        return replace(
+            metrics,
+            planned_seconds=self.seconds,
+            padding=self.padding,
+            microbatches=self.num_microbatches,
+        )
+
+
+class StepPlanning:
+    """Plans the steps of a run; see Note [A planned step].
+
+    Args:
+        config: Configuration of the run.
+        mesh: Mesh of the run.
+        data: Its documents.
+        costs: Costs of a stage, the same on every rank.
+        control: Group over all ranks for objects.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        data: Dataset,
+        *,
+        costs: StepCosts,
+        control: ProcessGroup,
+    ) -> None:
+        self._data, self._control = data, control
+        self._batch = config.train.global_batch_size
+        stage = mesh.layout.stages[0]
+        self.planner = Planner(
+            costs,
+            Ranks(mesh.layout.pp, stage.dp * stage.cp, planned_tokens(config)),
+            team=stage.cp,
+            heads=config.mesh.heads_degree,
+            unit=stage.tp,
+            split_backward=splits_backward(config),
+            one_order=True,
+            typical=[
+                [piece.length for piece in data.pieces(range(first, first + self._batch))]
+                for first in range(0, _TYPICAL * self._batch, self._batch)
+            ],
+        )
+        templates = on_one_rank(
+            self.planner.searched_templates,
+            of=list[tuple[list[float], str]],
+            group=control,
+            where="step plan",
+        )
+        self.planner.use_templates(templates)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="step plan")
+        self._ahead: dict[int, Future[PlannedStep]] = {}
+
+    def __str__(self) -> str:
+        pipeline, teams = self.planner.pipeline, self.planner.num_teams
+        return (
+            f"{pipeline.num_stages} stages of {teams} x {pipeline.ranks // teams} ranks, memory "
+            f"for {pipeline.tokens} tokens of each"
+        )
+
+    def take(self, first: int, *, steps: int) -> PlannedStep:
+        """Return the plan of a step that all ranks have made alike. All ranks call this together.
+
+        Args:
+            first: Global index of the first sequence of its batch.
+            steps: Steps of the run that are left, this one included.
+
+        Raises:
+            ConfigError: When the documents do not fit the memory.
+            DataError: On every rank, when some have made another plan.
+        """
+        wanted = [first + i * self._batch for i in range(min(steps, 1 + _AHEAD))]
+        for start in wanted:
+            if start not in self._ahead:
+                self._ahead[start] = self._thread.submit(self.plan, start)
+        for start in self._ahead.keys() - set(wanted):
+            self._ahead.pop(start).cancel()
+        found, error = None, None
+        try:
+            found = self._ahead[first].result()
+        except Exception as failure:  # noqa: BLE001 - every rank must hear of it
+            error = failure
+        self._compare("" if found is None else found.plan.digest, error)
+        assert found is not None
+        return found
+
+    def plan(self, first: int) -> PlannedStep:
+        """Plan the step whose batch begins with a sequence."""
+        pieces = tuple(self._data.pieces(range(first, first + self._batch)))
+        lengths = [piece.length for piece in pieces]
+        seconds, plan = self._plan(pieces, lengths)
+        microbatches = [each for team in plan.teams for each in team.microbatches]
+        positions = sum(each.deal.seq_len for each in microbatches)
+        return PlannedStep(plan, pieces, seconds=seconds, padding=1 - sum(lengths) / positions)
+
+    def close(self) -> None:
+        """Plan nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _plan(self, pieces: Sequence[Piece], lengths: Sequence[int]) -> tuple[float, StepPlan]:
+        """The plan and its seconds; or one whose microbatches are the sequences themselves.
+
+        These fit where nothing else does, and where there are fewer of them they may take less.
+        """
+        by_sequence = self._by_sequence(pieces)
+        try:
+            plan = self.planner.plan(lengths)
+        except ConfigError:
+            packed = self.planner.of_parts(lengths, by_sequence)
+            if packed is None:
+                raise
+            return self._seconds(packed, lengths), packed
+        found = self._seconds(plan, lengths), plan
+        if len(by_sequence[0]) < len(plan.teams[0].microbatches):
+            packed = self.planner.of_parts(lengths, by_sequence)
+            if packed is not None:
+                found = min(found, (self._seconds(packed, lengths), packed), key=lambda x: x[0])
+        return found
+
+    def _seconds(self, plan: StepPlan, lengths: Sequence[int]) -> float:
+        return max(run.makespan for run in simulated(plan, lengths, self.planner.costs))
+
+    def _by_sequence(self, pieces: Sequence[Piece]) -> list[list[list[int]]]:
+        """The documents of each sequence, which go round the teams; each of these has as many."""
+        of_sequence: dict[int, list[int]] = {}
+        for index, piece in enumerate(pieces):
+            of_sequence.setdefault(piece.sequence, []).append(index)
+        parts, teams = list(of_sequence.values()), self.planner.num_teams
+        return [parts[team::teams] for team in range(teams)]
+
+    def _compare(self, digest: str, error: Exception | None) -> None:
+        everyone = all_gather_json(digest, of=str, group=self._control)
+        if not all(everyone):
+            agree(error, group=self._control, where="step plan")
+        usual = Counter(everyone).most_common(1)[0][0]
+        differing = [rank for rank, other in enumerate(everyone) if other != usual]
+        if differing:
+            problem = DataError(
+                f"ranks {differing} must plan the step as all others do: lengths of documents, "
+                "costs or versions differ"
+            )
+            mark_agreed(problem, range(len(everyone)))
+            raise problem
+
+
+def planned_steps(
+    config: Config, mesh: Mesh, data: Dataset, *, runtime: Runtime, vocab_size: int
+) -> StepPlanning:
+    """Make what plans the steps of a run; a step source, see `hp_trainer.training.step_source`.
+
+    Args:
+        config: Configuration of the run.
+        mesh: Mesh of the run.
+        data: Its documents.
+        runtime: The initialised world. All ranks call this together.
+        vocab_size: Rows of the embedding.
+    """
+    costs = step_costs(config, runtime, vocab_size=vocab_size)
+    assert runtime.control is not None
+    return StepPlanning(config, mesh, data, costs=costs, control=runtime.control)

@@ -1,0 +1,212 @@
+"""Shares of microbatches and schedules, searched once for all steps that resemble each other.
+
+What is good for the shares of one step is good for any step whose documents are put into parts of
+these shares; there it is only made to fit what these take (`hp_schedule.shorten`). Numbers are
+rounded before anything is searched, so that all ranks come to the same templates, in whatever order
+they see steps; and they are remembered.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from random import Random
+from typing import NamedTuple
+
+from hp_packing.costs import Seconds
+from hp_packing.kind import Kind
+from hp_packing.price import stage_costs
+from hp_packing.shares import Rates, best_shares
+from hp_schedule import Costs, Schedule, search, shorten
+
+_GROWTH = (1.6, 2.2)
+"""Of a microbatch by the one before it, of those at the front."""
+_BACK = (0.8, 0.5)
+"""Shares of the last microbatches, by those in the middle."""
+_SMALLEST = 0.03
+"""Share of the first microbatch, by those in the middle, below which none is tried."""
+_LOOKED_AT, _FITTED = 8, 6
+"""Schedules for each kind of ends; kinds of ends whose shares are made to fit, of each number."""
+_KEPT, _FEWER = 3, 4
+"""Numbers that are looked at closely; by what schedules are fewer each further time."""
+_FAR, _NEAR = (0.7, 0.85, 0.93, 1.07, 1.15, 1.3), (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
+"""Factors by which a share is changed."""
+_USUAL = 128
+"""Stages times microbatches up to which that many are looked at; of larger ones fewer."""
+_LESS = 1e-6
+"""Of a step: what is not shorter by more is no better."""
+
+
+class Template(NamedTuple):
+    """A schedule for microbatches of some shares.
+
+    Attributes:
+        seconds: What a step takes, by all that the busiest rank computes.
+        shares: Shares of microbatches of the work; they sum to 1.
+        schedule: Their schedule.
+    """
+
+    seconds: float
+    shares: tuple[float, ...]
+    schedule: Schedule
+
+
+def part_looked_at(stages: int, microbatches: int) -> float:
+    """The part of what would be looked at for a few: each takes more than their number."""
+    return min(1.0, _USUAL / (stages * microbatches))
+
+
+def _some(number: int, part: float) -> int:
+    return max(1, round(number * part))
+
+
+@lru_cache(maxsize=64)
+def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
+    """Search templates for a rounded kind of steps, one for each number of microbatches.
+
+    Args:
+        kind: What the steps have in common.
+        effort: Schedules that are looked at for the shares of the best numbers, and a quarter as
+            often others for shares near these.
+
+    Returns:
+        The best first; none if nothing fits.
+    """
+    best: dict[int, Template] = {}
+    for count in _counts(kind, best):
+        found = _best(kind, count)
+        if found is not None:
+            best[count] = found
+    every = sorted(best.values(), key=_seconds)
+    kept = _some(_KEPT, part_looked_at(kind.num_stages, len(every[0].shares)) if every else 1.0)
+    every[:kept] = [_closely(kind, each, effort) for each in every[:kept]]
+    return tuple(sorted(every, key=_seconds))
+
+
+def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
+    """Yield numbers of microbatches to look at, while `best` is filled with what is found.
+
+    They go up from twice the stages, or what the memory asks for, until two were no better, and
+    then come close to the best from both sides, less close where these are many.
+    """
+
+    def shortest() -> int:
+        return min(best, key=lambda count: best[count].seconds)
+
+    stages = kind.num_stages
+    fewest = max(2 * stages if stages > 1 else 1, math.ceil(stages / kind.memory))
+    step = max(2, stages)
+    for count in range(min(fewest, kind.most), kind.most + 1, step):
+        yield count
+        if best and shortest() <= count - 2 * step:
+            break
+    closest = 1 + int(step * (1 - part_looked_at(stages, shortest()))) if best else step
+    while best and step > closest:
+        step //= 2
+        middle = shortest()
+        for count in (middle - step, middle + step):
+            if 1 <= count <= kind.most and count not in best:
+                yield count
+
+
+def _best(kind: Kind, count: int) -> Template | None:
+    """The best for so many microbatches, of all shares that are worth a try."""
+    part = part_looked_at(kind.num_stages, count)
+    every = [*_shares(count)]
+    some = every[:: math.ceil(len(every) / _some(len(every), part))]
+    searched = (_searched(kind, shares, _some(_LOOKED_AT, part)) for shares in some)
+    found = sorted((each for each in searched if each is not None), key=_seconds)
+    found = found[: _some(_FITTED, part)]
+    return min((_fitted(kind, each) for each in found), key=_seconds, default=None)
+
+
+def _closely(kind: Kind, template: Template, effort: int) -> Template:
+    """Look at more schedules for the shares of a template, and for shares near and far."""
+    random = Random(0)  # noqa: S311 - nothing is secret
+    shares = template.shares
+    effort = _some(effort, part_looked_at(kind.num_stages, len(shares)))
+    for turn in range(1 + effort // _FEWER):
+        found = _searched(kind, shares, effort if turn == 0 else max(1, effort // _FEWER))
+        if found is not None:
+            template = min(template, _fitted(kind, found), key=_seconds)
+        shares = changed_shares(template.shares, random, _NEAR if turn % 2 else _FAR)
+    return template
+
+
+def _shares(count: int) -> Iterator[tuple[float, ...]]:
+    """Yield shares that are worth a try: equal ones, and such that grow at the front."""
+    yield (1 / count,) * count
+    for growth in _GROWTH:
+        for length in range(2, count - len(_BACK)):
+            if growth**-length < _SMALLEST:
+                break
+            front = [growth**-place for place in range(length, 0, -1)]
+            yield scaled([*front, *[1.0] * (count - length - len(_BACK)), *_BACK])
+
+
+def scaled(shares: Sequence[float]) -> tuple[float, ...]:
+    """Shares in the same ratio, of sum 1."""
+    total = sum(shares)
+    return tuple(share / total for share in shares)
+
+
+def _costs(kind: Kind, shares: Sequence[float]) -> Costs:
+    of_stages = [*zip(kind.stages, kind.each, kind.least, strict=True)]
+    seconds = [
+        [
+            Seconds(
+                *(max(share * work + each, least) for work, each, least in zip(*of, strict=True))
+            )
+            for of in of_stages
+        ]
+        for share in shares
+    ]
+    return stage_costs(seconds, shares, message=kind.message, num_stages=kind.num_stages)
+
+
+def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | None:
+    try:
+        found = search(
+            _costs(kind, shares),
+            num_ranks=kind.num_stages,
+            num_microbatches=len(shares),
+            virtual=(1,),
+            memory_limit=kind.memory,
+            split_backward=kind.split_backward,
+            num_candidates=effort,
+        )
+    except ValueError:  # nothing fits the memory
+        return None
+    return Template(found.makespan, shares, found.schedule)
+
+
+def _fitted(kind: Kind, template: Template) -> Template:
+    """Take the best shares for the schedule, and the schedule for these, as long as that helps."""
+    count = len(template.shares)
+    rates = Rates(
+        work=[[seconds] * count for seconds in kind.stages],
+        each=kind.each,
+        least=kind.least,
+        tokens=[1.0] * count,
+        message=[kind.message] * count,
+        memory=kind.memory,
+    )
+    while (shares := best_shares(template.schedule, rates)) is not None:
+        found = shorten(template.schedule, _costs(kind, shares), memory_limit=kind.memory)
+        if found is None or found[1].makespan > template.seconds * (1 - _LESS):
+            break
+        template = Template(found[1].makespan, shares, found[0])
+    return template
+
+
+def changed_shares(
+    shares: Sequence[float], random: Random, factors: Sequence[float] = _NEAR
+) -> tuple[float, ...]:
+    """Up to three shares by some factors more or less, and all others a bit less or more."""
+    changed = list(shares)
+    for place in random.sample(range(len(shares)), min(len(shares), random.choice((1, 2, 3)))):
+        changed[place] *= random.choice(factors)
+    return scaled(changed)
+
+
+def _seconds(template: Template) -> float:
+    return template.seconds

@@ -1,0 +1,326 @@
+"""What each block of a model has a GPU launch, learned on a device that computes nothing.
+
+The model runs forward and backward on `hp_dry.DryDevice`, one rank with one layer of each
+kind, once with two sequences and once with three, or where a loss goes in tiles from three on, with
+three and four: what differs grows with tokens, what stays is read or written whatever their number,
+as weights are. Experts get the same number of tokens; where they are computed one by one, as in
+fp32, each has products of its own. Each part of a block is cut from the graph of the others, so
+that its backward is run, and counted, by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hp_context import Attention, SlidingWindow
+from hp_dry import DryDevice
+from hp_dry.trace import Launch, Trace
+from hp_expert import MoE
+from hp_plan.costs.routed import evenly
+from hp_plan.costs.work import Kernel, KernelKind, Kernels
+from hp_platform.host_reads import answering
+from hp_trainer.config import ModelConfig
+from hp_trainer.model import DropoutKey, Microbatch, look_ahead
+from hp_trainer.model.block import Block
+from hp_trainer.model.loss import loss_of
+from hp_trainer.model.stage import Stage
+from hp_trainer.model.transformer import build_stage
+
+BEFORE, LOSS = "before", "loss"
+_PARTS = (".attend", ".feed")
+_PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm"))
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of a stage while it runs.
+
+    Attributes:
+        name: Name under which it is counted.
+        launches: What its forward launched.
+        ends: Ends of its graph: what it returned, and what it handed to parts inside it.
+    """
+
+    name: str
+    launches: list[Launch] = field(default_factory=list)
+    ends: list[Tensor] = field(default_factory=list)
+
+    def cut(self, values: Any) -> Any:
+        """The same with tensors at which another graph begins; parameters are such already."""
+
+        def change(x: Tensor) -> Tensor:
+            if x.grad_fn is None:
+                return x
+            self.ends.append(x)
+            return x.detach().requires_grad_()
+
+        return _mapped(values, change)
+
+
+class _Parts:
+    """Parts of a stage, each with a graph of its own.
+
+    Args:
+        trace: Trace of their device.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._seen = 0
+        self._open: list[_Part] = []
+        self._done: list[_Part] = []
+
+    def cut(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose launches are counted under a name."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outer, part = self._open[-1], _Part(name)
+            outer.launches += self._new()
+            self._open.append(part)
+            output = function(*outer.cut(args), **outer.cut(kwargs))
+            part.launches += self._new()
+            self._done.append(self._open.pop())
+            return part.cut(output)
+
+        return call
+
+    def run(self, forward: Callable[[], Tensor]) -> dict[str, Launches]:
+        """Run all parts forward, then each backward; returns what was launched for each."""
+        self._new()
+        self._done.clear()
+        self._open = [_Part(BEFORE)]
+        before = self._open[0]
+        before.cut(forward())
+        before.launches += self._new()
+        found: dict[str, Launches] = {}
+        for part in (*self._done[::-1], before):
+            gradients = [torch.empty_like(x) for x in part.ends]
+            if gradients:
+                torch.autograd.backward(part.ends, gradients)
+            ways = found.setdefault(part.name, Launches([], []))
+            ways.forward.extend(part.launches)
+            ways.backward.extend(self._new())
+        return found
+
+    def _new(self) -> list[Launch]:
+        """Launches since the last call."""
+        events = self._trace.events[self._seen :]
+        self._seen = len(self._trace.events)
+        return [event for event in events if isinstance(event, Launch) and event.num_kernels]
+
+
+class Launches(NamedTuple):
+    """What a part launched."""
+
+    forward: list[Launch]
+    backward: list[Launch]
+
+
+def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with other tensors."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: _mapped(each, change) for key, each in values.items()}
+    if isinstance(values, list | tuple):
+        changed = [_mapped(each, change) for each in values]
+        return type(values)(*changed) if hasattr(values, "_fields") else type(values)(changed)
+    return values
+
+
+def learn(
+    model: ModelConfig,
+    vocab_size: int,
+    layers: Sequence[int],
+    *,
+    seq_len: int,
+    dtype: str,
+    sizes: Mapping[str, int],
+) -> dict[str, Kernels]:
+    """Learn the kernels of some layers, and of what is in front of them and behind.
+
+    Args:
+        model: Configuration of the model.
+        vocab_size: Rows of the embedding.
+        layers: Indices of the layers to run.
+        seq_len: Positions of a sequence.
+        dtype: Dtype of activations, as `train.dtype` names it.
+        sizes: Ranks that a model is cut over that cuts itself, by axis.
+
+    Returns:
+        Kernels of each part by its name: `"before"`, `"layers.3.attend"`, `"layers.3.feed"`,
+        `"layers.3.dense"` for what a layer of experts has besides routed experts, `"layers.3"` for
+        what is in none of them, `"loss"`; what is between the last block and the loss
+        is counted as in front of the first.
+    """
+    build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
+    with DryDevice() as device, answering(evenly):
+        stage = build(layers=layers, first=True, last=True)
+        stage.expect_ranks(sizes)
+        stage.stand_alone(sizes, lambda _: None)
+        stage.to_empty(device="cuda")
+        if dtype == "float64":  # no weight is narrower than what is computed in
+            stage.to(torch.float64)
+        stage.share_casts()
+        run = partial(_loss, stage, model, seq_len=seq_len)
+        # What later runs find: casts and gradients; where segments of a mask begin, by sizes.
+        run(2).backward()
+        lose, stage.linear_cross_entropy = stage.linear_cross_entropy, _no_loss
+        run(3)
+        parts = _Parts(device.trace)
+        modules = named_blocks(stage)
+        for name, block in modules.items():
+            if isinstance(block, Block):
+                block.attend = parts.cut(f"{name}.attend", block.attend)
+                block.feed = parts.cut(f"{name}.feed", block.feed)
+                for part in _dense_parts(block):
+                    part.forward = parts.cut(f"{name}.dense", part.forward)
+            else:
+                for part in {*stage.experts} & {*block.modules()}:
+                    part.forward = parts.cut(f"{name}.feed", part.forward)
+            block.forward = parts.cut(name, block.forward)
+        stage.linear_cross_entropy = parts.cut(LOSS, lose)
+        # From some number of tokens on, a loss goes in tiles: by other operators.
+        for fewest in (2, 3):
+            fewer, more = (parts.run(partial(run, fewest + further)) for further in (0, 1))
+            if _names(fewer) == _names(more):
+                break
+    found = {}
+    for name, ways in fewer.items():
+        module = modules[name.rpartition(".")[0]] if name.endswith(_PARTS) else None
+        is_expert = (
+            name.endswith(".feed")
+            and module is not None
+            and (not isinstance(module, Block) or bool(_dense_parts(module)))
+        )
+        # See Note [Costs of a stage that cuts itself]; rows of experts are dealt out.
+        ranks = 1 if is_expert else sizes["tp"]
+        read = partial(
+            _kernels,
+            module=module,
+            is_expert=is_expert,
+            seq_len=seq_len,
+            tokens=fewest * seq_len,
+            ranks=ranks,
+        )
+        forward, backward = map(read, ways, more[name])
+        found[name] = Kernels(forward, backward, Counter())
+    return found
+
+
+def named_blocks(stage: Stage) -> dict[str, nn.Module]:
+    """The blocks of a stage by their global names."""
+    names = {id(module): name for name, module in stage.named_modules()}
+    names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
+    return {names[id(block)]: block for block in stage.blocks}
+
+
+def _dense_parts(block: nn.Module) -> list[nn.Module]:
+    """What layers of experts have that every rank has: routers, and experts of all tokens."""
+    layers = [part for part in block.modules() if isinstance(part, MoE)]
+    return [part for moe in layers for part in (moe.router, moe.shared) if part is not None]
+
+
+def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int) -> Tensor:
+    """Loss of a microbatch."""
+    tokens = torch.zeros(num_sequences, seq_len, dtype=torch.int64, device="cuda")
+    output = forward(stage, model, tokens)
+    return loss_of(output, tokens) if output.ndim else output
+
+
+def forward(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
+    """Forward of a microbatch of tokens, int64 [B, S], which are their own targets."""
+    num_sequences, seq_len = tokens.shape
+    key = DropoutKey(0, 0, torch.arange(num_sequences), torch.arange(seq_len))
+    counts = (tokens.numel(),) * model.num_mtp_modules
+    ahead = look_ahead(tokens, tokens, counts) if counts else None
+    microbatch = Microbatch(num_sequences, key, targets=tokens, ahead=ahead)
+    output: Tensor = stage(tokens, microbatch=microbatch)
+    return output
+
+
+def _no_loss(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return x.sum()
+
+
+def _names(found: Mapping[str, Launches]) -> dict[str, list[set[str]]]:
+    """Operators of each part, forward and backward."""
+    return {name: [{each.what for each in way} for way in ways] for name, ways in found.items()}
+
+
+def _kernels(
+    fewer: list[Launch],
+    more: list[Launch],
+    *,
+    module: nn.Module | None,
+    is_expert: bool,
+    seq_len: int,
+    tokens: int,
+    ranks: int,
+) -> Counter[Kernel]:
+    """Compare what some tokens launch in a part of a block with what those of a sequence more do.
+
+    Prices divide all but launches by the number of ranks that share it.
+    """
+    parts = [] if module is None else list(module.modules())
+    seen = [seen_positions(part, seq_len) for part in parts if isinstance(part, Attention)]
+    if [each.what for each in fewer] != [each.what for each in more]:
+        fewer, more = _by_name(fewer), _by_name(more)
+    found: defaultdict[object, Kernel] = defaultdict(Kernel)
+    for place, (first, second) in enumerate(zip(fewer, more, strict=True)):
+        kind = _kind(first)
+        per_token = (second.num_bytes - first.num_bytes) / seq_len
+        launches = (second.num_kernels - first.num_kernels) / seq_len
+        # Operators of attention count all scores, and compute those that a query sees.
+        share = seen[0] / seq_len if kind == "attention" and seen else 1.0
+        # What only moves bytes takes as long together.
+        found[kind if kind == "memory" else place] += Kernel(
+            kind=kind,
+            launches=first.num_kernels - launches * tokens,
+            launches_per_token=ranks * launches,
+            flops=ranks * share * (second.flops - first.flops) / seq_len,
+            bytes=ranks * per_token,
+            fixed_bytes=ranks * max(0.0, first.num_bytes - per_token * tokens),
+            is_expert=is_expert,
+        )
+    return Counter(found.values())
+
+
+def seen_positions(attention: Attention, seq_len: int) -> float:
+    """Positions that a query sees on average: its window, or half of them."""
+    if isinstance(attention.mask, SlidingWindow):
+        return float(min(attention.mask.left + 1 + attention.mask.right, seq_len))
+    return seq_len / 2 if attention.mask.causal else float(seq_len)
+
+
+def _kind(launch: Launch) -> KernelKind:
+    name = launch.what.removeprefix("aten.").partition(".")[0]
+    if name == "_grouped_mm":
+        return "grouped"
+    if "attention" in name:
+        return "attention"
+    return "product" if name in _PRODUCTS else "memory"
+
+
+def _by_name(launches: list[Launch]) -> list[Launch]:
+    """All of an operator as one launch."""
+    found: defaultdict[str, list[Launch]] = defaultdict(list)
+    for each in launches:
+        found[each.what].append(each)
+    return [
+        replace(
+            found[what][-1],
+            num_kernels=sum(each.num_kernels for each in found[what]),
+            num_bytes=sum(each.num_bytes for each in found[what]),
+            flops=sum(each.flops for each in found[what]),
+        )
+        for what in sorted(found)
+    ]

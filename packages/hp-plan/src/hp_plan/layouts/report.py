@@ -1,0 +1,174 @@
+"""Plans as text: a table, what the best one consists of, and why it is the best. No torch."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from hp_plan.costs.machine import Machine
+from hp_plan.layouts.choose import Choice
+from hp_plan.price.estimate import Estimate
+from hp_plan.price.gather import room
+from hp_trainer.layout.ranks import Layout
+
+_NEGLIGIBLE = 0.005
+"""Share of a step below which a difference is not worth a word."""
+
+
+def table(estimates: Sequence[Estimate]) -> list[str]:
+    """One line per layout; on a GPU with what share of the compute the host launches kernels."""
+    is_launched = any(e.host for e in estimates)
+    column = f"  {'host':>5}" * is_launched
+    lines = [
+        f"{'step':>9}  {'tokens/s':>9}  {'idle':>5}  {'exposed':>9}{column}  {'memory':>9}  layout",
+        *(
+            f"{in_seconds(e.seconds):>9}  {e.tokens_per_second:>9,.0f}  {e.bubble:>5.0%}  "
+            f"{in_seconds(e.exposed):>9}{f'  {_host(e):>5}' * is_launched}"
+            f"  {in_bytes(e.memory.total):>9}  {name(e)}"
+            for e in estimates
+        ),
+    ]
+    if bound := sum(map(_host_binds, estimates)):
+        lines.append(
+            f"host    binds {bound} of these: it launches for longer than a device computes"
+        )
+    return lines
+
+
+def details(estimate: Estimate) -> list[str]:
+    """Where the time and the memory of a layout go, and what its ranks send."""
+    memory = estimate.memory
+    parts = ", ".join(
+        f"{part} {in_seconds(seconds)}" for part, seconds in estimate.parts.items() if seconds
+    )
+    lines = [
+        f"time    {parts}",
+        "memory  "
+        + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in memory.kinds.items() if size),
+    ]
+    if estimate.host:
+        binds = ": the device waits for it" if _host_binds(estimate) else ""
+        lines.append(f"host    launches kernels for {in_seconds(estimate.host)}{binds}")
+    for transfer in estimate.transfers:
+        link = "between nodes" if transfer.between_nodes else "within a node"
+        lines.append(
+            f"sends   {in_bytes(transfer.bytes)} per rank and step for {transfer.purpose}, {link}, "
+            f"link busy {in_seconds(transfer.seconds)}"
+        )
+    return lines
+
+
+def _host_binds(estimate: Estimate) -> bool:
+    """Whether the busiest host launches kernels for longer than the mean device computes."""
+    return estimate.host >= estimate.parts["compute"] > 0
+
+
+def _host(estimate: Estimate) -> str:
+    """For what share of the compute the busiest host launches; empty where that has no price."""
+    compute = estimate.parts["compute"]
+    return f"{estimate.host / compute:.0%}" if estimate.host and compute else ""
+
+
+def reasons(choice: Choice, machine: Machine) -> list[str]:
+    """Why the first layout is the best of a choice."""
+    best = choice.best[0]
+    of = f"all layouts of {choice.num_meshes} meshes"
+    if not choice.is_complete:
+        of = f"the {choice.num_laid_out} most promising layouts of {choice.num_meshes} meshes"
+    lines = [f"best of {of}, {choice.num_priced:,} priced, {choice.num_laid_out} laid out:"]
+    share = best.memory.total / machine.memory
+    lines.append(f"  it fits: {in_bytes(best.memory.total)} are {share:.0%} of a device")
+    for title, other in _rivals(choice):
+        slower = other.seconds / best.seconds - 1
+        lines.append(f"  {title}, {name(other)}: {slower:.1%} slower{_difference(best, other)}")
+    if choice.too_large is not None:
+        large = choice.too_large
+        kinds = large.memory.kinds
+        most = max(kinds, key=lambda kind: kinds[kind])
+        excess = in_bytes(large.memory.total - room(large.config, machine))
+        size = in_bytes(kinds[most])
+        lines.append(f"  does not fit, by {excess}: {name(large)}, most of it {most} ({size})")
+    return lines
+
+
+def _rivals(choice: Choice) -> list[tuple[str, Estimate]]:
+    """The best layout that differs in the mesh, and the best that differs in the schedule alone."""
+    best, *others = choice.best
+    found: dict[str, Estimate] = {}
+    for other in others:
+        same_mesh = other.config.mesh == best.config.mesh
+        found.setdefault("next schedule" if same_mesh else "next mesh", other)
+    return list(found.items())
+
+
+def _difference(best: Estimate, other: Estimate) -> str:
+    """What the other one spends more on, and less."""
+    more: list[str] = []
+    less: list[str] = []
+    for part, seconds in other.parts.items():
+        extra = seconds - best.parts[part]
+        if abs(extra) > _NEGLIGIBLE * best.seconds:
+            (more if extra > 0 else less).append(f"{in_seconds(abs(extra))} {part}")
+    text = f"; {' and '.join(more)} more" if more else ""
+    return text + (f", {' and '.join(less)} less" if less else "")
+
+
+def name(estimate: Estimate) -> str:
+    """A layout in words."""
+    config = estimate.config
+    pipeline = config.pipeline
+    stages = f" x {pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
+    schedule = f", {pipeline.schedule}{stages}" if config.mesh.pp > 1 else ""
+    if pipeline.stage_layers:
+        runs = [(size, len([*run])) for size, run in groupby(pipeline.stage_layers)]
+        sizes = ", ".join(f"{times} x {size}" if times > 1 else f"{size}" for size, times in runs)
+        schedule += f" of {sizes} layers"
+    size, recompute = config.train.microbatch_size, config.train.recompute
+    gathered = ", gathered by block" if config.mesh.gather == "block" else ""
+    again = f", recompute {recompute}" if recompute != "none" else ""
+    kept = f"{pipeline.keep_microbatches} kept, others {_GIVEN_UP[pipeline.retention]}"
+    gives_up = f", {kept}" if config.mesh.pp > 1 and pipeline.retention != "keep" else ""
+    return f"{Layout.of(config.mesh)}{schedule}{gathered}, microbatches of {size}{gives_up}{again}"
+
+
+_GIVEN_UP = {"keep": "", "recompute": "run again", "offload": "copied to the host"}
+
+
+def as_dict(estimate: Estimate) -> Mapping[str, Any]:
+    """A layout for programs: keys of the config, seconds and bytes."""
+    config, memory = estimate.config, estimate.memory
+    mesh = {f"mesh.{key}": getattr(config.mesh, key) for key in config.mesh.__struct_fields__}
+    return {
+        "config": {
+            **mesh,
+            "pipeline.schedule": config.pipeline.schedule,
+            "pipeline.stages_per_rank": config.pipeline.stages_per_rank,
+            "pipeline.stage_layers": config.pipeline.stage_layers,
+            "pipeline.retention": config.pipeline.retention,
+            "pipeline.keep_microbatches": config.pipeline.keep_microbatches,
+            "train.microbatch_size": config.train.microbatch_size,
+            "train.recompute": config.train.recompute,
+        },
+        "seconds": estimate.seconds,
+        "parts": dict(estimate.parts),
+        "exposed_seconds": estimate.exposed,
+        "host_seconds": estimate.host,
+        "bubble": estimate.bubble,
+        "tokens_per_second": estimate.tokens_per_second,
+        "memory": memory.kinds | {"total": memory.total},
+        "sent": {transfer.purpose: transfer.bytes for transfer in estimate.transfers},
+    }
+
+
+def in_seconds(value: float) -> str:
+    """Seconds in the unit that fits."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def in_bytes(value: float) -> str:
+    """Bytes in the unit that fits."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,250 @@
+"""Lay a pipeline schedule over the costs of its stages: memory and time of a layout. No torch."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
+
+from hp_plan.costs import modules
+from hp_plan.costs.machine import Machine
+from hp_plan.costs.memory import Memory
+from hp_plan.costs.work import Work
+from hp_plan.price.prices import Prices, aligned, cores_of, costs_of, ways
+from hp_plan.price.traffic import (
+    Spread,
+    Transfer,
+    edge_link,
+    gradient_transfers,
+    pipeline_transfer,
+    shard_transfer,
+)
+from hp_schedule import (
+    Costs,
+    MetaStepType,
+    Schedule,
+    add_fsdp_reduce_grad,
+    add_fsdp_unshard_reshard,
+    simulate,
+)
+from hp_trainer.config import Config, PipelineConfig
+from hp_trainer.layout.ranks import Layout
+from hp_trainer.layout.schedules import (
+    compute_schedule,
+    count_microbatches,
+    count_stages,
+    placement,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a layout costs per step. Times are in seconds, of the mean rank; they add up.
+
+    Attributes:
+        config: Configuration of the layout.
+        seconds: Time of the step.
+        parts: "compute", "idle" (in the pipeline, waits for messages included), "exchanges" inside
+            layers (of experts, tensor- and context-parallel ranks, none of them hidden),
+            "gradients" and "optimizer".
+        exposed: Time for which the rank that does so longest waits for messages and parameters that
+            somebody has computed already.
+        host: Seconds for which the busiest host launches kernels; 0 where they are not priced.
+        memory: Memory of the rank that needs most.
+        transfers: Transfers by purpose, of the rank that sends most for it.
+    """
+
+    config: Config
+    seconds: float
+    parts: Mapping[str, float]
+    exposed: float
+    host: float
+    memory: Memory
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step that the mean rank is idle in the pipeline."""
+        return self.parts["idle"] / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.config.train.global_batch_size * self.config.data.seq_len / self.seconds
+
+
+class Plan:
+    """The stages of a layout and what they cost on a machine.
+
+    Attributes:
+        layout: Its ranks.
+        num_microbatches: Microbatches of a step.
+        stages: Stages of the whole pipeline.
+        ranks: The ranks of each pipeline rank, where they are in their nodes.
+        places: The same of each stage.
+        prices: What each stage costs.
+        cores: Cores of one pipeline; None: as many as it has ranks.
+
+    Args:
+        config: Configuration of the layout; checked, with `mesh.gather` decided.
+        machine: Machine with as many devices as the layout has ranks.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        spread: Where the experts of a token are; None: by even chances, by hp-expert's dispatcher.
+        prices: Prices of other layouts on the machine; they have their own spread. None: new ones.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        machine: Machine,
+        *,
+        vocab_size: int,
+        spread: Spread | None = None,
+        prices: Prices | None = None,
+    ) -> None:
+        if config.mesh.gather == "auto":
+            raise ValueError("mesh.gather (auto) must be decided before a layout is priced")
+        self.config, self.machine = config, machine
+        self.layout = Layout.of(config.mesh)
+        self.num_microbatches = count_microbatches(config)
+        self.stages = modules.stages(config, vocab_size, num_stages=count_stages(config))
+        self.ranks = [aligned(stage, machine.node_size) for stage in self.layout.stages]
+        self.places = [
+            self.ranks[rank] for rank in placement(config.pipeline, num_ranks=self.layout.pp)
+        ]
+        self.cores, _ = cores_of(machine, self.layout)
+        self._prices = prices or Prices(machine, vocab_size, spread or Spread())
+        self.prices = self._prices.stages(config, self.stages, self.places)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch that attention sees on a rank."""
+        return self.config.train.microbatch_size * self.config.data.seq_len // self.config.mesh.cp
+
+    def schedule(self) -> Schedule:
+        """Compute steps, and those of sharded parameters; messages are priced by their edges."""
+        is_sharded = self.config.mesh.gather == "stage" and any(
+            place.is_sharded for place in self.layout.stages
+        )
+        return plain_schedule(
+            self.config.pipeline, self.layout.pp, self.num_microbatches, is_sharded=is_sharded
+        )
+
+    def stages_of(self, schedule: Schedule, rank: int) -> tuple[Work, ...]:
+        """The stages of a pipeline rank."""
+        return tuple(self.stages[index] for index in schedule.stages_of(rank))
+
+    def estimate(self) -> Estimate:
+        """Simulate the schedule."""
+        schedule = self.schedule()
+        simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
+        ranks, places = range(self.layout.pp), self.ranks
+        held = [self.stages_of(schedule, rank) for rank in ranks]
+        memories = [
+            self._prices.memory(
+                self.config, held[rank], places[rank], rank=stage.first, activations=peak
+            )
+            for rank, (stage, peak) in enumerate(
+                zip(self.layout.stages, simulation.peak_activations, strict=True)
+            )
+        ]
+        ends = [self._prices.ends(self.config, held[rank], places[rank]) for rank in ranks]
+        sizes = [place.num_ranks for place in places]
+        exchanges = [
+            self.num_microbatches * sum(self.prices[s].exchanges for s in schedule.stages_of(rank))
+            for rank in ranks
+        ]
+        idle = fmean(simulation.bubble, sizes) * simulation.makespan
+        exchanging = fmean(exchanges, sizes)
+        last = {name: max(end[name] for end in ends) for name in ends[0]}
+        return Estimate(
+            config=self.config,
+            seconds=simulation.makespan + sum(last.values()),
+            parts={
+                "compute": simulation.makespan - idle - exchanging,
+                "idle": idle,
+                "exchanges": exchanging,
+                **last,
+            },
+            exposed=max(simulation.exposed_communication),
+            host=max(
+                self.num_microbatches * sum(self.prices[s].host for s in schedule.stages_of(rank))
+                for rank in ranks
+            ),
+            memory=max(memories, key=lambda memory: memory.total),
+            transfers=self._transfers(schedule),
+        )
+
+    def costs(self, schedule: Schedule) -> Costs:
+        """What the steps of a schedule cost."""
+        return costs_of(self.config, self.machine, self.prices, edges=schedule.edges)
+
+    def _transfers(self, schedule: Schedule) -> tuple[Transfer, ...]:
+        found: defaultdict[str, list[Transfer]] = defaultdict(list)
+        for rank in range(self.layout.pp):
+            for transfer in self._transfers_of(schedule, rank):
+                found[transfer.purpose].append(transfer)
+        most = (max(each, key=lambda transfer: transfer.bytes) for each in found.values())
+        return tuple(transfer for transfer in most if transfer.bytes)
+
+    def _transfers_of(self, schedule: Schedule, rank: int) -> list[Transfer]:
+        config, place, machine = self.config, self.ranks[rank], self.machine
+        stages, ranks = self.stages_of(schedule, rank), schedule.stage_to_rank
+        edges = [
+            edge_link(config, self.layout, machine, source=rank, destination=ranks[stage])
+            for stage, neighbour in _neighbours(len(self.stages))
+            if ranks[stage] != rank and ranks[neighbour] == rank
+        ]
+        rounds = sum(
+            step is not None and step.type is MetaStepType.FSDP_UNSHARD
+            for step in schedule.steps[rank]
+        )
+        gathers, reduces = (
+            [shard_transfer(config, stage, place, machine, what=what) for stage in stages]
+            for what in ("gathered", "reduced")
+        )
+        # Gathered as often as the schedule says, reduced once; or both for every microbatch.
+        gathered, reduced = rounds / max(1, len(stages)), 1.0
+        if config.mesh.gather == "block":
+            gathered = 2.0 * self.num_microbatches
+            reduced = 1.0 if config.mesh.reduce_once else float(self.num_microbatches)
+        shards = [_sum("", gathers, gathered), _sum("", reduces, reduced)]
+        inside: dict[str, list[Transfer]] = defaultdict(list)
+        for transfer in chain.from_iterable(
+            ways(config, stages, place, machine, spread=self._prices.spread)
+        ):
+            inside[transfer.purpose].append(transfer)
+        return [
+            pipeline_transfer(config, place, edges, num_microbatches=self.num_microbatches),
+            *(_sum(purpose, found, self.num_microbatches) for purpose, found in inside.items()),
+            _sum("parameters", shards, 1.0),
+            _sum("gradients", gradient_transfers(config, stages, place, machine), 1.0),
+        ]
+
+
+def plain_schedule(
+    pipeline: PipelineConfig, pp: int, num_microbatches: int, *, is_sharded: bool
+) -> Schedule:
+    """A schedule without messages; with the steps of sharded parameters where there are any."""
+    schedule = compute_schedule(
+        pipeline, num_ranks=pp, num_microbatches=num_microbatches, paired=False
+    )
+    assert schedule is not None  # the rules have laid it out
+    if is_sharded:
+        schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
+    return schedule
+
+
+def _neighbours(num_stages: int) -> list[tuple[int, int]]:
+    """(receiving stage, sending stage), in both directions."""
+    forward = [(stage + 1, stage) for stage in range(num_stages - 1)]
+    return forward + [(first, second) for second, first in forward]
+
+
+def _sum(purpose: str, transfers: Sequence[Transfer], times: float) -> Transfer:
+    return Transfer(
+        purpose,
+        times * sum(transfer.bytes for transfer in transfers),
+        times * sum(transfer.seconds for transfer in transfers),
+        any(transfer.between_nodes for transfer in transfers),
+    )

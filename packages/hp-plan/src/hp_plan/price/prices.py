@@ -1,0 +1,417 @@
+"""What stages cost where they are: each worked out once for all layouts that ask for it. No torch.
+
+Of a layout only a few things matter to one of its stages: which ranks share it, how many tokens a
+microbatch has, and how its parameters are gathered. Thousands of layouts have these in common.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from operator import mul
+from typing import Any, NamedTuple
+
+from hp_plan.costs import modules
+from hp_plan.costs.machine import Machine
+from hp_plan.costs.memory import (
+    Memory,
+    in_turn,
+    kinds_of,
+    message_bytes,
+    padding,
+    static_memory,
+    tensor_memory,
+)
+from hp_plan.costs.work import EXCHANGED, Kernels, Work
+from hp_plan.price.rates import Compute, Routed, rates_of
+from hp_plan.price.traffic import (
+    Spread,
+    Transfer,
+    activation_transfers,
+    edge_link,
+    expert_transfer,
+    gradient_transfers,
+    shard_transfer,
+)
+from hp_schedule import Costs
+from hp_trainer.config import Config, PipelineConfig
+from hp_trainer.layout.ranks import Layout, StageLayout
+from hp_trainer.layout.schedules import KINDS, count_microbatches, layers_of_stages
+
+
+class StagePrice(NamedTuple):
+    """Seconds of a stage for a microbatch, and the bytes that one keeps.
+
+    Attributes:
+        forward: Forward.
+        input_grad: Backward of activations, for which other stages wait, with what runs again.
+        weight_grad: The rest of it.
+        exchanges: Seconds of these that are exchanges inside its layers.
+        gathered: Gathering its parameters once; 0 where that happens block by block, within forward
+            and backward.
+        reduced: Likewise, reducing its gradients once.
+        device: What the device takes for all that it computes.
+        host: What the host takes to launch all of it.
+        kept: Bytes that a microbatch keeps from forward to backward.
+        message: Bytes of what a stage is given for one.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    exchanges: float
+    gathered: float
+    reduced: float
+    device: float
+    host: float
+    kept: float
+    message: float
+
+    @property
+    def full(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.input_grad + self.weight_grad
+
+    def by_block(self, reductions: float) -> "StagePrice":
+        """The same where blocks are gathered while others compute, and in backward reduced.
+
+        Args:
+            reductions: Reductions of a gradient for each microbatch, at most 1.
+        """
+        back = self.gathered + reductions * self.reduced
+        return self._replace(
+            forward=max(self.forward, self.gathered),
+            input_grad=max(self.input_grad, back - self.weight_grad),
+            gathered=0.0,
+            reduced=0.0,
+        )
+
+
+class Prices:
+    """Prices of the stages of layouts that differ in mesh, pipeline, microbatches, recomputation.
+
+    Args:
+        machine: Their machine.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        spread: Where the experts of a token are.
+    """
+
+    def __init__(self, machine: Machine, vocab_size: int, spread: Spread) -> None:
+        self.machine, self.vocab_size, self.spread = machine, vocab_size, spread
+        self._stages: dict[object, StagePrice] = {}
+        self._ends: dict[object, Mapping[str, float]] = {}
+        self._tensors: dict[object, Memory] = {}
+        self._gathers: dict[object, tuple[float, float]] = {}
+        self._each: dict[object, list[list[float]]] = {}
+
+    def stages(
+        self, config: Config, stages: Sequence[Work], places: Sequence[StageLayout]
+    ) -> list[StagePrice]:
+        """Price the stages of a layout.
+
+        Args:
+            config: Configuration of the layout.
+            stages: Stages of the whole pipeline.
+            places: The ranks of each.
+        """
+        num = len(stages)
+        kernels: Sequence[Kernels | None] = [None] * num
+        if self.machine.launch_seconds:
+            kernels = modules.kernels(config, self.vocab_size, num_stages=num)
+        layers = map(len, layers_of_stages(config, num))
+        _, slowed = cores_of(self.machine, Layout.of(config.mesh))
+        found: list[StagePrice] = []
+        known: dict[tuple[int, int], StagePrice] = {}  # most stages are like others before them
+        for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True):
+            key = id(stage), id(place)
+            if key not in known:
+                known[key] = self.stage(
+                    config, stage, place, kernels=mine, layers=number, slowed=slowed
+                )
+            found.append(known[key])
+        return found
+
+    def stage(
+        self,
+        config: Config,
+        stage: Work,
+        place: StageLayout,
+        *,
+        kernels: Kernels | None,
+        layers: int,
+        slowed: float,
+    ) -> StagePrice:
+        """Price a stage.
+
+        Args:
+            config: Configuration of the layout.
+            stage: The stage.
+            place: The ranks that share it.
+            kernels: What it launches; None: it is priced as products and layers.
+            layers: Layers that it has.
+            slowed: Factor by which ranks are slower that share cores.
+        """
+        mesh = config.mesh
+        once = count_microbatches(config) if mesh.reduce_once else 0
+        parts = self.parts(config.pipeline)
+        key = (stage, place, config.train.microbatch_size, mesh.gather, once, slowed, parts)
+        found = self._stages.get(key)
+        if found is None:
+            tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+            compute = self._compute(
+                config, stage, place, tokens, kernels=kernels, layers=layers, slowed=slowed
+            )
+            found = self._stages[key] = self._stage(config, stage, place, tokens, compute)
+        return found
+
+    def parts(self, pipeline: PipelineConfig) -> int:
+        """Parts of a microbatch that each take the time of layers by themselves."""
+        splits = KINDS[pipeline.schedule].splits_backward and bool(self.machine.layer_seconds)
+        return 2 + splits
+
+    def _stage(
+        self, config: Config, stage: Work, place: StageLayout, tokens: int, compute: Compute
+    ) -> StagePrice:
+        ahead, back, again = self._waits(config, stage, place)
+        gather, reduce = self.gather(config, stage, place)
+        price = StagePrice(
+            forward=compute.forward + ahead,
+            input_grad=compute.input_grad + compute.again + back + again,
+            weight_grad=compute.weight_grad,
+            exchanges=ahead + back + again,
+            gathered=gather,
+            reduced=reduce,
+            device=compute.device,
+            host=compute.host,
+            kept=stage.kept_bytes(tokens, tp=place.tp, padded=padding(config, place)),
+            message=float(message_bytes(config, place)),
+        )
+        return price.by_block(reductions(config)) if config.mesh.gather == "block" else price
+
+    def _waits(self, config: Config, stage: Work, place: StageLayout) -> list[float]:
+        """Seconds of what `ways` has: sums of what takes so long for each thing exchanged."""
+        key = (place, config.train.microbatch_size)
+        each = self._each.get(key)
+        if each is None:
+            each = self._each[key] = self._seconds_of_each(config, place)
+        amounts = stage.exchanged
+        repeated = stage.again.exchanged if stage.again else ()
+        return [
+            sum(map(mul, mine, column))
+            for mine, column in zip((amounts, amounts, repeated), (*each, each[0]), strict=True)
+        ]
+
+    def _seconds_of_each(self, config: Config, place: StageLayout) -> list[list[float]]:
+        """Seconds for one of each that `EXCHANGED` names, in forward and in backward."""
+        found: list[list[float]] = []
+        ranks = {"summed": place.tp, "heads": place.cp, "attentions": place.cp}
+        ranks |= {"balances": place.tp * place.cp, "losses": place.tp}
+        for name in EXCHANGED:
+            if ranks.get(name, place.ep * place.etp) == 1:
+                found.append([0.0, 0.0])
+                continue
+            one: dict[str, Any] = {name: 1.0}
+            way = partial(_way, config, [Work(**one)], place, self.machine, spread=self.spread)
+            ends = [way(backward=False)]
+            if name in _UNLIKE_BACKWARD:
+                ends.append(way(backward=True))
+            sums = [sum(transfer.seconds for transfer in end) for end in ends]
+            found.append([sums[0], sums[-1]])
+        return [list(column) for column in zip(*found, strict=True)]
+
+    def gather(self, config: Config, stage: Work, place: StageLayout) -> tuple[float, float]:
+        """Seconds to gather the parameters of a stage, and to reduce their gradients."""
+        key = (kinds_of(stage), place)
+        found = self._gathers.get(key)
+        if found is None:
+            gather = shard_transfer(config, stage, place, self.machine, what="gathered")
+            reduce = shard_transfer(config, stage, place, self.machine, what="reduced")
+            found = self._gathers[key] = gather.seconds, reduce.seconds
+        return found
+
+    def _compute(
+        self,
+        config: Config,
+        stage: Work,
+        place: StageLayout,
+        tokens: int,
+        *,
+        kernels: Kernels | None,
+        layers: int,
+        slowed: float,
+    ) -> Compute:
+        """What a stage computes for a microbatch of tokens that attention sees on a rank."""
+        machine, number = self.machine, tokens / place.tp
+        if kernels is not None:
+            rates = rates_of(machine, is_compiled=config.train.compile != "none", slowed=slowed)
+            routed = Routed(self.spread.load(place.ep), padding(config, place))
+            return rates.compute(kernels, number, place, routed=routed)
+        alone = slowed * layers * machine.layer_seconds
+        busy = slowed * number * stage.flops / machine.flops + alone
+        repeated = stage.again.flops / stage.flops if stage.again else 0.0
+        # What runs again takes as long as it did; weight gradients that are put off run by
+        # themselves, layer by layer.
+        weights = (self.parts(config.pipeline) - 2) * alone + busy
+        # That is no sum of layers' own times; of products it is.
+        device = 2 * busy + weights + (busy - alone) * repeated
+        return Compute(busy, busy, weights, again=busy * repeated, device=device, host=0.0)
+
+    def ends(
+        self, config: Config, stages: tuple[Work, ...], place: StageLayout
+    ) -> Mapping[str, float]:
+        """Seconds after the pipeline, of the stages of a rank: sums over replicas, the update."""
+        key = (tuple(map(kinds_of, stages)), place, config.mesh.pp)
+        found = self._ends.get(key)
+        if found is None:
+            transfers = gradient_transfers(config, stages, place, self.machine)
+            parameters, gradients, optimizer = static_memory(config, stages, place)
+            # Parameters and moments are read and written, gradients read.
+            touched = 2 * parameters + gradients + 2 * optimizer
+            found = self._ends[key] = {
+                "gradients": sum(transfer.seconds for transfer in transfers),
+                "optimizer": touched / self.machine.memory_bandwidth,
+            }
+        return found
+
+    def memory(
+        self,
+        config: Config,
+        stages: tuple[Work, ...],
+        place: StageLayout,
+        *,
+        rank: int,
+        activations: float,
+    ) -> Memory:
+        """What a rank needs.
+
+        Args:
+            config: Configuration of the layout.
+            stages: Stages of the rank.
+            place: The ranks that share them.
+            rank: Global number of the first of them.
+            activations: Bytes of its microbatches under way.
+        """
+        mesh, size = config.mesh, config.train.microbatch_size
+        key = (stages, place, mesh.pp > 1, mesh.gather, mesh.reduce_once, size)
+        tensors = self._tensors.get(key)
+        if tensors is None:
+            tensors = self._tensors[key] = tensor_memory(config, stages, place)
+        tensors = tensors.with_activations(activations, in_turn(config, stages, place))
+        return tensors.with_margin(config, rank, self.machine)
+
+
+_UNLIKE_BACKWARD = ("rows", "balances", "losses")
+"""What of `EXCHANGED` has other exchanges in backward than in forward."""
+
+
+def ways(
+    config: Config,
+    stages: Sequence[Work],
+    place: StageLayout,
+    machine: Machine,
+    *,
+    spread: Spread,
+) -> list[list[Transfer]]:
+    """What ranks exchange inside the layers of some stages for a microbatch.
+
+    Returns:
+        In forward, in backward, and in what backward runs again.
+    """
+    again = [stage.again for stage in stages if stage.again is not None]
+    way = partial(_way, config, place=place, machine=machine, spread=spread)
+    return [
+        way(stages, backward=False),
+        way(stages, backward=True),
+        way(again, backward=False),
+    ]
+
+
+def _way(
+    config: Config,
+    works: Sequence[Work],
+    place: StageLayout,
+    machine: Machine,
+    *,
+    spread: Spread,
+    backward: bool,
+) -> list[Transfer]:
+    tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+    found: list[Transfer] = []
+    if place.tp * place.cp > 1:
+        found += activation_transfers(
+            config, works, place, machine, tokens=tokens, backward=backward
+        )
+    if place.ep * place.etp > 1 and any(work.rows for work in works):
+        found.append(
+            expert_transfer(
+                config,
+                works,
+                place,
+                machine,
+                tokens=tokens // place.tp,
+                backward=backward,
+                spread=spread,
+            )
+        )
+    return found
+
+
+def reductions(config: Config) -> float:
+    """How often a gradient is reduced for each microbatch, where that happens block by block."""
+    return 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
+
+
+@lru_cache(maxsize=1 << 16)  # schedules and batches of one mesh ask for the same
+def aligned(place: StageLayout, node_size: int) -> StageLayout:
+    """The same ranks where they are in their nodes, as low as can be: that is all that matters."""
+    first = place.first % node_size
+    is_inside = first + place.num_ranks <= node_size
+    return replace(place, first=0 if is_inside else first)
+
+
+def cores_of(machine: Machine, layout: Layout) -> tuple[int | None, float]:
+    """Cores for one pipeline where ranks share them, and how much slower ranks are besides.
+
+    Pipelines share cores evenly; where one has a fraction of a core left, all its steps take
+    longer.
+    """
+    if not machine.cores or machine.cores >= layout.world_size:
+        return None, 1.0
+    share = machine.cores * layout.pp / layout.world_size
+    whole = max(1, int(share))
+    return whole, whole / share
+
+
+def costs_of(
+    config: Config,
+    machine: Machine,
+    prices: Sequence[StagePrice],
+    *,
+    edges: Iterable[tuple[int, int]],
+) -> Costs:
+    """What the steps of a layout cost.
+
+    Args:
+        config: Configuration of the layout.
+        machine: Its links.
+        prices: Prices of each stage.
+        edges: Pairs of pipeline ranks that send to each other.
+    """
+    layout, latencies = Layout.of(config.mesh), {}
+    for source, destination in edges:
+        # Of all pipelines the slowest, with the time that the bytes take, in both directions.
+        ends = sorted((source, destination))
+        link = edge_link(config, layout, machine, source=ends[0], destination=ends[1])
+        latencies[source, destination] = link.seconds
+    return Costs(
+        forward=[price.forward for price in prices],
+        input_grad=[price.input_grad for price in prices],
+        weight_grad=[price.weight_grad for price in prices],
+        activation=[price.kept for price in prices],
+        latency=latencies,
+        unshard=[price.gathered for price in prices],
+        reduce_grad=[price.reduced for price in prices],
+        kept_input=[price.message for price in prices],
+        # What a stage has received and what it hands on stays.
+        offloaded=[max(0.0, price.kept - 2 * price.message) for price in prices],
+        host_bandwidth=machine.host_bandwidth,
+    )

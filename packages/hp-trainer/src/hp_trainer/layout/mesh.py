@@ -1,0 +1,142 @@
+"""The process groups that a rank belongs to.
+
+All ranks build those of all stages in one order, whatever the sizes of these.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_platform import Runtime, mesh_of, new_group
+from hp_trainer.layout.communicators import ALONE, GROUPS, WORLD, partitions
+from hp_trainer.layout.ranks import GRIDS, Layout, StageLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """One rank's place and groups.
+
+    Attributes:
+        layout: The arithmetic of all stages.
+        rank: Global rank.
+        groups: Process groups by name, see :data:`hp_trainer.layout.communicators.GROUPS`.
+        world: All ranks, for the step's scalars.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        pp_index: Position in its pipeline.
+        stage: The arithmetic of its own stage.
+    """
+
+    layout: Layout
+    rank: int
+    groups: Mapping[str, ProcessGroup]
+    world: ProcessGroup
+    device_type: str
+    pp_index: int = field(init=False)
+    stage: StageLayout = field(init=False)
+    _places: dict[str, tuple[int, int]] = field(init=False, repr=False)
+    _submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Work out the place of the rank, which nothing changes."""
+        pp_index = self.layout.pp_index(self.rank)
+        stage = self.layout.stages[pp_index]
+        places = {
+            name: (stage.size(*axes), stage.index(self.rank, *axes))
+            for name, axes in GROUPS.items()
+        }
+        for name, value in ("pp_index", pp_index), ("stage", stage), ("_places", places):
+            object.__setattr__(self, name, value)
+
+    @property
+    def dp_index(self) -> int:
+        """Which share of the sequences it sees."""
+        return self.stage.index(self.rank, "dp_replicate", "dp_shard")
+
+    @property
+    def domain(self) -> int:
+        """Which of the pipelines side by side it is in: its share of sequences and positions."""
+        return self.stage.index(self.rank, "dp_replicate", "dp_shard", "cp")
+
+    def size(self, name: str) -> int:
+        """Ranks of a group."""
+        return self._places[name][0]
+
+    def index(self, name: str) -> int:
+        """Position of this rank in a group."""
+        return self._places[name][1]
+
+    def submesh(self, *names: str) -> DeviceMesh:
+        """A mesh whose axes are some groups of one grid, outermost first, in any order."""
+        if names not in self._submeshes:
+            self._submeshes[names] = self._make_submesh(names)
+        return self._submeshes[names]
+
+    def _make_submesh(self, names: tuple[str, ...]) -> DeviceMesh:
+        stage, wanted = self.stage, [axis for name in names for axis in GROUPS[name]]
+        axes = [axis for grid in GRIDS for axis in grid if axis in wanted]
+        mine = next(ranks for ranks in stage.ranks(*axes) if self.rank in ranks)
+        mine.sort(key=lambda rank: [stage.index(rank, *GROUPS[name]) for name in names])
+        ranks = torch.tensor(mine).view([self.size(name) for name in names]).tolist()
+        return mesh_of(
+            {name: self.groups[name] for name in names}, ranks, device_type=self.device_type
+        )
+
+
+def build_mesh(layout: Layout, runtime: Runtime, *, timeout: timedelta) -> Mesh:
+    """Build every group of the layout. All ranks call this at the same point.
+
+    Args:
+        layout: Must fill the world.
+        runtime: The initialised world.
+        timeout: Time limit of every collective on these groups.
+
+    Raises:
+        ValueError: When the layout does not fill the world.
+    """
+    world_size, rank = runtime.info.world_size, runtime.info.rank
+    if layout.world_size != world_size:
+        raise ValueError(f"layout ({layout}) must fill the world ({world_size})")
+
+    def build(name: str, ranks: list[list[int]]) -> ProcessGroup:
+        mine = new_group(
+            ranks,
+            name=name,
+            backend=runtime.backend,
+            timeout=timeout,
+            high_priority=name == "ep",
+        )
+        assert mine is not None, f"rank {rank} is in no {name} group"
+        return mine
+
+    made = {name: build(name, ranks) for name, ranks in partitions(layout).items()}
+    groups = {name: made[name if name in made else ALONE] for name in GROUPS}
+    return Mesh(
+        layout=layout,
+        rank=rank,
+        groups=groups,
+        world=made[WORLD],
+        device_type=runtime.device.type,
+    )
+
+
+def small_group(mesh: Mesh, runtime: Runtime, *, timeout: timedelta) -> ProcessGroup | None:
+    """Build the groups in which ranks that share experts exchange all that is not rows.
+
+    All ranks call this together where pairs are overlapped; see `hp_expert.AllToAllDispatcher`.
+
+    Args:
+        mesh: Mesh of the run.
+        runtime: The initialised world.
+        timeout: Time limit of every collective on these groups.
+    """
+    return new_group(
+        mesh.layout.ranks("ep"),
+        name="beside rows",
+        backend=runtime.backend,
+        timeout=timeout,
+        high_priority=True,
+    )

@@ -1,0 +1,34 @@
+"""The models: decoder-only transformers, and what models of one's own are made with."""
+
+from hp_trainer.layout.parameter import ParameterSpec
+from hp_trainer.model.ahead import Ahead, look_ahead
+from hp_trainer.model.attention import attend
+from hp_trainer.model.block import Microbatch, add_loss
+from hp_trainer.model.declared import declare
+from hp_trainer.model.layers import DropoutKey, Embedding, Lender, Linear, RMSNorm
+from hp_trainer.model.loss import linear_cross_entropy
+from hp_trainer.model.shapes import count_parameters, model_shapes
+from hp_trainer.model.stage import Counted, Exchanges, Stage
+from hp_trainer.model.transformer import TransformerStage
+
+__all__ = [
+    "Ahead",
+    "Counted",
+    "DropoutKey",
+    "Embedding",
+    "Exchanges",
+    "Lender",
+    "Linear",
+    "Microbatch",
+    "ParameterSpec",
+    "RMSNorm",
+    "Stage",
+    "TransformerStage",
+    "add_loss",
+    "attend",
+    "count_parameters",
+    "declare",
+    "linear_cross_entropy",
+    "look_ahead",
+    "model_shapes",
+]

@@ -1,0 +1,92 @@
+"""Rows for experts in buffers of a fixed size, whose numbers the host does not read.
+
+Note [Run again]. In a step, every rank has room for so many rows from each other rank, and nothing
+waits for the device. Where rows did not fit, outputs were NaN on the ranks that share the experts.
+Each rank asks once per step, after the backward and before the update, and tells all others in what
+they sum in any case (see Note [one agreed step]). If it happened anywhere, all ranks drop the
+gradients and run the step again with as much room as it takes: no update is made of fewer rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from hp_expert import (
+    BoundedAllToAllDispatcher,
+    BufferOverflowError,
+    rows_per_pair,
+)
+from hp_trainer.layout.mesh import Mesh
+from hp_trainer.model.stage import Stage
+
+
+class ExpertBuffers:
+    """The buffers of one rank, shared by all its layers.
+
+    Args:
+        experts: Experts that exchange rows; none: there is nothing to bound.
+        dispatcher: What exchanges them in buffers; None without experts.
+    """
+
+    def __init__(
+        self, experts: Sequence[Any], dispatcher: BoundedAllToAllDispatcher | None
+    ) -> None:
+        self._experts, self._dispatcher = experts, dispatcher
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[Stage],
+        mesh: Mesh,
+        *,
+        factor: float,
+        slots: tuple[int, int],
+        device: torch.device,
+    ) -> "ExpertBuffers":
+        """Make room for `factor` times the rows of an even routing.
+
+        Args:
+            stages: Stages of this rank, their experts spread over ranks.
+            mesh: Mesh of the run.
+            factor: `mesh.ep_buffer`; 0: no buffers.
+            slots: Tokens of a microbatch on the rank that has most of them, and experts of each.
+            device: Device of the rows.
+        """
+        experts: list[Any] = [part for stage in stages for part in stage.experts]
+        if not factor or not experts or mesh.size("ep") == 1:
+            return NO_BUFFERS
+        group, num_experts = mesh.groups["ep"], experts[0].dispatcher.num_experts
+        rows = rows_per_pair(*slots, num_experts, group.size(), factor=factor)
+        return cls(experts, BoundedAllToAllDispatcher(group, num_experts, rows, device))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Exchange rows in buffers inside of the context."""
+        before = [part.dispatcher for part in self._experts]
+        for part in self._experts:
+            assert self._dispatcher is not None
+            part.dispatcher = self._dispatcher
+        try:
+            yield
+        finally:
+            for part, dispatcher in zip(self._experts, before, strict=True):
+                part.dispatcher = dispatcher
+
+    def overflowed(self) -> int:
+        """Ask whether rows did not fit since the last call: the one host read of a step.
+
+        Returns:
+            Most rows that went from one rank to another, if they were too many; else 0.
+        """
+        try:
+            if self._dispatcher is not None:
+                self._dispatcher.check()
+        except BufferOverflowError as error:
+            return error.rows_needed
+        return 0
+
+
+NO_BUFFERS: Final = ExpertBuffers((), None)
+"""Those of a rank that exchanges no rows, or as many as there are."""

@@ -1,0 +1,341 @@
+"""The one place where model, mesh, experts and pipeline meet.
+
+Every rank builds the same plan, keeps the stages that are its own, shards their experts, fills
+them with the weights that the seed and the global names decide, and hands them to the pipeline
+runtime of hp-schedule.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from hp_context import ContextParallel
+from hp_expert import save_routing
+from hp_overlap import CommComputeOverlap, HookCoordinator
+from hp_platform import Runtime
+from hp_schedule import MetaStep, Schedule
+from hp_schedule.runtime import (
+    FullySharded,
+    PipelineScheduleRuntime,
+    PipelineStage,
+    TensorSpec,
+)
+from hp_trainer.config import Config
+from hp_trainer.layout.edges import Edges, build_edges
+from hp_trainer.layout.mesh import Mesh, small_group
+from hp_trainer.layout.parameter import chunk
+from hp_trainer.layout.schedules import (
+    KINDS,
+    count_microbatches,
+    count_stages,
+    layers_of_stages,
+    planned_tokens,
+    splits_backward,
+    training_schedule,
+)
+from hp_trainer.layout.sequence import SequenceShare
+from hp_trainer.model.block import Block
+from hp_trainer.model.buffers import NO_BUFFERS, ExpertBuffers
+from hp_trainer.model.compiled import compile_blocks
+from hp_trainer.model.declared import declared
+from hp_trainer.model.parameters import Parameter, named_parameters
+from hp_trainer.model.sharding import LastBackward, is_sharded, shard
+from hp_trainer.model.stage import Stage
+from hp_trainer.model.tensor_parallel import cut_tensors
+from hp_trainer.model.tied import merge_copies, share_tables, tied_group
+from hp_trainer.model.transformer import build_stage, tied_parameters
+from hp_trainer.overlap import overlap_experts, overlap_pairs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """This rank's stages and what it takes to run schedules over them.
+
+    Attributes:
+        modules: Stage index -> module, for the stages of this rank.
+        parameters: Parameters of these stages, each once.
+        num_stages: Number of stages of the whole pipeline.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        sequence: Which positions this rank has.
+        overlap: Runs a forward and a backward at once; None one after the other.
+        buffers: Buffers of a fixed size for rows between experts, used in training alone.
+    """
+
+    modules: Mapping[int, Stage]
+    parameters: Sequence[Parameter]
+    num_stages: int
+    vocab_size: int
+    sequence: SequenceShare
+    config: Config
+    mesh: Mesh
+    device: torch.device
+    edges: Edges
+    on_step: Callable[[MetaStep], None] | None = None
+    overlap: CommComputeOverlap | None = None
+    buffers: ExpertBuffers = NO_BUFFERS
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, and so the logits and the loss."""
+        return self.num_stages - 1 in self.modules
+
+    @property
+    def vocabulary(self) -> range:
+        """Tokens whose logits this rank computes, if it has the last stage."""
+        return vocabulary_of(self.mesh, self.vocab_size)
+
+    def forget_casts(self) -> None:
+        """To be called when a run has ended: weights may change now."""
+        for module in self.modules.values():
+            module.forget_casts()
+            for part in filter(is_sharded, module.modules() if self._by_block else ()):
+                part.reshard()  # what is in no block stays gathered after a forward alone
+
+    @property
+    def _by_block(self) -> bool:
+        """Whether FSDP gathers and reduces by itself, and not when a schedule says so."""
+        return self.config.mesh.gather == "block"
+
+    def training(
+        self, loss_fn: Callable[[Tensor, Tensor], Tensor], compute: Schedule | None = None
+    ) -> PipelineScheduleRuntime:
+        """What runs the configured schedule, or other steps, over the microbatches of one step."""
+        size = self.config.train.microbatch_size
+        return self.runner(count_microbatches(self.config), size, loss_fn, compute)
+
+    def runner(
+        self,
+        num_microbatches: int,
+        microbatch_size: int,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        compute: Schedule | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> PipelineScheduleRuntime:
+        """What runs the configured schedule over some microbatches, or its forwards alone.
+
+        Args:
+            num_microbatches: Number of microbatches in each run.
+            microbatch_size: Number of sequences in each microbatch.
+            loss_fn: Function that maps what the last stage returns and targets to a scalar; None to
+                get what it returns.
+            compute: Compute steps in place of the configured schedule's; see `training_schedule`.
+            positions: Positions of each microbatch that are on this rank between layers, where they
+                are not those of a sequence.
+        """
+        # The others need not know: what a stage does for its own parameters, it does alone.
+        parts = chain.from_iterable(stage.modules() for stage in self.modules.values())
+        sharded = not self._by_block and any(map(is_sharded, parts))
+        schedule = training_schedule(
+            self.config.pipeline,
+            num_ranks=self.mesh.layout.pp,
+            num_microbatches=num_microbatches,
+            sharded=sharded,
+            compute=compute,
+            is_split=splits_backward(self.config),
+        )
+        own = next(iter(self.modules.values())).width_sent
+        width, dtype = own or self.config.model.stage_width, DTYPES[self.config.train.dtype]
+        whole = (microbatch_size, len(self.sequence.attended), width)
+        passed: TensorSpec | Callable[[int], TensorSpec]
+        passed = TensorSpec((microbatch_size, len(self.sequence.between), width), dtype)
+        if positions is not None:
+            specs = [TensorSpec((microbatch_size, size, width), dtype) for size in positions]
+            passed = specs.__getitem__
+        stages = [
+            PipelineStage(
+                module,
+                stage_index=index,
+                num_stages=self.num_stages,
+                device=self.device,
+                input_spec=passed if index else None,
+                output_spec=None if positions is None else passed,
+                context_fn=save_routing,
+                # Nothing in our own model draws from a generator.
+                preserve_rng_state=bool(self.config.model.factory),
+                is_offloaded=module.is_activation,
+            )
+            for index, module in self.modules.items()
+        ]
+        on_step = self.on_step
+        if self._by_block and num_microbatches > 1 and loss_fn is not None:
+            once = self.config.mesh.reduce_once
+            on_step = LastBackward(
+                self.modules, num_microbatches, reduce_once=once, on_step=on_step
+            ).before
+        runtime = PipelineScheduleRuntime(
+            stages,
+            schedule,
+            pipeline_rank=self.mesh.pp_index,
+            transport=self.edges.transport(schedule, whole, dtype),
+            loss_fn=loss_fn,
+            sharding=_Sharded(stages) if sharded else None,
+            on_step=on_step,
+        )
+        if self.overlap is not None:
+            overlap_pairs(runtime, self.overlap)
+        return runtime
+
+    def close(self) -> None:
+        """End what runs in the background. All ranks call this together."""
+        self.edges.close()
+
+
+class _Sharded(FullySharded):
+    """Weights in another dtype are held for as long as those that they were made from."""
+
+    def reshard(self, stage: PipelineStage) -> None:
+        """Free a stage's gathered parameters, and what was made from them."""
+        super().reshard(stage)
+        assert isinstance(stage.module, Stage)
+        stage.module.forget_casts()
+
+
+def build_pipeline(
+    config: Config,
+    mesh: Mesh,
+    runtime: Runtime,
+    *,
+    vocab_size: int,
+    timeout: timedelta,
+    on_step: Callable[[MetaStep], None] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Pipeline:
+    """Build, shard and initialise this rank's part of the model. All ranks call this together.
+
+    Args:
+        config: Configuration of the run.
+        mesh: Mesh of the run.
+        runtime: Device and backend.
+        vocab_size: Tokens of the vocabulary, the rows of the embedding.
+        timeout: Time limit of every message between stages.
+        on_step: Called before each step of a schedule, for heartbeats.
+        on_progress: Called again and again while weights are made, which may take minutes.
+    """
+    num_stages = count_stages(config)
+    layers = layers_of_stages(config)
+    schedule = training_schedule(
+        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
+    )
+    is_split = splits_backward(config)
+    by_block = config.mesh.gather == "block"
+    edges = build_edges(
+        schedule,
+        mesh,
+        runtime,
+        returns=KINDS[config.pipeline.schedule].returns,
+        timeout=timeout,
+    )
+    tied, tied_ranks = tied_parameters(config.model), None
+    if tied:
+        tied_ranks = tied_group(
+            schedule.stage_to_rank,
+            [stage.members for stage in mesh.layout.stages],
+            backend=runtime.backend,
+            timeout=timeout,
+        )
+    degree = config.mesh.heads_degree
+    sequence = SequenceShare.of(
+        mesh,
+        seq_len=config.data.seq_len,
+        gathers_keys=degree < config.mesh.cp,
+        splits_positions=not config.model.transformers,
+        device=runtime.device,
+    )
+    context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
+    # Experts of one rank exchange nothing: there a backward and a forward follow each other.
+    overlaps = config.pipeline.overlap and mesh.size("ep") > 1
+    overlap = _overlap(timeout) if overlaps else None
+    beside_rows = small_group(mesh, runtime, timeout=timeout) if config.pipeline.overlap else None
+    modules: dict[int, Stage] = {}
+    parameters: list[Parameter] = []
+    for stage in schedule.stages_of(mesh.pp_index):
+        module = build_stage(
+            config.model,
+            vocab_size,
+            layers=layers[stage],
+            first=stage == 0,
+            last=stage == num_stages - 1,
+            compute_dtype=DTYPES[config.train.dtype],
+        )
+        # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
+        module.to(torch.promote_types(module.compute_dtype, torch.float32))
+        module.expect_ranks({axis: mesh.size(axis) for axis in ("ep", "tp", "cp")})
+        whole = declared(module)
+        _parallelize(module, mesh, context, vocab_size, by_block=by_block)
+        if overlap is not None:
+            overlap_experts(module, overlap, small_group=beside_rows)
+        module.to_empty(device=runtime.device)
+        module.gather_narrow()
+        module.share_casts(sharded=not by_block)
+        module.split_weight_gradients(is_split=is_split)
+        module.recompute(config.train.recompute)
+        compile_blocks(module, config.train.compile)
+        if stage and stage == num_stages - 1 and 0 in modules:
+            share_tables(modules[0], module, tied)
+        found = named_parameters(module, whole, mesh)
+        module.initialize(found, config.model, seed=config.run.seed, on_progress=on_progress)
+        if config.data.documents == "separate":
+            module.try_documents()
+        modules[stage] = module
+        parameters += found
+    most = config.train.microbatch_size * len(sequence.attended)
+    if config.data.packing == "planned":
+        most = planned_tokens(config)
+    tokens = -(-most // mesh.size("tp"))
+    buffers = ExpertBuffers.of(
+        [*modules.values()],
+        mesh,
+        factor=config.mesh.ep_buffer,
+        slots=(tokens, config.model.top_k),
+        device=runtime.device,
+    )
+    return Pipeline(
+        modules,
+        merge_copies(parameters, tied, tied_ranks),
+        num_stages,
+        vocab_size,
+        sequence,
+        config,
+        mesh,
+        runtime.device,
+        edges,
+        on_step,
+        overlap,
+        buffers,
+    )
+
+
+def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
+    """Tokens whose rows of the embedding and whose logits are on this rank."""
+    return chunk(range(vocab_size), mesh.size("tp"), mesh.index("tp"))
+
+
+def _overlap(timeout: timedelta) -> CommComputeOverlap:
+    # A collective that fails says more than a turn that does not come: let it be the first.
+    return CommComputeOverlap(
+        HookCoordinator(timeout=2 * timeout.total_seconds()),
+        strict=True,
+        puts_off_weight_gradients=True,  # gradients are reduced when the schedule says so
+    )
+
+
+def _parallelize(
+    module: Stage, mesh: Mesh, context: ContextParallel, vocab_size: int, *, by_block: bool
+) -> None:
+    """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
+    if mesh.size("tp") > 1:
+        cut = module.cut_by_itself or cut_tensors
+        cut(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
+    if mesh.size("cp") > 1:
+        module.spread_attention(context, mesh.groups["cp"])
+    for part in module.modules():
+        if isinstance(part, Stage | Block) and mesh.size("sequence") > 1:
+            part.sequence_ranks = mesh.groups["sequence"]
+    module.spread_experts(mesh.groups, hidden=mesh.size("etp") > 1)
+    shard(module, mesh, by_block=by_block)

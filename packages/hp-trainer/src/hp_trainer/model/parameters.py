@@ -1,0 +1,203 @@
+"""The parameters of the whole model, and which part of each is on this rank."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+
+from hp_trainer.layout.mesh import Mesh
+from hp_trainer.layout.parameter import ParameterSpec, chunk
+from hp_trainer.model.declared import Declared, declared
+
+
+class Cut(NamedTuple):
+    """One cut of a parameter over the ranks of a group.
+
+    Attributes:
+        group: Name, see :data:`hp_trainer.layout.communicators.GROUPS`.
+        dim: Dim that is cut, in chunks as `torch.chunk` makes them.
+    """
+
+    group: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parameter:
+    """A parameter, known by its name in the whole model.
+
+    Attributes:
+        name: Global name.
+        tensor: Tensor as the module has it: plain, or a DTensor where FSDP shards it.
+        local: The values that are here, sharing the memory of ``tensor``; a leaf, for the
+            optimizer.
+        shape: Shape of the whole parameter.
+        cuts: How the whole becomes the local part, one cut after the other.
+        replicas: Groups whose ranks hold the same values.
+        unsummed: Those of them over which gradients are to be summed after backward: all, but for
+            copies of what FSDP shards, over which it sums, and ranks that have whole gradients, as
+            those that share out experts' hidden width have of output biases.
+        spec: What it is.
+        span: First and last + 1 index of the local part in the whole, for each dim.
+        tied_copies: The same parameter in other stages of this rank, with gradients of their own:
+            in the same memory, or a copy, where FSDP shards each stage by itself.
+        tied_ranks: Ranks whose stages have a copy; gradients are summed over them after all other
+            sums.
+    """
+
+    name: str
+    tensor: nn.Parameter
+    local: Tensor
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    replicas: tuple[str, ...]
+    unsummed: tuple[str, ...]
+    spec: ParameterSpec
+    span: tuple[tuple[int, int], ...]
+    tied_copies: tuple[nn.Parameter, ...] = ()
+    tied_ranks: ProcessGroup | None = None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the gradient is summed over other ranks after backward."""
+        return bool(self.unsummed) or self.tied_ranks is not None
+
+    @property
+    def experts(self) -> range | None:
+        """Global indices of the local experts; None if it is no expert's."""
+        return range(*self.span[0]) if self.spec.is_expert else None
+
+    @torch.no_grad()
+    def update_tied_copies(self) -> None:
+        """Give other stages of this rank the values that ``local`` has now."""
+        for twin in self.tied_copies:
+            copy = local_part(twin)
+            if copy.data_ptr() != self.local.data_ptr():
+                copy.copy_(self.local)
+
+    def as_whole(self, local: Tensor, mesh: Mesh) -> Tensor:
+        """Describe a tensor cut as this parameter is: a DTensor, or itself where nothing is cut.
+
+        Args:
+            local: Tensor with the shape of the local part; memory is shared.
+            mesh: Mesh of the run.
+        """
+        if not self.cuts:
+            return local
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.insert(0, strides[0] * size)
+        return DTensor.from_local(
+            local,
+            mesh.submesh(*(cut.group for cut in self.cuts)),
+            [Shard(cut.dim) for cut in self.cuts],
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=tuple(strides),
+        )
+
+
+def collect_gradients(parameters: Iterable[Parameter]) -> None:
+    """Let each ``local`` have what backward left on the module; zeros where that is nothing.
+
+    An expert that nobody chose has no gradient. Nothing is called for a parameter that is whole.
+    """
+    for parameter in parameters:
+        module_has, local = parameter.tensor, parameter.local
+        found, module_has.grad = module_has.grad, None
+        if isinstance(found, DTensor):
+            found = found.to_local()
+        for twin in parameter.tied_copies:
+            found = _added(found, twin)
+        local.grad = torch.zeros_like(local) if found is None else found
+
+
+def _added(total: Tensor | None, twin: nn.Parameter) -> Tensor | None:
+    """Take the gradient of a copy and add it."""
+    found, twin.grad = twin.grad, None
+    if isinstance(found, DTensor):
+        found = found.to_local()
+    if total is None or found is None:
+        return found if total is None else total
+    return total + found
+
+
+def named_parameters(
+    stage: nn.Module,
+    whole: Mapping[str, Declared] | None = None,
+    mesh: Mesh | None = None,
+) -> list[Parameter]:
+    """All parameters of a stage, after it has been cut and sharded.
+
+    Args:
+        stage: Its parameters carry their global names.
+        whole: What `declared` said before it was cut; None: nothing is cut.
+        mesh: Mesh of the run, if something is cut.
+    """
+    known = declared(stage) if whole is None else whole
+    found = []
+    for name, tensor in stage.named_parameters():
+        shape, spec, _ = known[name]
+        cuts: tuple[Cut, ...] = ()
+        replicas: tuple[str, ...] = ()
+        if mesh is not None:
+            cuts, replicas = _placement(tensor, spec, mesh)
+        summed = {_copies(spec)} if isinstance(tensor, DTensor) else set()
+        summed |= {"tp"} if spec.is_whole_on_tp else set()
+        summed |= {"etp"}  # whose ranks have all rows of an expert: `hp_expert.routed_swiglu`
+        found.append(
+            Parameter(
+                name=name,
+                tensor=tensor,
+                local=local_part(tensor),
+                shape=shape,
+                cuts=cuts,
+                replicas=replicas,
+                unsummed=tuple(group for group in replicas if group not in summed),
+                spec=spec,
+                span=_span(shape, cuts, mesh),
+            )
+        )
+    return found
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What is here of a tensor, without a graph."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _placement(
+    tensor: Tensor, spec: ParameterSpec, mesh: Mesh
+) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
+    """Over which groups a parameter is cut, and which have copies of what is left."""
+    replicas = [_copies(spec), *(group for group, dim in spec.cuts.items() if dim is None)]
+    cuts = [
+        Cut(group, dim)
+        for group, dim in spec.cuts.items()
+        if dim is not None and mesh.size(group) > 1
+    ]
+    if isinstance(tensor, DTensor):
+        placement = tensor.placements[-1]  # those before are of copies
+        assert isinstance(placement, Shard)
+        cuts.append(Cut("expert_shard" if spec.is_expert else "fsdp", placement.dim))
+    return tuple(cuts), tuple(group for group in replicas if mesh.size(group) > 1)
+
+
+def _copies(spec: ParameterSpec) -> str:
+    """The group of data-parallel ranks with the same part of a parameter."""
+    return "expert_replicate" if spec.is_expert else "dp_replicate"
+
+
+def _span(
+    shape: Iterable[int], cuts: Iterable[Cut], mesh: Mesh | None
+) -> tuple[tuple[int, int], ...]:
+    parts = [range(size) for size in shape]
+    for group, dim in cuts:
+        assert mesh is not None
+        parts[dim] = chunk(parts[dim], mesh.size(group), mesh.index(group))
+    return tuple([(part.start, part.stop) for part in parts])

@@ -1,0 +1,147 @@
+"""AdamW and its learning-rate schedule."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from hp_trainer.config import TrainConfig
+from hp_trainer.model.parameters import Parameter
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""What Adam averages of each parameter."""
+_RATE_KEYS: Final = ("learning_rate", "min_learning_rate_ratio", "warmup_steps", "steps")
+"""Keys of `TrainConfig` by which `learning_rate` is found."""
+_SAME_RATE: Final = 1e-9
+"""By how much two learning rates may differ that are the same."""
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW for parameters that all have gradients in every step.
+
+    torch looks up the state of each parameter in each step; this does so once, before the first
+    one. Nothing may put other tensors into `state` after that.
+    """
+
+    _lists: "Sequence[_Lists] | None" = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # returns no loss
+        """Move all parameters by their gradients."""
+        del closure
+        if self._lists is None:
+            self._lists = [_Lists.of(group["params"], self.state) for group in self.param_groups]
+        for group, lists in zip(self.param_groups, self._lists, strict=True):
+            beta1, beta2 = group["betas"]
+            adamw(
+                lists.parameters,
+                [p.grad for p in lists.parameters if p.grad is not None],
+                lists.averages,
+                lists.squares,
+                [],
+                lists.steps,
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+class _Lists(NamedTuple):
+    """Parameters of a group and their state, in one order."""
+
+    parameters: list[Tensor]
+    averages: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]
+
+    @classmethod
+    def of(cls, parameters: list[Tensor], state: Mapping[Tensor, Mapping[str, Tensor]]) -> "_Lists":
+        of_each = [state[parameter] for parameter in parameters]
+        return cls(parameters, *([each[name] for each in of_each] for name in (*MOMENTS, "step")))
+
+
+def _materialize(optimizer: torch.optim.AdamW) -> None:
+    """Give every parameter its Adam state now instead of at the first step.
+
+    A resumed run loads into the very tensors the optimizer will use.
+    """
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            state = optimizer.state[tensor]
+            if not state:
+                # Beside the parameter: a fused update on a GPU takes nothing from the host.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                for moment in MOMENTS:
+                    state[moment] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+
+
+def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> AdamW:
+    """AdamW (Loshchilov and Hutter, 2019); norms and biases are not decayed, however stacked."""
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
+    for parameter in parameters:
+        (decayed if parameter.spec.kind == "matrix" else others).append(parameter.local)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        fused=True,  # one pass over memory instead of seven
+    )
+    _materialize(optimizer)
+    return optimizer
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Linear warm-up, then half a cosine down to ``min_learning_rate_ratio``.
+
+    Args:
+        step: Counted from 0.
+        config: Its ``steps`` is where the cosine ends.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    share = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    low = config.min_learning_rate_ratio
+    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def changed_rate(saved: Mapping[str, Any], train: TrainConfig, step: int) -> list[str]:
+    """Say where a resumed run goes on with another learning rate than it would have had.
+
+    More steps stretch the cosine, so that a run that had ended is heated up again.
+
+    Args:
+        saved: Values of the section ``train`` with which the checkpoint was saved; those that are
+            missing, or no numbers, are taken as they are now.
+        train: Configuration of the training from here on.
+        step: Steps that are done.
+
+    Returns:
+        A line for people, or none.
+    """
+    numbers = {name: value for name in _RATE_KEYS if type(value := saved.get(name)) in (int, float)}
+    changed = [name for name, value in numbers.items() if value != getattr(train, name)]
+    new, old = learning_rate(step, train), learning_rate(step, replace(train, **numbers))
+    if math.isclose(old, new, rel_tol=_SAME_RATE):
+        return []
+    causes = ", ".join(f"train.{n} was {numbers[n]:g}, is {getattr(train, n):g}" for n in changed)
+    line = (
+        f"note: the learning rate of step {step + 1} is {new:.3g}, and would have been {old:.3g}: "
+        f"{causes}; to go on with it: --train.learning_rate {old:.3g} "
+        "--train.min_learning_rate_ratio 1 --train.warmup_steps 0"
+    )
+    return [line]

@@ -1,0 +1,258 @@
+"""`hp import-hf` and `hp export-hf`."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from hp_base.errors import CheckpointError, ConfigError
+from hp_base.messages import shown
+from hp_checkpoint import Box, decode_extra
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.runs.directory import newest_checkpoint
+from hp_checkpoint.runs.verify import open_checkpoint
+from hp_checkpoint.weight_files import first_of, other_forms
+from hp_trainer.config import Config, ModelConfig, rules
+from hp_trainer.config.options import build
+from hp_trainer.config.render import to_toml
+from hp_trainer.config.rules.files import TOKENIZER
+from hp_trainer.config.schema import fields
+from hp_trainer.launch.original import SETTINGS, Original, kept_original, original_of
+from hp_transformers.families.config import (
+    config_after,
+    hf_config,
+    model_config,
+    read_config,
+    train_dtype,
+    with_dtype,
+)
+from hp_transformers.families.files import require_no_model
+from hp_transformers.families.handed_on import (
+    before_of,
+    parsed,
+    settings_of,
+    tokens_of,
+    told,
+    usual_dtype,
+    write_others,
+)
+from hp_transformers.families.load import check_weights
+from hp_transformers.families.save import write_model
+
+_PREFIX = "model."
+_SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less
+# Those of a config that is not given are of a small model that learns from nothing; rates as high
+# undo in some steps what weights have learned.
+_TRAINED_ON = {"train.learning_rate": 1e-5, "train.warmup_steps": 100, "train.steps": 1000}
+
+
+def import_hf(folder: Path, out: Path | None) -> int:
+    """Print or write a config that starts from the weights of a folder.
+
+    Nothing is copied: when the run starts, every rank reads the slices that it needs.
+
+    Args:
+        folder: Folder with `config.json` and safetensors files.
+        out: A new TOML file; None: standard output.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: When the folder has no model that can be read, or `out` is there.
+    """
+    values = read_config(folder)
+    model = model_config(values)
+    check_weights(folder)
+    if others := other_forms(folder):
+        are = "is" if len(others) == 1 else "are"
+        sys.stderr.write(f"note: {first_of(others)} {are} not read, as transformers does not\n")
+    given: dict[str, Any] = {
+        **{f"model.{name}": value for name, value in msgspec.structs.asdict(model).items()},
+        "run.init_from": str(folder.absolute()),
+        "train.dtype": train_dtype(values),
+        "train.sample_tokens": 0,
+        "data.seq_len": min(model.max_positions or _SEQ_LEN, _SEQ_LEN),
+    }
+    if (folder / TOKENIZER).is_file():
+        given["data.tokenizer"] = str((folder / TOKENIZER).absolute())
+    else:
+        sys.stderr.write(
+            f"note: {folder} has no {TOKENIZER}: text is read as bytes, unless data.tokenizer "
+            "names one\n"
+        )
+    config = build(given | _TRAINED_ON)
+    rules.check(config)
+    source = f"{folder.name}/config.json"
+    origins = dict.fromkeys(fields(), "default") | dict.fromkeys(given, source)
+    text = to_toml(config, origins | dict.fromkeys(_TRAINED_ON, "for weights that are trained"))
+    if out is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f'--out ("{out}") must be a new file: {error.strerror}') from None
+    sys.stdout.write(f"wrote {out}; to train: hp train {out} --data FILES\n")
+    return 0
+
+
+def export_hf(
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None,
+    dtype: str | None,
+    tokenizer: Path | None = None,
+    original: Path | None = None,
+    of_transformers: Callable[..., None],
+) -> int:
+    """Write the weights of a checkpoint as a folder that transformers loads.
+
+    One chunk of the checkpoint is in memory at a time, and is compared with its hash. All other
+    files of the model that the run started from come along: see Note [files that come along] in
+    :mod:`hp_trainer.launch.original`.
+
+    Args:
+        run: Run directory.
+        folder: Folder to be made.
+        step: Step of the checkpoint; None: the newest.
+        dtype: Dtype of the files; None: that of the files which the run started from if it computed
+            in it or has not begun, else what it computed in.
+        tokenizer: Tokenizer file to copy; None: the run's copy, or what it names if that is in its
+            directory.
+        original: Folder of the model that the run started from; None: what the run has kept of it.
+        of_transformers: What writes a model of `model.transformers`; as `write_model`.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: When there is no such run, no family has its model, `folder` is in use, or the
+            run's tokenizer, or model of transformers, lies elsewhere.
+        CheckpointError: When the checkpoint is missing or damaged, or a file cannot be written.
+    """
+    rules.require_run_directory(str(run))
+    path = newest_checkpoint(run / "checkpoints", step=step)
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest
+    try:
+        config = msgspec.convert(decode_extra(manifest.extra)["config"], Config)
+    except (KeyError, msgspec.ValidationError) as damage:
+        raise CheckpointError(f"{path}: {damage}") from None
+    came = _original_of(run, config, original, tokenizer)
+    boxes: dict[str, list[Box]] = {
+        name.removeprefix(_PREFIX): [chunk.box for chunk in tensor.chunks]
+        for name, tensor in manifest.tensors.items()
+        if name.startswith(_PREFIX)
+    }
+
+    def read(name: str, box: Box) -> Tensor:
+        return checkpoint.chunk(_PREFIX + name, box.offsets)
+
+    name = dtype or config.train.dtype
+    before = before_of(came, config, step=manifest.step, dtype=dtype)
+    stays = before is not None and bool(before.dtype_of)
+    theirs = parsed(came.text(SETTINGS) or b"{}", SETTINGS)
+    if config.model.transformers:
+        # What a run directory names is not run: nobody has asked for it here.
+        model, write = replace(config.model, trust_remote_code=False), of_transformers
+        values = with_dtype(theirs, None if stays else name)
+    else:
+        model, write = _whole_config(config, manifest), write_model
+        if SETTINGS in came.files:
+            values = config_after(theirs, model, dtype=None if stays else name)
+        else:
+            values = hf_config(model, dtype=name)
+    tokens = tokens_of(came, config)
+    settings = settings_of(came, values | dict(tokens.ids))
+    require_no_model(folder)
+    written = write_others(folder, came, tokens)
+    with _readable(model, came, original) as model:
+        write(
+            folder,
+            boxes,
+            read,
+            model,
+            dtype=getattr(torch, name),
+            settings=settings,
+            before=before,
+        )
+    said = usual_dtype(before) if stays and before is not None else name
+    lines = told(came, settings, written)
+    sys.stdout.write(
+        "".join(f"{line}\n" for line in (*lines, f"wrote {folder} from {path}, {said}"))
+    )
+    return 0
+
+
+def _original_of(
+    run: Path, config: Config, folder: Path | None, tokenizer: Path | None
+) -> Original:
+    """What comes along: what the run has kept, or is told, and nothing that its checkpoint names.
+
+    Raises:
+        ConfigError: When what the export needs is elsewhere.
+    """
+    kept = kept_original(run) if folder is None else original_of(folder)
+    if config.model.transformers and (kept is None or SETTINGS not in kept.files):
+        raise ConfigError(
+            f"model.transformers ({shown(config.model.transformers)}) of the run must be kept in "
+            f"{run}, or be given as --original FOLDER"
+        )
+    found = kept or Original()
+    if tokenizer is None and TOKENIZER not in found.files:
+        tokenizer = _tokenizer_of(config.data.tokenizer, run)
+    return found if tokenizer is None else found.with_tokenizer(tokenizer)
+
+
+@contextmanager
+def _readable(model: ModelConfig, came: Original, folder: Path | None) -> Iterator[ModelConfig]:
+    """Give a model of transformers a folder with its config, of which no link has been followed."""
+    if not model.transformers:
+        yield model
+    elif folder is not None:
+        yield replace(model, transformers=str(folder))
+    else:
+        with tempfile.TemporaryDirectory() as alone:
+            (Path(alone) / SETTINGS).write_bytes(came.files[SETTINGS]())
+            yield replace(model, transformers=alone)
+
+
+def _tokenizer_of(named: str, run: Path) -> Path | None:
+    """The copy that a run keeps, or the file that its checkpoint names, if one is in its directory.
+
+    A stranger's checkpoint may name any file of yours.
+
+    Raises:
+        ConfigError: When both are elsewhere, or lead there.
+    """
+    if not named:
+        return None
+    for path in ((run / TOKENIZER).resolve(), Path(named).resolve()):
+        if path.is_relative_to(run.resolve()) and path.is_file():
+            return path
+    raise ConfigError(
+        f"data.tokenizer ({shown(named)}) of the run must be a file in {run}, or be given as "
+        "--tokenizer FILE"
+    )
+
+
+def _whole_config(config: Config, manifest: Manifest) -> ModelConfig:
+    """The model with what a run takes from elsewhere: its vocabulary and longest sequence."""
+    embedding = manifest.tensors.get(f"{_PREFIX}embedding.weight")
+    if embedding is None:
+        raise CheckpointError("the checkpoint must have an embedding")
+    return replace(
+        config.model,
+        vocab_size=embedding.shape[0],
+        max_positions=config.model.max_positions or config.data.seq_len,
+    )

@@ -1,0 +1,194 @@
+"""What a model came with besides its weights, into the folder that it leaves in."""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hp_base.atomic_write import replace_file
+from hp_base.dtypes import dtype_name
+from hp_base.errors import ConfigError
+from hp_checkpoint.manifest import DTYPES
+from hp_checkpoint.weight_files import first_of
+from hp_data import load_tokenizer
+from hp_trainer.config import Config
+from hp_trainer.config.rules.files import TOKENIZER
+from hp_trainer.launch.original import INDEX, OTHER_WEIGHTS, SETTINGS, Original
+from hp_transformers.families.config import as_text
+from hp_transformers.families.family import Json
+from hp_transformers.families.files import Before
+from hp_transformers.families.load import FLOATS
+
+_TOKENIZER_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
+_SPECIAL = ("bos_token", "eos_token", "pad_token")
+# What a run computes in to keep the dtype of files.
+_COMPUTED_IN = {"BF16": "bfloat16", "F16": "float32", "F32": "float32", "F64": "float64"}
+
+
+class Tokens(NamedTuple):
+    """What the files of a model say of its special tokens.
+
+    Attributes:
+        ids: Keys of `config.json` and `generation_config.json`; empty: those that it came with.
+        texts: Keys of `tokenizer_config.json`.
+    """
+
+    ids: Mapping[str, int | None]
+    texts: Mapping[str, str]
+
+
+def parsed(content: bytes, name: str) -> dict[str, Any]:
+    """The object of a JSON file that a model came with.
+
+    Raises:
+        ConfigError: When it is none.
+    """
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} of the original model must be a JSON object")
+    return values
+
+
+def before_of(original: Original, config: Config, *, step: int, dtype: str | None) -> Before | None:
+    """How the weights of a model lay; with their dtypes, if these are to stay.
+
+    They stay as long as no step has changed the weights, and where the run computes in the dtype
+    that most of them have; float16, in which no run computes, stays where it computes in float32.
+
+    Args:
+        original: What the model came with.
+        config: Config of the run.
+        step: Number of steps that the weights have been trained.
+        dtype: Dtype that somebody has asked for.
+    """
+    if not any(original.weights.values()):
+        return None
+    places = [(t, f, d) for f, inside in original.weights.items() for t, d in inside.items()]
+    ((most, _),) = Counter(d for _, _, d in places).most_common(1)
+    stay = step == 0 or config.train.dtype == _COMPUTED_IN.get(most)
+    return Before(
+        {tensor: file for tensor, file, _ in places},
+        {t: DTYPES[d] for t, _, d in places if d in FLOATS} if stay and dtype is None else {},
+        original.text(INDEX),
+    )
+
+
+def usual_dtype(before: Before) -> str:
+    """Name of the dtype that most tensors had, and are to have again."""
+    return dtype_name(Counter(before.dtype_of.values()).most_common(1)[0][0])
+
+
+def tokens_of(original: Original, config: Config) -> Tokens:
+    """Special tokens of the tokenizer of a run, where it is not the one that the model came with.
+
+    What ends a document in training ends a text that is generated. With the model's own tokenizer
+    what the model came with stays, unless ``data.separator`` names another end.
+
+    Raises:
+        ConfigError: When the tokenizer cannot be read.
+    """
+    if SETTINGS in original.files and not original.has_other_tokenizer:
+        if not config.data.separator:
+            return Tokens({}, {})
+        separator = _separator(original, config.data.separator)
+        return Tokens({} if _is_end(original, separator) else {"eos_token_id": separator}, {})
+    ids: dict[str, int | None] = dict.fromkeys(f"{name}_id" for name in _SPECIAL)
+    content = original.text(TOKENIZER)
+    if content is None:
+        is_bytes = not config.data.tokenizer
+        return Tokens(ids | {"eos_token_id": load_tokenizer("").separator} if is_bytes else {}, {})
+    separator = _separator(original, config.data.separator)
+    id_of = _ids_of(parsed(content, TOKENIZER))
+    said = parsed(original.text(_TOKENIZER_SETTINGS) or b"{}", _TOKENIZER_SETTINGS)
+    for name in _SPECIAL:
+        given = said.get(name)
+        text = given.get("content") if isinstance(given, dict) else given
+        ids[f"{name}_id"] = id_of.get(text) if isinstance(text, str) else None
+    ids["eos_token_id"] = separator
+    text_of = {number: text for text, number in id_of.items()}
+    return Tokens(ids, {"eos_token": text_of[separator]} if separator in text_of else {})
+
+
+def write_others(folder: Path, original: Original, tokens: Tokens) -> int:
+    """Write all files but weights and `config.json`; returns how many are as they came."""
+    written = 0
+    for name, read in original.files.items():
+        if name in (SETTINGS, INDEX):
+            continue
+        content = read()
+        if name == _GENERATION and tokens.ids:
+            content = as_text({**parsed(content, name), **tokens.ids})
+        else:
+            written += 1
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / name, content)
+    if original.has_other_tokenizer and _TOKENIZER_SETTINGS not in original.files:
+        # Without it, transformers makes a tokenizer of the kind that models of this type have.
+        made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        replace_file(folder / _TOKENIZER_SETTINGS, as_text({**made, **tokens.texts}))
+    return written
+
+
+def settings_of(original: Original, values: Json) -> bytes:
+    """The text of `config.json`, which is the one that came, byte by byte, if it says the same."""
+    came = original.text(SETTINGS)
+    return came if came is not None and json.loads(came) == values else as_text(values)
+
+
+def told(original: Original, settings: bytes, written: int) -> Iterator[str]:
+    """Say what is not as it came, in lines."""
+    if SETTINGS not in original.files:
+        return
+    came, now = json.loads(original.files[SETTINGS]()), json.loads(settings)
+    changed = sorted(k for k in came.keys() | now.keys() if came.get(k, ...) != now.get(k, ...))
+    told_of = f"config.json as well, but for {', '.join(changed)}" if changed else "config.json too"
+    yield f"{written} other files are as they came, {told_of}"
+    for why in sorted(set(original.left_out.values())):
+        names = [n for n, w in original.left_out.items() if w == why and not _is_read(n, original)]
+        if names:
+            yield f"left out: {first_of(names)}: {_WHY.get(why, why)}"
+
+
+_WHY = {OTHER_WEIGHTS: "weights that training has not changed"}
+
+
+def _is_read(name: str, original: Original) -> bool:
+    return name in original.weights
+
+
+def _is_end(original: Original, token: int) -> bool:
+    """Whether all files of a model that say where generation ends name a token."""
+    said = (parsed(original.text(name) or b"{}", name) for name in (SETTINGS, _GENERATION))
+    ends = [end for values in said if (end := values.get("eos_token_id")) is not None]
+    return bool(ends) and all(token in (e if isinstance(e, list) else [e]) for e in ends)
+
+
+def _separator(original: Original, name: str) -> int:
+    """Return the id that ended documents in training, `name` where the config says so."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in (TOKENIZER, _TOKENIZER_SETTINGS):
+            if (content := original.text(file)) is not None:
+                (Path(folder) / file).write_bytes(content)
+        try:
+            return load_tokenizer(str(Path(folder) / TOKENIZER), name).separator
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f"{folder}/", "")) from None
+        except ImportError:
+            raise ConfigError(
+                "data.tokenizer needs the extra tokenizers: pip install 'hp-train[tokenizers]'"
+            ) from None
+
+
+def _ids_of(tokenizer: Json) -> dict[str, int]:
+    """Ids of tokens by their texts, of a `tokenizer.json`."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):  # of pieces and their scores
+        vocab = {piece[0]: number for number, piece in enumerate(vocab)}
+    more = {each["content"]: each["id"] for each in added or ()}
+    return {**(vocab or {}), **more}

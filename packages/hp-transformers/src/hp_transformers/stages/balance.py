@@ -1,0 +1,374 @@
+"""The loss by which transformers balances experts, of a model that is cut over ranks.
+
+Note [Balance of a stranger's model]. With `output_router_logits` a model adds a coefficient times
+E x sum of c[e] p[e] / n^2: of all rows of router logits, of all layers and tokens of one call, c
+counts how often an expert is chosen, p sums its probabilities, and n is the number of rows. The
+call is the microbatch, wherever its parts are. Counts have no gradient, and the loss is linear in
+the probabilities. So all that a layer needs of others, of this stage, of other stages and of ranks
+with other positions, is the sum of counts, and it needs it in backward alone. Counts travel with
+hidden states from stage to stage, in columns of their own; the last stage sums them over ranks with
+other positions, and sums travel back in the same columns of the gradient. Which modules give
+router logits, the coefficient, and that the loss is this one, is learned by one run without memory
+and one comparison of functions; nothing is known by name but `load_balancing_loss_func`.
+
+Shape symbols: B sequences, S positions, D width of the stream, T tokens, K experts of a token, E
+experts.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hp_base.errors import ConfigError, told
+from hp_platform import outside_graph
+from hp_trainer.config import ModelConfig
+from hp_trainer.model import Microbatch
+from hp_transformers.stages.made import choose_experts, is_balanced, on_meta
+from hp_transformers.stages.outline import Answers
+
+COLUMNS = 4
+"""Columns in which counts travel: bytes of a number, which every float has exactly."""
+_FUNCTION = "load_balancing_loss_func"
+_BYTE = 8
+_SAME = 1e-4  # relative, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How the experts of a model are balanced.
+
+    Attributes:
+        coefficient: What the loss is multiplied with.
+        num_experts: E.
+        top_k: K.
+        routers: Modules that give router logits [T, E], by path -> their place in what the module
+            returns; None: it is all that it returns.
+    """
+
+    coefficient: float
+    num_experts: int
+    top_k: int
+    routers: Mapping[str, int | None]
+
+    def counted(self, logits: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """How often experts are chosen, int64 [E], and their summed probabilities [E].
+
+        Args:
+            logits: [T, E].
+            keep: Which rows count, bool [T]; None: all.
+        """
+        shares_TE = logits.softmax(-1)
+        chosen_TK = shares_TE.topk(self.top_k, dim=-1).indices
+        ones_TK = torch.ones_like(chosen_TK)
+        shares_TE = shares_TE.to(torch.promote_types(shares_TE.dtype, torch.float32))
+        if keep is not None:
+            ones_TK, shares_TE = ones_TK * keep[:, None], shares_TE * keep[:, None]
+        counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=logits.device)
+        return counts_E.scatter_add_(0, chosen_TK.flatten(), ones_TK.flatten()), shares_TE.sum(0)
+
+    def slope(self, counts: Tensor) -> Tensor:
+        """The loss for each of the summed probabilities, float64 [E], from counts of all rows."""
+        rows = counts.sum().double() / self.top_k
+        return counts.double() * (self.coefficient * self.num_experts) / rows.square().clamp(min=1)
+
+
+class Balancing:
+    """The loss of one microbatch in one stage; see Note [Balance of a stranger's model].
+
+    Attributes:
+        before: Counts of stages before this one, int64 [E]; None on the first.
+        settled: Counts of all layers and positions, int64 [E]; None before they are known.
+
+    Args:
+        balance: What it is of.
+        microbatch: Gets this stage's share of the loss, in backward.
+        weight: Share of the microbatch in the batch of the step.
+        name: That of the stage; a microbatch may meet several on one rank.
+        is_told: Whether this rank tells its share; of ranks with the same tokens one does.
+    """
+
+    def __init__(
+        self, balance: Balance, microbatch: Microbatch, weight: float, *, name: str, is_told: bool
+    ) -> None:
+        self._balance, self._microbatch, self._weight = balance, microbatch, weight
+        self._is_told = is_told
+        self._name = name
+        self._keep = None if microbatch.padding is None else ~microbatch.padding.flatten()
+        self._logits: list[Tensor] = []
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.before: Tensor | None = None
+        self._slope: Tensor | None = None
+        self.settled: Tensor | None = None
+
+    @outside_graph
+    def begin(self) -> None:
+        """Begin a layer. One that runs again in backward may have ended before its end."""
+        self._logits.clear()
+
+    @outside_graph
+    def see(self, logits: Tensor) -> None:
+        """Take router logits of the layer that runs, [T, E]."""
+        self._logits.append(logits)
+
+    @outside_graph
+    def attach(self, index: int, hidden: Tensor) -> Tensor:
+        """Let the loss of a layer come along with what it returns; also where it runs again."""
+        if not self._logits:
+            return hidden
+        found = [self._balance.counted(logits, self._keep) for logits in self._logits]
+        counts, sums = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))
+        self._layers[index] = counts, sums.detach()
+        attached: Tensor = _Attach.apply(hidden, sums, self)
+        return attached
+
+    def counts(self, device: torch.device) -> Tensor:
+        """Counts of layers of this stage and those before, int64 [E]."""
+        none = torch.zeros(self._balance.num_experts, dtype=torch.int64, device=device)
+        total = sum((counts for counts, _ in self._layers.values()), none)
+        return total if self.before is None else total + self.before
+
+    def settle(self, counts: Tensor) -> None:
+        """Take the counts of all layers and positions, int64 [E]."""
+        self.settled, self._slope = counts, self._balance.slope(counts) * self._weight
+        sums = [sums for _, sums in self._layers.values()]
+        if sums and self._is_told:
+            share = (torch.stack(sums).sum(0).double() * self._slope).sum()
+            self._microbatch.balance_losses[self._name] = share
+
+    def finish(self, device: torch.device, group: ProcessGroup | None) -> None:
+        """End the forward of the last stage.
+
+        Args:
+            device: Device of the counts.
+            group: Ranks with other positions.
+        """
+        counts = self.counts(device)
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        self.settle(counts)
+
+    def send(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] to [B, S, D + `COLUMNS`]: end the forward of a stage that is not the last."""
+        sent: Tensor = _Send.apply(hidden, self)
+        return sent
+
+    def receive(self, x: Tensor) -> Tensor:
+        """[B, S, D + `COLUMNS`] to [B, S, D]: begin that of a stage that is not the first."""
+        hidden: Tensor = _Receive.apply(x, self)
+        return hidden
+
+    @property
+    def slope(self) -> Tensor:
+        """Gradient of summed probabilities, float64 [E]."""
+        assert self._slope is not None, "forward must have come to its end on the last stage"
+        return self._slope
+
+    def packed(self, hidden: Tensor, counts: Tensor) -> Tensor:
+        """[B, S, D] and int64 [E] to [B, S, D + `COLUMNS`]."""
+        rows = hidden.new_zeros(hidden.shape[0] * hidden.shape[1], COLUMNS)
+        for column in range(COLUMNS):
+            rows[: len(counts), column] = (counts >> (column * _BYTE)) & (2**_BYTE - 1)
+        return torch.cat((hidden, rows.view(*hidden.shape[:2], COLUMNS)), dim=2)
+
+    def unpacked(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What :meth:`packed` has put together."""
+        hidden, columns = x.split((x.shape[2] - COLUMNS, COLUMNS), dim=2)
+        rows = columns.reshape(-1, COLUMNS)[: self._balance.num_experts].to(torch.int64)
+        counts = sum(rows[:, column] << (column * _BYTE) for column in range(COLUMNS))
+        assert isinstance(counts, Tensor)
+        return hidden.contiguous(), counts
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on hidden states, through which a loss takes part in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, sums: Tensor, balancing: Balancing) -> Tensor:
+        ctx.balancing, ctx.dtype = balancing, sums.dtype
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.balancing.slope.to(ctx.dtype), None
+
+
+class _Send(torch.autograd.Function):
+    """Adds counts to hidden states; backward takes sums over all stages from their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, balancing: Balancing) -> Tensor:
+        ctx.balancing = balancing
+        return balancing.packed(hidden, balancing.counts(hidden.device))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        hidden, counts = ctx.balancing.unpacked(grad)
+        ctx.balancing.settle(counts)
+        return hidden, None
+
+
+class _Receive(torch.autograd.Function):
+    """Takes counts from hidden states; backward adds sums over all stages to their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, balancing: Balancing) -> Tensor:
+        ctx.balancing = balancing
+        hidden, counts = balancing.unpacked(x)
+        balancing.before = counts
+        return hidden
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.balancing.packed(grad, ctx.balancing.settled), None
+
+
+def balance_of(model: ModelConfig) -> Balance | None:
+    """Learn how the model of a folder balances its experts; None: it does not.
+
+    Raises:
+        hp_base.errors.ConfigError: When it does in a way that is not known here.
+    """
+    return _balance(model.transformers, model.trust_remote_code)
+
+
+@cache
+def _balance(folder: str, trust: bool) -> Balance | None:
+    config = ModelConfig(transformers=folder, trust_remote_code=trust)
+    if not is_balanced(config):
+        return None
+    made = on_meta(config, torch.float32, balanced=True)
+    choose_experts(made, "batched_mm")  # the one whose shapes do not depend on choices
+    kind = type(made).__name__
+    found = _Recorder(made)
+    try:
+        output = found.run(made)
+    except Exception as error:
+        why = f"the model does not run without memory: {told(error, 200)}"
+        raise _refused(kind, why) from error
+    if found.arguments is None:
+        if getattr(output, "aux_loss", None) is not None:
+            raise _refused(kind, f"it is not made by {_FUNCTION}")
+        return None  # a model that has none, whatever its config says
+    return found.balance(kind)
+
+
+def _refused(kind: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"output_router_logits (true) of {kind} must be false in its config.json: what its loss "
+        f"that balances experts is of cannot be told, since {why}"
+    )
+
+
+class _Factor:
+    """Stands for the loss, and notes down what it is multiplied with."""
+
+    def __init__(self) -> None:
+        self.coefficient: float | None = None
+
+    def to(self, *_args: Any, **_kwargs: Any) -> "_Factor":
+        """Be on another device."""
+        return self
+
+    def __rmul__(self, other: float) -> Tensor:
+        self.coefficient = float(other)
+        return torch.zeros((), device="meta")
+
+    __mul__ = __rmul__
+
+
+class _Recorder:
+    """Takes the place of the function that computes the loss, and sees what modules return.
+
+    Args:
+        made: A model on the meta device.
+    """
+
+    def __init__(self, made: Any) -> None:
+        self.arguments: Mapping[str, Any] | None = None
+        self._factor = _Factor()
+        self._code = vars(sys.modules[type(made).__module__])
+        self._function: Callable[..., Any] | None = self._code.get(_FUNCTION)
+        self._alive: list[Tensor] = []  # so that no id is used twice
+        self._places: dict[int, tuple[str, int | None]] = {}
+        for path, module in made.named_modules():
+            module.register_forward_hook(self._seeing(path))
+
+    def _seeing(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def see(_module: nn.Module, _args: Any, output: Any) -> None:
+            is_one = isinstance(output, Tensor)
+            several = output if isinstance(output, tuple | list) else ()
+            for place, value in [(None, output)] if is_one else enumerate(several):
+                if isinstance(value, Tensor):
+                    self._alive.append(value)
+                    self._places.setdefault(id(value), (path, place))  # the innermost
+
+        return see
+
+    def run(self, made: Any) -> Any:
+        """Run the model; returns its output."""
+        tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+        if self._function is not None:
+            self._code[_FUNCTION] = self._record
+        try:
+            with Answers():
+                return made(input_ids=tokens, labels=tokens, use_cache=False)
+        finally:
+            if self._function is not None:
+                self._code[_FUNCTION] = self._function
+
+    def _record(self, *args: Any, **kwargs: Any) -> _Factor:
+        assert self._function is not None
+        self.arguments = inspect.signature(self._function).bind(*args, **kwargs).arguments
+        return self._factor
+
+    def balance(self, kind: str) -> Balance:
+        """What was learned.
+
+        Raises:
+            hp_base.errors.ConfigError: When the loss is another one than that which is known.
+        """
+        assert self.arguments is not None
+        logits = self.arguments.get("gate_logits")
+        num_experts, top_k = self.arguments.get("num_experts"), self.arguments.get("top_k")
+        if not isinstance(logits, tuple) or not logits or any(x.ndim != 2 for x in logits):
+            raise _refused(kind, f"{_FUNCTION} does not get logits [tokens, experts] of each layer")
+        if any(tuple(x.shape) != (16, num_experts) for x in logits):
+            raise _refused(kind, f"{_FUNCTION} gets other rows than those of tokens and experts")
+        if self._factor.coefficient is None:
+            raise _refused(kind, "it is not multiplied with a coefficient")
+        routers: dict[str, int | None] = {}
+        for tensor in logits:
+            if id(tensor) not in self._places or self._places[id(tensor)][0] in routers:
+                raise _refused(kind, "router logits are not what modules return, each once")
+            path, place = self._places[id(tensor)]
+            routers[path] = place
+        assert isinstance(num_experts, int)
+        assert isinstance(top_k, int)
+        balance = Balance(self._factor.coefficient, num_experts, top_k, routers)
+        with torch.device("cpu"):  # models are made on others
+            if not self._is_same(balance):
+                raise _refused(kind, f"its {_FUNCTION} is not that of Mixtral")
+        return balance
+
+    def _is_same(self, balance: Balance) -> bool:
+        """Whether the function computes what is computed here, of some numbers."""
+        assert self._function is not None
+        drawn = torch.Generator().manual_seed(0)
+        some = torch.randn(2, 13, balance.num_experts, generator=drawn, dtype=torch.float32)
+        theirs = self._function(tuple(some), balance.num_experts, balance.top_k)
+        counts, sums = (sum(part) for part in zip(*map(balance.counted, some), strict=True))
+        assert isinstance(counts, Tensor)
+        ours = float((balance.slope(counts) * sums).sum())
+        expected = balance.coefficient * float(theirs)
+        return abs(ours - expected) <= _SAME * abs(expected)

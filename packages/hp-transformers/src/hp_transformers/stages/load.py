@@ -1,0 +1,151 @@
+"""Weights of a folder into the tensors that a rank has, each rank by itself.
+
+What is in files as it is in the model is read by slice. What a rule of transformers converts, such
+as experts that lie one by one in files, is made whole, one tensor at a time, and cut.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_base.errors import ConfigError
+from hp_base.messages import shown
+from hp_checkpoint import Part
+from hp_checkpoint.safetensors import FileTensor
+from hp_checkpoint.weight_files import first_of
+from hp_trainer.config import ModelConfig
+from hp_transformers.families.copies import TIED, are_equal, whole
+from hp_transformers.families.load import FLOATS, opened_files
+from hp_transformers.stages.beside import require_alike
+from hp_transformers.stages.conversion import Group, groups_of, one_name, saved_tensors
+from hp_transformers.stages.made import on_meta
+
+
+def has_weights(model: ModelConfig) -> bool:
+    """Whether a model has a folder with safetensors files."""
+    return bool(model.transformers) and any(Path(model.transformers).glob("*.safetensors"))
+
+
+def load_folder(
+    model: ModelConfig,
+    parts: Mapping[str, Part],
+    *,
+    on_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill parts of tensors in place from the files of the folder of a model.
+
+    Args:
+        model: Model configuration with the folder.
+        parts: What this rank has, by global name.
+        on_progress: Called after every tensor.
+
+    Raises:
+        hp_base.errors.ConfigError: Before anything is touched: the files lack a tensor, have one
+            that is not of the model, or one that cannot be read.
+    """
+    with opened_files(Path(model.transformers)) as files:
+        made = on_meta(model, torch.float32)
+        names = one_name(made)
+        groups, _ = _checked(model, made, names, files)
+        for each in groups:
+            _read(each, names, files, parts)
+            on_progress()
+
+
+def left_out(model: ModelConfig) -> list[str]:
+    """Name weights in the files of the folder of a model that are of no part of it.
+
+    Args:
+        model: Model configuration with the folder.
+    """
+    if not has_weights(model):
+        return []
+    with opened_files(Path(model.transformers)) as files:
+        made = on_meta(model, torch.float32)
+        return _checked(model, made, one_name(made), files)[1]
+
+
+def _read(
+    group: Group,
+    names: Mapping[str, str],
+    files: Mapping[str, FileTensor],
+    parts: Mapping[str, Part],
+) -> None:
+    """Fill what is here of the tensors of a group."""
+    here = {t: parts[names.get(t, t)] for t in group.targets if names.get(t, t) in parts}
+    if not any(part.local.numel() for part in here.values()):
+        return
+    if group.rule is None:
+        (part,) = here.values()
+        part.local.copy_(files[group.sources[0]].read(part.box).view(part.local.shape))
+        return
+    values = group.rule.apply({source: whole(files[source]) for source in group.sources})
+    for target, part in here.items():
+        value = values[target]
+        part.local.copy_(value[part.box.within(Part.of(value).box)])
+
+
+def _checked(
+    config: ModelConfig, made: Any, names: Mapping[str, str], files: Mapping[str, FileTensor]
+) -> tuple[list[Group], list[str]]:
+    """Groups of tensors of the model, when all of them are there, and what is of no part of it."""
+    wanted = saved_tensors(made)
+    kept: dict[frozenset[str], Group] = {}
+    beside: dict[str, tuple[str, FileTensor]] = {}
+    for group in groups_of(made, {name: entry.shape for name, entry in files.items()}):
+        targets = frozenset(names.get(target, target) for target in group.targets)
+        if not targets <= wanted.keys():
+            source = group.sources[0]
+            beside[group.targets[0]] = (source, files[source])
+            continue
+        _require_readable(group, names, wanted, files)
+        if targets in kept:
+            _require_tied(kept[targets], group, files)
+        else:
+            kept[targets] = group
+    found = frozenset().union(*kept)
+    if missing := [name for name in wanted if name not in found]:
+        raise ConfigError(f"files of {type(made).__name__} must have {first_of(missing)}")
+    return [*kept.values()], require_alike(config, made, beside)
+
+
+def _require_tied(one: Group, other: Group, files: Mapping[str, FileTensor]) -> None:
+    """Refuse different tensors of files that are one parameter of the model."""
+    a, b = one.sources[0], other.sources[0]
+    if one.rule or other.rule or not are_equal(files[a], files[b]):
+        is_tied = one.targets != other.targets
+        remedy = TIED if is_tied else f"both are {one.targets[0]}; take one out of the files"
+        raise ConfigError(f"tensor {b} must equal {a}: {remedy}")
+
+
+def _require_readable(
+    group: Group,
+    names: Mapping[str, str],
+    wanted: Mapping[str, Tensor],
+    files: Mapping[str, FileTensor],
+) -> None:
+    for source in group.sources:
+        is_float = wanted[names.get(group.targets[0], group.targets[0])].is_floating_point()
+        if is_float and files[source].dtype not in FLOATS:
+            raise ConfigError(
+                f"tensor {source} ({files[source].dtype}) must be one of {', '.join(FLOATS)}: "
+                "quantised weights are not read"
+            )
+    if group.rule is None:
+        (source,), (target,) = group.sources, group.targets
+        here, there = files[source].shape, tuple(wanted[names.get(target, target)].shape)
+        if here != there:
+            raise ConfigError(
+                f"tensor {shown(source)} ({list(here)}) must be of shape {list(there)}"
+            )
+        return
+    for target, made in group.shapes.items():
+        there = tuple(wanted[names.get(target, target)].shape)
+        if made != there:
+            raise ConfigError(
+                f"tensors {first_of(group.sources)} make a tensor of shape {list(made)}, which "
+                f"must be {list(there)}"
+            )
