@@ -3,8 +3,12 @@
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 try:
     from hypothesis import settings
@@ -83,3 +87,16 @@ def forked_programs(program_server: None) -> Iterator[None]:  # noqa: ARG001 - i
 
     with forked.commands():
         yield
+
+
+@pytest.fixture
+def group(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ProcessGroup]":
+    """A world of one rank: this process."""
+    import torch.distributed as dist  # noqa: PLC0415 - some packages have no torch
+
+    store = f"file://{tmp_path_factory.mktemp('store')}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()

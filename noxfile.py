@@ -503,10 +503,10 @@ def libraries(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
-    """`hp verify --demo` of all causal models of transformers; it goes on where it was stopped."""
+    """Run the zoo, and all causal models in transformers' own layouts; it goes on."""
     _install(session, "hp-train", group="test-transformers")
     kept = ("--results", str(SCRATCH / "demo"), "--output", str(SCRATCH / "demo.html"))
-    session.run("hp", "verify", "--demo", "--all", *kept, *session.posargs)
+    session.run("python", "-m", "integration_tests.demo", "--all", *kept, *session.posargs)
 
 
 @nox.session(default=False)
@@ -520,10 +520,10 @@ def folders(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def models(session: nox.Session) -> None:
-    """`hp verify --models`: all causal models of transformers in hp-train's layouts; it goes on."""
+    """Compare all causal models of transformers in our layouts with one process; it goes on."""
     _install(session, "hp-train", group="test-transformers")
     limit = ("--minutes", "150", "--results", str(SCRATCH / "models"))
-    session.run("hp", "verify", "--models", *limit, *session.posargs)
+    session.run("python", "-m", "integration_tests.architectures", *limit, *session.posargs)
 
 
 # Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.

@@ -1,4 +1,4 @@
-"""What `hp verify -- JOB` costs a job: CPU time of a step and memory, recorded and not.
+"""What `hp-verify -- JOB` costs a job: CPU time of a step and memory, recorded and not.
 
 A decoder in plain torch, trained by AdamW with clipping in one process and one thread: by itself,
 recorded as a reference, recorded as a job beside that, and recorded as in the second run, which

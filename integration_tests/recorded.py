@@ -1,4 +1,4 @@
-"""Jobs that are functions of this process's, recorded as `hp verify -- JOB` records programs."""
+"""Jobs that are functions of this process's, recorded as `hp-verify -- JOB` records programs."""
 
 import functools
 from collections.abc import Callable

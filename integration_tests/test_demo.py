@@ -1,4 +1,4 @@
-"""`hp verify --demo`: what it runs, and its page."""
+"""`python -m integration_tests.demo`: what it runs, and its page."""
 
 import math
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hp_train.cli import main
+from hp_base.process import run_command
 from integration_tests.architectures.forks import run_ranks
 from integration_tests.architectures.kept import finite, read, write
 from integration_tests.architectures.shrinking import shrunk
@@ -23,6 +23,7 @@ from integration_tests.demo.cells import (
     Bred,
     Cell,
 )
+from integration_tests.demo.command import run
 from integration_tests.demo.page import page
 from integration_tests.demo.table import table
 from integration_tests.zoo.bugs import BUGS
@@ -39,7 +40,7 @@ def test_the_zoo_is_run_and_written_down(
     monkeypatch.setattr(command, "find_spec", lambda _name: None)  # without transformers
     out = tmp_path / "page.html"
 
-    assert main(["verify", "--demo", "--output", str(out)]) == 0
+    assert run_command(run, ["--output", str(out)]) == 0
 
     text = capsys.readouterr().out
     assert "zoo: 1 of 1 bugs found and named, 1 of 1 sound jobs equal" in text
@@ -55,7 +56,7 @@ def test_a_bug_that_is_not_found_fails_the_command(
     monkeypatch.setattr(command, "_zoo", lambda: iter([missed]))
     monkeypatch.setattr(command, "find_spec", lambda _name: None)
 
-    assert main(["verify", "--demo", "--output", str(tmp_path / "page.html")]) == 8
+    assert run_command(run, ["--output", str(tmp_path / "page.html")]) == 8
     assert "1 of 1 jobs of the zoo are not told rightly" in capsys.readouterr().err
 
 

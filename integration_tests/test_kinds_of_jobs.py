@@ -1,4 +1,4 @@
-"""`hp verify` of training loops of many kinds: equal where they are, and different where not."""
+"""`hp-verify` of training loops of many kinds: equal where they are, and different where not."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`hp verify --models`: what is judged, kept, told and shipped; without transformers."""
+"""Cells of the table of models: how they are judged, kept and shipped; without transformers."""
 
 import math
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from hp_train.cli import main
+from hp_base.process import run_command
 from hp_train.verify.recording import RecordedStep
 from hp_trainer.config.options import build
 from hp_transformers.families import proven
@@ -216,7 +216,7 @@ def test_training_is_told_what_was_not_compared(
 
     assert doubts("llama", plain, "5.23.0") == []
     assert doubts("other", plain, "5.23.0") == [
-        "warning: other was never compared with transformers: hp verify --models"
+        "warning: other was never compared with transformers"
     ]
     assert doubts("llama", plain, "5.24.0") == [
         "warning: llama was compared with transformers 5.23.0, not 5.24.0"
@@ -273,7 +273,7 @@ def test_new_architectures_are_those_without_a_row_or_with_other_code(
 def test_an_architecture_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
 
-    assert main(["verify", "--models", "no-such-model"]) == 2
+    assert run_command(command.run, ["no-such-model"]) == 2
     assert "must be a causal model of transformers, or a folder" in capsys.readouterr().err
 
 

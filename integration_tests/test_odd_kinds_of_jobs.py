@@ -1,4 +1,4 @@
-"""`hp verify` of training loops that do without what most have, and of what others do beside."""
+"""`hp-verify` of training loops that do without what most have, and of what others do beside."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`hp verify` of ranks that are given the same in another form: equal, and faults found."""
+"""`hp-verify` of ranks that are given the same in another form: equal, and faults found."""
 
 import functools
 import re

@@ -1,6 +1,7 @@
-"""`hp verify --models` on real architectures: cells are equal, and with a mistake they are not."""
+"""Cells of the table of models are equal for real architectures, and not with a mistake."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,10 +14,11 @@ pytest.importorskip("transformers")
 
 from msgspec.structs import replace
 
-from hp_train.cli import main
+from hp_base.process import run_command
 from hp_trainer.config.options import build
 from hp_transformers.families.proven import read_table
 from hp_transformers.stages.notes import notes
+from integration_tests.architectures import command
 from integration_tests.architectures.cells import DIFFERENT, EQUAL, KINDS
 from integration_tests.architectures.compact import encoded
 from integration_tests.cells_with_faults import FAULTS
@@ -65,19 +67,22 @@ def test_code_from_outside_transformers_goes_through_the_same_table(
 def test_the_command_writes_the_table_and_the_page_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [
-        *(sys.executable, "-m", "hp_train", "verify", "--models", "gpt2"),
-        *("--kinds", "one process", "--results", "kept", "--page", "page.md"),
-    ]
+    arguments = ["gpt2", "--kinds", "one process", "--results", "kept", "--page", "page.md"]
     ran = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "integration_tests.architectures", *arguments],
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     assert "gpt2: 1 equal" in ran.stdout
     kept = (tmp_path / "kept" / "gpt2.json").stat().st_mtime_ns
 
     monkeypatch.chdir(tmp_path)
-    assert main(command[3:]) == 0  # nothing is left to be run
+    assert run_command(command.run, arguments) == 0  # nothing is left to be run
     assert (tmp_path / "kept" / "gpt2.json").stat().st_mtime_ns == kept
     assert "# Models of transformers, compared" in (tmp_path / "page.md").read_text()
 
@@ -87,8 +92,9 @@ import sys
 from pathlib import Path
 from hp_transformers.families import proven
 proven.TABLE = Path(sys.argv[1])
-from hp_train.cli import main
-sys.exit(main(["verify", "--models", *sys.argv[2:], "--new", "--kinds", "one process"]))
+from hp_base.process import run_command
+from integration_tests.architectures.command import run
+sys.exit(run_command(run, [*sys.argv[2:], "--new", "--kinds", "one process"]))
 """
 
 
@@ -133,6 +139,4 @@ def test_the_first_lines_of_a_run_say_what_was_never_compared(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
     config = build({"model.transformers": str(tmp_path)})
 
-    assert notes(config) == [
-        "warning: of_tomorrow was never compared with transformers: hp verify --models"
-    ]
+    assert notes(config) == ["warning: of_tomorrow was never compared with transformers"]

@@ -1,4 +1,4 @@
-"""hp-train's own trainer through `hp verify -- JOB --against -- REFERENCE`: equal, or found."""
+"""hp-train's own trainer through `hp-verify -- JOB --against -- REFERENCE`: equal, or found."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def through_the_command(
     job = [*python, *start, *train, *changes]
     reference = [*python, "hp_train", *train]
     return subprocess.run(
-        [*python, "hp_train", "verify", "--steps", "2", "--", *job, "--against", "--", *reference],
+        [*python, "hp_verify", "--steps", "2", "--", *job, "--against", "--", *reference],
         capture_output=True,
         text=True,
         timeout=600,

@@ -1,4 +1,4 @@
-"""`hp verify -- JOB --against -- REFERENCE` of programs that know nothing of hp-*."""
+"""`hp-verify -- JOB --against -- REFERENCE` of programs that know nothing of hp-*."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PAGE = (Path(__file__).parents[1] / "docs" / "hp-train" / "verify-any-job.md").read_text()
-HP = [sys.executable, "-c", "import sys; from hp_train.cli import main; sys.exit(main())"]
+HP = [sys.executable, "-c", "import sys; from hp_verify.cli import main; sys.exit(main())"]
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 JOB = textwrap.dedent(
@@ -88,7 +88,7 @@ def verify(
     (tmp_path / "job.py").write_text(JOB)
     script = str(tmp_path / "job.py")
     launch = [*LAUNCH, "--nproc-per-node=2"]
-    command = [*HP, "verify", "--steps", "2", *flags, "--", *launch, script, *job]
+    command = [*HP, "--steps", "2", *flags, "--", *launch, script, *job]
     return subprocess.run(
         [*command, "--against", "--", sys.executable, script],
         capture_output=True,
@@ -212,7 +212,7 @@ def test_a_job_that_fails_is_told_with_what_it_printed(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     script = str(tmp_path / "job.py")
     done = subprocess.run(
-        [*HP, "verify", "--", "true", "--against", "--", sys.executable, script, "fail"],
+        [*HP, "--", "true", "--against", "--", sys.executable, script, "fail"],
         capture_output=True,
         text=True,
         timeout=300,

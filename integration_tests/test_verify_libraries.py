@@ -1,4 +1,4 @@
-"""`hp verify` of jobs of accelerate, DeepSpeed, torchtitan, Megatron and transformers.
+"""`hp-verify` of jobs of accelerate, DeepSpeed, torchtitan, Megatron and transformers.
 
 Each as a user of that library writes it, and not one line for us. `nox -s libraries` installs them.
 """

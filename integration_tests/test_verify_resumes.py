@@ -1,4 +1,4 @@
-"""`hp verify` of a job that is stopped and resumes, beside one that was never stopped."""
+"""`hp-verify` of a job that is stopped and resumes, beside one that was never stopped."""
 
 import re
 import subprocess
@@ -80,7 +80,7 @@ def test_what_a_resume_loses_is_named(lost: str, judge: Judge) -> None:
 def test_the_command_joins_launches(tmp_path: Path) -> None:
     python = f"{sys.executable} -m integration_tests.verify_resumes"
     job = f"{python} {tmp_path}/job.pt 0 2 && {python} {tmp_path}/job.pt 2 4"
-    hp = [sys.executable, "-m", "hp_train", "verify", "--steps", "4", "--float64"]
+    hp = [sys.executable, "-m", "hp_verify", "--steps", "4", "--float64"]
     reference = [*python.split(), f"{tmp_path}/reference.pt", "0", "4"]
 
     def verified(script: str) -> "subprocess.CompletedProcess[str]":

@@ -1,4 +1,4 @@
-"""`hp verify --rules`: a job that begins with other weights, under other names, in hidden parts."""
+"""`hp-verify --rules`: a job that begins with other weights, under other names, in hidden parts."""
 
 import os
 from functools import partial

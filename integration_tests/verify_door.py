@@ -1,4 +1,4 @@
-"""hp-train's own trainer as a job of `hp verify -- JOB`: eight steps in two launches, with a bug.
+"""hp-train's own trainer as a job of `hp-verify -- JOB`: eight steps in two launches, with a bug.
 
 Which bug a run has, its name says: those of `integration_tests.verify_faults`, and `MORE`.
 """

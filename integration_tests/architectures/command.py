@@ -1,4 +1,4 @@
-"""The command ``hp verify --models``. Nothing here imports torch before it runs."""
+"""The command `python -m integration_tests.architectures`; torch is imported when it runs."""
 
 import argparse
 import time
@@ -19,7 +19,6 @@ from integration_tests.architectures.compact import encoded, with_found
 from integration_tests.architectures.kept import can_be_cut, folder_of, read, told, write
 from integration_tests.architectures.page import page
 
-FLAG = "--models"
 FIRST = (
     *("llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen2", "qwen3_next"),
     *("gemma3_text", "mistral", "gemma2", "phi3", "olmo2", "gpt2", "qwen3_5_text", "mamba2"),
@@ -40,13 +39,13 @@ _TO_DO = (
 def parser() -> argparse.ArgumentParser:
     """The flags of the command."""
     made = Parser(
-        prog="hp verify --models",
+        prog="python -m integration_tests.architectures",
         description="Train tiny models of the causal architectures of transformers in every kind "
         "of layout of hp-train, and compare each with one process of transformers.",
         allow_abbrev=False,
     )
     made.add_argument(
-        FLAG,
+        "models",
         nargs="*",
         metavar="TYPE",
         help="these, or a FOLDER with config.json and modeling code, which is run (default: all)",
@@ -68,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     """Find out, and tell.
 
     Args:
-        arguments: What follows ``hp verify``.
+        arguments: What follows the command.
 
     Returns:
         0: no cell is different, and none failed.
@@ -79,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     options = parser().parse_args(arguments)
     if find_spec("transformers") is None:
-        raise ConfigError("--models needs transformers: pip install transformers")
+        raise ConfigError("this needs transformers: pip install transformers")
     require_files(options, "page")
     require_folder("--results", options.results)
     until = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")

@@ -1,4 +1,4 @@
-"""The command ``hp verify --demo``. Nothing here imports torch before it runs."""
+"""The command ``python -m integration_tests.demo``. Nothing here imports torch before it runs."""
 
 import argparse
 import time
@@ -15,7 +15,6 @@ from integration_tests.demo.page import page
 from integration_tests.demo.table import table
 from integration_tests.zoo.bugs import BUGS, REPORTS, SOUND
 
-FLAG = "--demo"
 SHOWN = (
     *(
         "llama",
@@ -39,12 +38,11 @@ SHOWN = (
 def parser() -> argparse.ArgumentParser:
     """The flags of the command."""
     made = Parser(
-        prog="hp verify --demo",
+        prog="python -m integration_tests.demo",
         description="Look for the bugs of the zoo, and compare architectures of transformers in "
         "its own layouts (fsdp, tp, ep) on two ranks with one process.",
         allow_abbrev=False,
     )
-    made.add_argument(FLAG, action="store_true", help=argparse.SUPPRESS)
     made.add_argument(
         "--architectures", nargs="*", metavar="TYPE", help="these (default: some of many families)"
     )
@@ -60,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     """Find out and write a page.
 
     Args:
-        arguments: What follows ``hp verify``.
+        arguments: What follows the command.
 
     Returns:
         0: whatever transformers' layouts compute, the tool has found and missed what it must.

@@ -1,4 +1,4 @@
-"""`hp verify --checkpoint`, `--manifest`: tensors of two checkpoints, whatever holds them."""
+"""`hp-verify --checkpoint`, `--manifest`: tensors of two checkpoints, whatever holds them."""
 
 import pickle
 import re

@@ -18,7 +18,7 @@ from hp_plan.costs.routing import parse_skew
 from hp_plan.layouts.command import known_machine
 from hp_train.cli import main
 from hp_trainer.config.options import resolve, shipped
-from hp_verify.files.command import _names
+from hp_verify.files.commands import _names
 from hp_verify.files.curves import read_curve
 from hp_verify.files.manifest import read_listing
 from hp_verify.recording import events

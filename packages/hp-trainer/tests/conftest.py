@@ -1,11 +1,9 @@
-"""What several tests of hp-train rely on."""
+"""What several tests of hp-trainer rely on."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from hp_base.signals import StopFlag
 from hp_data import Tokenizer
@@ -14,17 +12,6 @@ from hp_trainer.config import Config
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
 from hp_trainer.training.startup import connect, prepare_data
-
-
-@pytest.fixture
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
-    """A world of one rank: this process."""
-    store = f"file://{tmp_path_factory.mktemp('store')}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
 
 
 @pytest.fixture

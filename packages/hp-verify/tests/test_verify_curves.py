@@ -1,4 +1,4 @@
-"""`hp verify --curves`: losses told apart from noise, no more often than is said."""
+"""`hp-verify --curves`: losses told apart from noise, no more often than is said."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hp_base.errors import DataError
-from hp_train.cli import main
+from hp_verify.cli import main
 from hp_verify.files.curves import read_curve
 from hp_verify.files.noise import Curve, tell_apart
 
@@ -147,11 +147,11 @@ def test_the_command_has_the_statuses_of_the_others(
         paths[-1].write_text("\n".join(lines) + "\n")
     a, b, c = map(str, paths)
 
-    assert main(["verify", "--curves", a, c]) == 0
-    assert main(["verify", "--curves", a, b]) == 8
-    assert main(["verify", "--curves", a, b, c]) == 8
-    assert main(["verify", "--curves", a]) == 2
-    assert main(["verify", "--curves", a, str(tmp_path / "none")]) == 3
+    assert main(["--curves", a, c]) == 0
+    assert main(["--curves", a, b]) == 8
+    assert main(["--curves", a, b, c]) == 8
+    assert main(["--curves", a]) == 2
+    assert main(["--curves", a, str(tmp_path / "none")]) == 3
 
     told = capsys.readouterr()
     assert "not told apart over 200 steps" in told.out

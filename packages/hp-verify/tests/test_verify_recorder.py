@@ -1,4 +1,4 @@
-"""`hp verify -- JOB --against -- REFERENCE`, in parts."""
+"""`hp-verify -- JOB --against -- REFERENCE`, in parts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from hp_base.errors import ConfigError
 from hp_platform.device.lifting import Lifting
 from hp_platform.testing import run_distributed
-from hp_train.cli import main
-from hp_verify.command import split
+from hp_verify.cli import main
 from hp_verify.comparing.compare import REDUCTION, Comparison, Floor, compare
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.joined import Digests, Recording, Step, distance, join
+from hp_verify.jobs import split
 from hp_verify.recording.digests import digest_of
 from hp_verify.recording.disturbing import Disturbing
 from hp_verify.recording.events import (
@@ -555,12 +555,12 @@ def test_the_command_line_is_parted_at_its_marks() -> None:
 
 
 def test_a_wrong_flag_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--stepz", "3", "--", "a", "--against", "--", "b"]) == 2
+    assert main(["--stepz", "3", "--", "a", "--against", "--", "b"]) == 2
     assert capsys.readouterr().err == (
-        "error: unrecognized arguments: --stepz 3 (see hp verify --help --)\n"
+        "error: unrecognized arguments: --stepz 3 (see hp-verify --help)\n"
     )
     with pytest.raises(SystemExit):
-        main(["verify", "--help", "--"])
+        main(["--help"])
     assert "REFERENCE" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""What the second run of `hp verify -- JOB` tells, in parts."""
+"""What the second run of `hp-verify -- JOB` tells, in parts."""
 
 import random
 import subprocess

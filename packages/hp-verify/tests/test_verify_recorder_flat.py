@@ -1,4 +1,4 @@
-"""Flat tensors that `hp verify -- JOB` finds parameters in, and rules for what nothing tells."""
+"""Flat tensors that `hp-verify -- JOB` finds parameters in, and rules for what nothing tells."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What `hp verify -- JOB` makes of the same in another form: padding, terms, more calls."""
+"""What `hp-verify -- JOB` makes of the same in another form: padding, terms, more calls."""
 
 from collections.abc import Mapping, Sequence
 

@@ -3,22 +3,16 @@
 import argparse
 import os
 import re
-import resource
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from integration_tests.demo import command as demo
-
-from hp_base.command_line import Parser, warn
-from hp_base.environment import speaks_for_node
-from hp_base.errors import ConfigError, HpError, MachineError, told
+from hp_base.command_line import Parser
+from hp_base.errors import ConfigError
 from hp_base.messages import did_you_mean
 from hp_base.numbers import whole
 from hp_base.own_caches import own_caches, own_temporary_folder
-from hp_base.signals import ignore_stops
-from hp_base.streams import own_streams
+from hp_base.process import run_command
 from hp_packing import command as step_plan
 from hp_plan.layouts import command as plan
 from hp_train import __version__
@@ -32,18 +26,12 @@ from hp_trainer.config.schema import keys_called
 from hp_trainer.launch.last_word import leave_last_word
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.training.resuming import require_same_run
-from hp_verify import command as jobs
-from hp_verify.files import command as compared
 
-_LEAST_FILES = 64
 _WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
 _FLAG = re.compile(r"--[\w-]+")
 _JOBS = (
-    " Or any training program beside another: hp verify [FLAGS] -- JOB --against -- REFERENCE; "
-    "hp verify --help -- tells its flags. Or checkpoints, weights in an engine, curves of losses: "
-    "hp verify --checkpoint A B, --manifest FOLDER, --curves A B; or bugs and layouts of others: "
-    "hp verify --demo; or models of transformers: hp verify --models. "
-    "Their flags with --help behind."
+    " Any training program beside another, checkpoints and curves of losses are compared by the "
+    "command hp-verify."
 )
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
 
@@ -57,78 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status, see `hp_base.errors`.
     """
-    if argv is None:
-        own_streams()
-    try:
-        try:
-            if argv is None:
-                _prepare(sys.argv[1:])
-            status = _main(sys.argv[1:] if argv is None else argv)
-        finally:
-            sys.stdout.flush()  # also what --help says
-    except HpError as error:
-        status = _refused(error)
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:  # `hp config | head`
-        status = 141
-    except (OSError, MemoryError, ImportError) as error:
-        status = _refused(MachineError(_of_the_machine(error)))
-    if argv is None:
-        ignore_stops()
-    return status
 
+    def run(arguments: Sequence[str]) -> int:
+        # What only says something compiles nothing, and scripts of others have caches of their own.
+        is_quiet = not arguments or arguments[0] in ("config", "doctor") or "--" in arguments
+        if argv is None and not is_quiet:
+            own_temporary_folder(os.environ)
+            own_caches(os.environ)
+        return _main(arguments)
 
-def _prepare(argv: Sequence[str]) -> None:
-    """See to what every process of a command finds on this machine.
-
-    Raises:
-        MachineError: When the current folder is gone: torch itself ends a process there. Or when
-            so few files may be open that libraries abort.
-    """
-    try:
-        os.getcwd()  # noqa: PTH109 - it is looked for, not used
-    except FileNotFoundError:
-        raise MachineError(
-            "the current folder is gone, it was removed: cd to one that is there"
-        ) from None
-    if not os.path.exists("/proc/self/fd"):  # noqa: PTH110
-        raise MachineError("/proc must be mounted: processes of a run meet there")
-    _have_files()
-    # What only says something compiles nothing, and jobs of others have caches of their own.
-    if argv and argv[0] not in ("config", "doctor") and "--" not in argv:
-        own_temporary_folder(os.environ)
-        own_caches(os.environ)
-
-
-def _have_files() -> None:
-    """Let this process, and those that it starts, open a few files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _LEAST_FILES:
-        if 0 <= hard < _LEAST_FILES:
-            raise MachineError(
-                f"the limit of open files ({hard}) must be at least {_LEAST_FILES}: ulimit -n"
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_LEAST_FILES, hard))
-
-
-def _refused(error: HpError) -> int:
-    if speaks_for_node():
-        warn(f"error: {error}")
-    # From whichever comes first: torchrun ends the others, maybe before they have spoken.
-    leave_last_word(f"error: {error}")
-    return error.exit_code
-
-
-def _of_the_machine(error: Exception) -> str:
-    """What went wrong outside of this program, in a line that says where it met that."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{told(error, 400)} (in {Path(frame.filename).name}:{frame.lineno})"
+    # By whichever rank comes first: torchrun ends the others, maybe before they have spoken.
+    return run_command(run, argv, on_error=leave_last_word)
 
 
 def _main(argv: Sequence[str]) -> int:
-    if argv[:1] == ["verify"] and (door := _other_door(argv)) is not None:
-        return door(argv[1:])
+    _refuse_moved(argv)
     argv, script = _without_script(argv)
     overrides, rest = split_overrides(_joined(argv))
     parser, commands = _parser()
@@ -154,21 +85,16 @@ def _main(argv: Sequence[str]) -> int:
     return _with_config(options, given)
 
 
-_MODELS = "--models"
-"""`integration_tests.architectures.command.FLAG`."""
+def _refuse_moved(argv: Sequence[str]) -> None:
+    """Name the command that compares what `hp verify` does not.
 
-
-def _other_door(argv: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
-    """What `hp verify` compares that is no config: jobs of anybody, checkpoints, curves."""
-    if "--" in argv:
-        return jobs.run
-    if demo.FLAG in argv:
-        return demo.run
-    if _MODELS in argv:
-        from integration_tests.architectures.command import run  # noqa: PLC0415 - imports torch
-
-        return run
-    return compared.run if any(argument in compared.FLAGS for argument in argv) else None
+    Raises:
+        ConfigError: When one is asked for.
+    """
+    if argv[:1] == ["verify"]:
+        flags = ("--checkpoint", "--manifest", "--curves", "--")
+        if asked := next((flag for flag in flags if flag in argv), None):
+            raise ConfigError(f"hp verify takes a config; {asked} is of the command hp-verify")
 
 
 def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -> int:

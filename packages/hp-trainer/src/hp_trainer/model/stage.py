@@ -6,8 +6,8 @@ Note [Models of one's own]. A model is a function that makes its stages:
 `layers`, under their index in the whole model, so that names and initial weights of parameters are
 those of the whole model on every layout. Parameters that are not those of known modules are
 declared (`hp_trainer.model.declare`). Everything else follows: blocks are what FSDP shards, what
-runs again in backward and what a compiler gets; modules of hp-expert are spread over ranks, and so is
-`hp_context.Attention`.
+runs again in backward and what a compiler gets; modules of hp-expert are spread over ranks, and so
+is `hp_context.Attention`.
 
 Shape symbols: B sequences, S positions of a rank, D width of the stream, V vocabulary.
 """

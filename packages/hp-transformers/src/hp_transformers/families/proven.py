@@ -74,7 +74,7 @@ def doubts(model_type: str, config: Config, transformers: str) -> list[str]:
     """
     table = read_table()
     if model_type not in table.rows:
-        return [f"warning: {model_type} was never compared with transformers: hp verify --models"]
+        return [f"warning: {model_type} was never compared with transformers"]
     found = []
     known = table.versions.get("transformers", "")
     if transformers != known:

@@ -70,7 +70,7 @@ def opened_source(path: Path) -> Iterator[Source]:
     Args:
         path: A run directory or a checkpoint of hp-train, a folder or file of safetensors, a
             folder of `torch.distributed.checkpoint`, a file of `torch.save` or a folder of such,
-            or a manifest of `hp verify --manifest`.
+            or a manifest of `hp-verify --manifest`.
 
     Raises:
         CheckpointError: When it is none of these, or damaged, with the file's name.

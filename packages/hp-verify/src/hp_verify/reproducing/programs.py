@@ -6,7 +6,7 @@ itself, and ends with a verdict.
 
 HEAD = '''"""{title}.
 
-Written by `hp verify`."""
+Written by `hp-verify`."""
 import pathlib, sys, torch
 
 HERE, BOUND = pathlib.Path(__file__).parent, {bound:.1e}

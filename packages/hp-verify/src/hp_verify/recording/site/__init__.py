@@ -1,1 +1,1 @@
-"""The folder that `hp verify` puts on a job's ``PYTHONPATH``."""
+"""The folder that `hp-verify` puts on a job's ``PYTHONPATH``."""

@@ -1,7 +1,7 @@
 """Begins a recording as soon as a program of the job has imported torch.
 
 Python imports a module of this name at its start when its folder is on ``PYTHONPATH``, which is how
-`hp verify` reaches a program without changing it. The ``sitecustomize`` that it hides is run too.
+`hp-verify` reaches a program without changing it. The ``sitecustomize`` that it hides is run too.
 """
 
 import functools

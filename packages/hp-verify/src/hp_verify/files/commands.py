@@ -1,4 +1,4 @@
-"""The commands ``hp verify --checkpoint``, ``--manifest`` and ``--curves``."""
+"""`hp-verify --checkpoint`, `--manifest` and `--curves`."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_base.command_line import Parser, say
+from hp_base.command_line import say
 from hp_base.errors import CheckpointError, ConfigError, DifferenceError
 from hp_base.folder import read_named, why_not
 from hp_base.numbers import real
@@ -21,15 +21,9 @@ _SHOWN = 12
 _LEVEL = 0.01
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags of all of these commands."""
-    made = Parser(
-        prog="hp verify",
-        see="hp verify --checkpoint --help",
-        description="Compare checkpoints, weights in an engine, or curves of losses.",
-        allow_abbrev=False,
-    )
-    doors = made.add_mutually_exclusive_group(required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of all of these."""
+    doors = parser.add_mutually_exclusive_group()
     doors.add_argument(
         "--checkpoint",
         nargs=2,
@@ -48,26 +42,25 @@ def parser() -> argparse.ArgumentParser:
         help="whether the losses of B differ from those of A by more than noise: A B, and repeats "
         "of A behind them",
     )
-    made.add_argument("--ignore", metavar="REGEX", help="names that are not compared")
-    made.add_argument(
+    parser.add_argument("--ignore", metavar="REGEX", help="names that are not compared")
+    parser.add_argument(
         "--names", metavar="FILE", help='JSON: names in B -> names in A, {"lm_head.weight": ...}'
     )
-    made.add_argument("--out", metavar="FILE", help="of --manifest: a new file")
-    made.add_argument("--pattern", metavar="REGEX", help="of a log: groups step and loss")
-    made.add_argument(
+    parser.add_argument("--out", metavar="FILE", help="of --manifest: a new file")
+    parser.add_argument("--pattern", metavar="REGEX", help="of a log: groups step and loss")
+    parser.add_argument(
         "--level",
         type=real("--level"),
         default=_LEVEL,
         help=f"how often noise may be called a difference (default: {_LEVEL:g})",
     )
-    return made
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Compare what is asked for.
 
     Args:
-        arguments: What follows ``hp verify``.
+        options: Parsed flags of `add_arguments`, one of `FLAGS` among them.
 
     Returns:
         0: both are equal.
@@ -78,7 +71,6 @@ def run(arguments: Sequence[str]) -> int:
         DataError: When a curve cannot be read, or is too short.
         ConfigError: When the command line is wrong.
     """
-    options = parser().parse_args(list(arguments))
     if options.manifest is not None:
         return _manifest(Path(options.manifest), Path(options.out) if options.out else None)
     if options.curves is not None:

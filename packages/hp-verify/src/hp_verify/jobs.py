@@ -1,4 +1,4 @@
-"""The command ``hp verify -- JOB --against -- REFERENCE``. Nothing here imports torch."""
+"""`hp-verify -- JOB --against -- REFERENCE`: both jobs run and compared. No torch is imported."""
 
 import argparse
 import shlex
@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
-from hp_base.command_line import Parser, say
+from hp_base.command_line import say
 from hp_base.errors import ConfigError, DifferenceError, HpError
 from hp_base.numbers import real, whole
 from hp_base.session import last_lines, status_of
@@ -39,60 +39,49 @@ class JobFailedError(HpError):
         self.recording = recording
 
 
-def parser() -> argparse.ArgumentParser:
-    """Flags that stand before the first ``--``."""
-    made = Parser(
-        prog="hp verify",
-        see="hp verify --help --",
-        usage="hp verify [FLAGS] -- JOB [ARGS] --against -- REFERENCE [ARGS]",
-        description="Run two training jobs as they are and compare all they compute.",
-        allow_abbrev=False,
-    )
-    made.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that stand before the first ``--``."""
+    parser.add_argument(
         "--steps",
         type=whole("--steps", least=1),
         default=_STEPS,
         help=f"updates of the weights (default: {_STEPS})",
     )
-    made.add_argument("--float64", action="store_true", help="lift both jobs to float64")
-    made.add_argument(
+    parser.add_argument("--float64", action="store_true", help="lift both jobs to float64")
+    parser.add_argument(
         "--same-start", action="store_true", help="give the job the reference's first weights"
     )
-    made.add_argument(
+    parser.add_argument(
         "--no-outputs", action="store_true", help="parameters alone, no outputs of modules"
     )
-    made.add_argument(
+    parser.add_argument(
         "--once",
         action="store_true",
         help="do not run both jobs once more around a first difference, to say where exactly it "
         "lies and to write a program that shows it",
     )
-    made.add_argument("--seed", type=whole("--seed", least=0), default=0, help="of both (0)")
-    made.add_argument(
+    parser.add_argument("--seed", type=whole("--seed", least=0), default=0, help="of both (0)")
+    parser.add_argument(
         "--seconds",
         type=real("--seconds"),
         default=_SECONDS,
         help=f"most that a job may take (default: {_SECONDS:g})",
     )
-    made.add_argument(
+    parser.add_argument(
         "--rules", metavar="FILE", help="where the job's parameters lie, if nothing else tells"
     )
-    made.add_argument(
+    parser.add_argument(
         "--keep", metavar="DIR", help="keep the recordings and the reproduction, in a new folder"
     )
-    return made
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Part flags, job and reference: ``FLAGS -- JOB --against -- REFERENCE``.
 
     Raises:
-        ConfigError: When one of them is missing.
+        ConfigError: When the job or the reference is missing.
     """
     end = list(arguments).index("--")
-    if "--help" in arguments[:end]:
-        parser().print_help()
-        raise SystemExit
     flags, rest = list(arguments[:end]), list(arguments[end + 1 :])
     marks = [i for i, a in enumerate(rest[:-1]) if a == AGAINST and rest[i + 1] == "--"]
     if not marks:
@@ -103,11 +92,13 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return flags, job, reference
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Verify a job.
+def run(job: Sequence[str], reference: Sequence[str], options: argparse.Namespace) -> int:
+    """Verify a job, and print what was found.
 
     Args:
-        arguments: What follows ``hp verify``.
+        job: Command of the job to judge.
+        reference: Command of the reference.
+        options: Parsed flags of `add_arguments`.
 
     Returns:
         0: the job is equal to its reference.
@@ -116,8 +107,6 @@ def run(arguments: Sequence[str]) -> int:
         DifferenceError: When it is not.
         JobFailedError: When one of them failed.
     """
-    flags, job, reference = split(arguments)
-    options = parser().parse_args(flags)
     if options.rules:
         read_rules(Path(options.rules))  # before anything runs
     with _folder(options.keep) as folder:
@@ -140,7 +129,7 @@ def verify(
     Args:
         job: Command of the job to judge.
         reference: Command of the reference.
-        options: Parsed flags of `parser`.
+        options: Parsed flags of `add_arguments`.
         folder: An empty folder.
     """
     common = {
