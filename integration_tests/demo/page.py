@@ -43,7 +43,7 @@ def page(zoo: Sequence[Bred], found: Sequence[Architecture], seconds: float) -> 
     facts = ", ".join(f"{name} {version}" for name, version in versions.items())
     where = f"{platform.machine()}, Python {platform.python_version()}; {seconds:.0f} s"
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><title>hp-verify, a demonstration</title>",
+        "<!doctype html><html lang=en><meta charset=utf-8><title>hp-verify: a demo</title>",
         f"<style>{_STYLE}</style><h1>Training jobs beside one process</h1>",
         f"<p>{escape(facts)}; {escape(where)}.</p>",
         "<p>Two ranks over Gloo, each job unchanged, recorded from outside.</p>",

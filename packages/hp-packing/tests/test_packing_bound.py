@@ -8,19 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_context import deal_documents
-from hp_packing import (
-    Pipeline,
-    PlannedMicrobatch,
-    Planner,
-    StepCosts,
-    StepPlan,
-    lower_bound,
-    price,
-)
+from hp_packing import Pipeline, PlannedMicrobatch, Planner, StepCosts, StepPlan, lower_bound, price
 from hp_packing.costs import Seconds, StageCosts
 from hp_packing.generators import draw
 from hp_packing.plan import Team
-from hp_packing.price import costs_of
+from hp_packing.pricing import costs_of
 from hp_schedule import one_f_one_b, search
 
 MEMORY = 10**9

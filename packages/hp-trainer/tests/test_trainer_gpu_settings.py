@@ -10,6 +10,7 @@ import torch
 from hp_schedule import add_send_recv, validate
 from hp_trainer.config import Config
 from hp_trainer.config.space import with_keys
+from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.schedules import KINDS
 from hp_trainer.training import gpu_settings
 from hp_trainer.training.banner import banner
@@ -136,7 +137,7 @@ def test_the_first_lines_of_a_run_on_gpus_say_what_is_set(monkeypatch: pytest.Mo
         info = SimpleNamespace(world_size=4)
         place = SimpleNamespace(type=device)
         runtime: Any = SimpleNamespace(info=info, device=place, backend="nccl")
-        mesh: Any = SimpleNamespace(layout="dp_replicate 4")
+        mesh: Any = SimpleNamespace(layout=Layout.of(ALONE.mesh))
         norm: Any = SimpleNamespace(sizes={"a": 10})
         return banner(ALONE, mesh, runtime, norm)[-1]
 

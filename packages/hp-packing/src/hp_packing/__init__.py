@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hp_packing.learned import learned_costs, step_layout
     from hp_packing.plan import PlannedMicrobatch, StepPlan, from_text, to_text
     from hp_packing.planner import Planner
-    from hp_packing.price import StepPrice, price
+    from hp_packing.pricing import StepPrice, price
     from hp_packing.proof import prove
     from hp_packing.work import Pipeline
 
@@ -48,11 +48,11 @@ __getattr__ = lazily(
         "StageCosts": "hp_packing.costs",
         "StepCosts": "hp_packing.costs",
         "StepPlan": "hp_packing.plan",
-        "StepPrice": "hp_packing.price",
+        "StepPrice": "hp_packing.pricing",
         "from_text": "hp_packing.plan",
         "learned_costs": "hp_packing.learned",
         "lower_bound": "hp_packing.bound",
-        "price": "hp_packing.price",
+        "price": "hp_packing.pricing",
         "prove": "hp_packing.proof",
         "step_layout": "hp_packing.learned",
         "to_text": "hp_packing.plan",

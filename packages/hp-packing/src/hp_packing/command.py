@@ -18,6 +18,8 @@ from hp_trainer.config.options import Resolved
 if TYPE_CHECKING:
     from hp_packing.comparison import Comparison
 
+SUMMARY = "plan steps of documents of many lengths, and compare them with those of other rules"
+"""What the command does, for `hp --help`."""
 _K = 1024
 DISTRIBUTIONS = ("mock", "lognormal-2k", "lognormal-8k", "log-uniform", "few-long", "source-files")
 _COUNTS = {

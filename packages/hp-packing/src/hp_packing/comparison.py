@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hp_packing.planner import Planner
-from hp_packing.price import price, simulated
+from hp_packing.pricing import price, simulated
 from hp_packing.proof import prove
 from hp_packing.rivals import Rivals
 from hp_schedule import Timeline

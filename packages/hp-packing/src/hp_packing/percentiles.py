@@ -20,7 +20,7 @@ from hp_packing.generators import GENERATORS, draw, read_batches, stream
 from hp_packing.learned import learned_costs
 from hp_packing.plan import Team
 from hp_packing.planner import Planner
-from hp_packing.price import costs_of
+from hp_packing.pricing import costs_of
 from hp_packing.work import Pipeline, pairs_of
 from hp_plan.costs.machine import Machine
 from hp_plan.price.estimate import Plan

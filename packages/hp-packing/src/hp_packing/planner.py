@@ -30,7 +30,7 @@ from hp_packing.costs import Seconds, StepCosts, slowest
 from hp_packing.kind import Kind
 from hp_packing.partition import partition
 from hp_packing.plan import PlannedMicrobatch, StepPlan, Team
-from hp_packing.price import cost_of_deal, stage_costs
+from hp_packing.pricing import cost_of_deal, stage_costs
 from hp_packing.shares import Rates, best_shares, program_seconds
 from hp_packing.templates import changed_shares, part_looked_at, scaled, templates_for
 from hp_packing.work import Pipeline, pairs_of

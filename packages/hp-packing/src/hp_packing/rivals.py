@@ -18,7 +18,7 @@ from hp_context.batch.deal_cost import Piece, Work
 from hp_packing.costs import Seconds, StepCosts, slowest
 from hp_packing.generators import stream
 from hp_packing.partition import partition
-from hp_packing.price import stage_costs
+from hp_packing.pricing import stage_costs
 from hp_packing.work import Pipeline, pairs_of
 from hp_schedule import one_f_one_b, search, simulate
 

@@ -23,7 +23,7 @@ from hp_base.errors import ConfigError, DataError
 from hp_data.dataset import Dataset, Piece
 from hp_packing import Pipeline as Ranks
 from hp_packing import Planner, StepCosts, StepPlan
-from hp_packing.price import simulated
+from hp_packing.pricing import simulated
 from hp_packing.run_costs import step_costs
 from hp_packing.share import share_of
 from hp_platform import Runtime, agree, all_gather_json, mark_agreed, on_one_rank

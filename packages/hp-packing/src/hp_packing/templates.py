@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hp_packing.costs import Seconds
 from hp_packing.kind import Kind
-from hp_packing.price import stage_costs
+from hp_packing.pricing import stage_costs
 from hp_packing.shares import Rates, best_shares
 from hp_schedule import Costs, Schedule, search, shorten
 

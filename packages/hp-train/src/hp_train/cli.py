@@ -5,7 +5,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from hp_base.command_line import Parser
 from hp_base.errors import ConfigError
@@ -13,8 +15,6 @@ from hp_base.messages import did_you_mean
 from hp_base.numbers import whole
 from hp_base.own_caches import own_caches, own_temporary_folder
 from hp_base.process import run_command
-from hp_packing import command as step_plan
-from hp_plan.layouts import command as plan
 from hp_train import __version__
 from hp_train.dry_run import command as dry_run
 from hp_train.verify import command as verify
@@ -108,7 +108,10 @@ def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -
         try_out(data.tokenizer, data.separator)
     if options.command == "verify":
         return verify.run(resolved, options, given)
-    return _COMMANDS[options.command](resolved, options)
+    if options.command in _COMMANDS:
+        return _COMMANDS[options.command](resolved, options)
+    status: int = _added_commands()[options.command].run(resolved, options)
+    return status
 
 
 def _train(resolved: Resolved, options: argparse.Namespace) -> int:
@@ -138,7 +141,8 @@ def _parser() -> tuple[Parser, Mapping[str, Parser]]:
     form = config.add_mutually_exclusive_group()
     form.add_argument("--origins", action="store_true", help="one line per key, no help")
     form.add_argument("--json", action="store_true", help="as JSON, with origins")
-    for name, add_arguments, what, more in _MEASURING:
+    added = ((n, c.add_arguments, c.SUMMARY, "") for n, c in sorted(_added_commands().items()))
+    for name, add_arguments, what, more in (*_MEASURING, *added):
         add_arguments(_add_command(commands, name, what=what, more=more))
     doctor = commands.add_parser(
         "doctor", help="tell what this machine can run", allow_abbrev=False
@@ -328,19 +332,17 @@ def _dry_run(resolved: Resolved) -> int:
     return 0
 
 
+def _added_commands() -> dict[str, Any]:
+    """Load the commands that installed packages add, by name; each takes a config and its flags."""
+    return {point.name: point.load() for point in entry_points(group="hp.commands")}
+
+
 _MEASURING: tuple[tuple[str, Callable[[Parser], None], str, str], ...] = (
     (
         "verify",
         verify.add_arguments,
         "run two layouts on the same batches and compare all they compute",
         _JOBS,
-    ),
-    ("plan", plan.add_arguments, "compare layouts by memory and time, without running them", ""),
-    (
-        "step-plan",
-        step_plan.add_arguments,
-        "plan steps of documents of many lengths, and compare them with those of other rules",
-        "",
     ),
     (
         "dry-run",
@@ -349,6 +351,6 @@ _MEASURING: tuple[tuple[str, Callable[[Parser], None], str, str], ...] = (
         " After -- a torch script and its arguments, in place of a config.",
     ),
 )
-"""Commands with flags of their own: name, flags, what they do, and more of that."""
-_COMMANDS = {"train": _train, "config": _print_config, "plan": plan.run, "step-plan": step_plan.run}
-"""What takes nothing but a config and its own flags."""
+"""Commands of this package with flags of their own: name, flags, what they do, and more of that."""
+_COMMANDS = {"train": _train, "config": _print_config}
+"""Commands of this package that take nothing but a config and their own flags."""

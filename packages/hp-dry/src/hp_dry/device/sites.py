@@ -15,13 +15,15 @@ from typing import Any
 import torch
 import typing_extensions
 
+import hp_platform
+
 _NUM_LINES = 3
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])
 _PLUMBING = (
     _TORCH,
     _HERE,
-    str(Path(__file__).parents[2] / "_internals"),
+    str(Path(hp_platform.__file__).parent / "_internals"),
     threading.__file__,
     contextlib.__file__,
     functools.__file__,

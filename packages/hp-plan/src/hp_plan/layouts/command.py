@@ -28,6 +28,8 @@ from hp_trainer.config.options import Resolved
 from hp_trainer.layout.schedules import KINDS
 from hp_trainer.plugins import plugin
 
+SUMMARY = "compare layouts by memory and time, without running them"
+"""What the command does, for `hp --help`."""
 _RATES = {
     "flops": "operations per second of a matrix product",
     "memory": "bytes of a device",

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from integration_tests.architectures import kept
-from integration_tests.architectures.cells import Architecture
 
 from hp_base.command_line import write_named
 from hp_base.errors import HpError
@@ -23,6 +21,8 @@ from hp_verify.files.curves import read_curve
 from hp_verify.files.manifest import read_listing
 from hp_verify.recording import events
 from hp_verify.recording.rules import read_rules
+from integration_tests.architectures import kept
+from integration_tests.architectures.cells import Architecture
 
 CONFIG = resolve(shipped()[0], env={}).config
 
