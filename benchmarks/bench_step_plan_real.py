@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from hp_base.signals import StopFlag
 from hp_context import Documents
 from hp_data import load_tokenizer
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_packing import StageCosts, StepCosts
 from hp_platform import RankInfo, initialize, shutdown, submit_weight_grad
 from hp_platform.testing import run_distributed

@@ -64,7 +64,7 @@ def make(name: str, folder: Path, *, steps: int) -> None:
 
     from hp_data import load_tokenizer  # noqa: PLC0415
     from hp_data.dataset import Dataset  # noqa: PLC0415
-    from hp_data.prepare import prepare  # noqa: PLC0415
+    from hp_data.preparation import prepare  # noqa: PLC0415
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **COMMON, **MODELS[name])

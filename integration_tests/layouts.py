@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hp_base.signals import StopFlag
 from hp_data import load_tokenizer
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_schedule import Schedule, from_json, to_json

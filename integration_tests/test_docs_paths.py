@@ -22,10 +22,9 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 def missing(page: Path, text: str) -> list[str]:
     """Return the paths that `text`, read as that of `page`, names and that do not exist."""
-    places = [ROOT, page.parent]
+    places = [ROOT, page.parent, *ROOT.glob("packages/*/src")]
     if page.parent.name.startswith("hp-"):
-        package = ROOT / "packages" / page.parent.name
-        places += [package, package / "src"]
+        places.append(ROOT / "packages" / page.parent.name)
     named = {path for path in IN_TEXT.findall(text) if not NOT_THERE.search(path)}
     linked = {path for path in IN_LINKS.findall(CODE.sub("", text)) if not NOT_THERE.search(path)}
     lost = {path for path in named if not any((place / path).exists() for place in places)}

@@ -16,7 +16,7 @@ import torch
 
 from hp_base.folder import Folder
 from hp_data import load_tokenizer
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import run_distributed
 from hp_train.cli import main

@@ -1,6 +1,6 @@
 """Compare layouts with one process by `hp verify`; what one process records is kept for all.
 
-Note [Runs of one process]. Layouts that train the same model in the same dtype are compared with
+Layouts that train the same model in the same dtype are compared with
 one recording, which the first of them makes, each case being a process of its own.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_data import load_tokenizer
 from hp_data.dataset import Dataset
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import build
 from hp_trainer.config.transformers_folder import shape_of_folder

@@ -63,6 +63,8 @@ _WITHOUT_EFFECT = (
     "overlap_rules: {must_be_off} pipeline.schedule",
     "overlap_rules: {must_be_off} model.num_experts",
     "overlap_rules: {must_be_off} train.global_batch_size",
+    "overlap_rules: {must_be_off} mesh.etp",
+    "recompute_rules: train.compile",
 )
 _HARDLY_MEANT = (
     "stage_list_rules: mesh.{name}",
@@ -75,6 +77,7 @@ _HARDLY_MEANT = (
     "model_rules: data.seq_len",
     "model_rules: model.num_mtp_modules",
     "model_rules: model.num_dense_layers",
+    "part_rules: model.num_dense_layers",
     "batch_rules: data.documents",
     "_deal: {} must be",
 )
@@ -86,6 +89,13 @@ _OTHERWISE = {
     "_expert_ranks: {} must divide model.num_experts": "without experts there is nothing to divide",
     "_tensor_ranks": "what does not divide may be a width of layers that are not there",
     "_expert_ranks: mesh.etp": "without experts there is nothing to divide",
+    "_expert_ranks: {} must divide or be a multiple": "nobody has priced experts whose copies lie "
+    "across the replicas of dense layers",
+    "_context_ranks: data.seq_len": "where unequal shares can be computed, ranks wait for others",
+    "_context_ranks: {key} must divide model.num_heads": "where unequal heads can be computed, "
+    "ranks wait for others",
+    "_layout: train.compile": "graphs would be compiled for each length of a microbatch",
+    "gather_rules: {must_be} pipeline.overlap": "which of two threads comes first decides about it",
 }
 
 

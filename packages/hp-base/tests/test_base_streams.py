@@ -10,7 +10,19 @@ import pytest
 from hp_base.errors import MachineError
 
 _STREAMS = "from hp_base.streams import endure, own_streams; own_streams(); "
-_HP = "import sys; sys.argv[0] = 'hp'; from hp_train.cli import main; sys.exit(main())"
+
+_COMMAND = """
+import sys
+from hp_base import ConfigError, run_command
+
+def run(arguments):
+    if arguments == ["refused"]:
+        raise ConfigError("no")
+    print("an answer")
+    return 0
+
+sys.exit(run_command(run))
+"""
 
 
 def shell(
@@ -30,24 +42,38 @@ def shell(
     ("redirect", "why"),
     [("> /dev/full", b"No space left on device"), (">&-", b"Bad file descriptor")],
 )
-@pytest.mark.parametrize("arguments", [("config", "quickstart"), ("--help",), ("doctor", "-h")])
-def test_a_command_whose_answer_is_lost_says_so_in_one_line(
-    arguments: tuple[str, ...], redirect: str, why: bytes
-) -> None:
-    end = shell(redirect, _HP, *arguments)
+def test_a_command_whose_answer_is_lost_says_so_in_one_line(redirect: str, why: bytes) -> None:
+    end = shell(redirect, _COMMAND)
     assert end.stderr == b"error: standard output cannot be written: " + why + b"\n"
     assert end.returncode == MachineError.exit_code
 
 
 def test_a_command_that_nobody_reads_ends_quietly() -> None:
-    end = shell("| true; exit ${PIPESTATUS[0]}", _HP, "config", "quickstart", "--origins")
+    end = shell("| true; exit ${PIPESTATUS[0]}", _COMMAND)
     assert (end.returncode, end.stderr) in [(141, b""), (0, b"")]  # it may be through before
 
 
 def test_a_refusal_that_cannot_be_said_has_its_status() -> None:
     for redirect in ("2> /dev/full", "2>&-", "<&- >&- 2>&-"):
-        end = shell(redirect, _HP, "config", "nothing")
+        end = shell(redirect, _COMMAND, "refused")
         assert (end.returncode, end.stdout, end.stderr) == (2, b"", b"")
+
+
+def test_a_current_folder_that_is_gone_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    lines = f"cd {gone} && rmdir {gone} && "
+    end = subprocess.run(
+        ["bash", "-c", f'{lines} "$@"', "bash", sys.executable, "-c", _COMMAND],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert end.returncode == MachineError.exit_code
+    line = "error: the current folder is gone, it was removed: cd to one that is there\n"
+    assert end.stderr.endswith(line)  # bash says something of its own
+    assert "Traceback" not in end.stderr
 
 
 @pytest.mark.parametrize("redirect", ["> /dev/full", ">&-", "| true; exit ${PIPESTATUS[0]}"])
@@ -91,21 +117,3 @@ os.set_blocking(1, False)
 print("x" * 1_000_000)
 """
     assert len(shell("| (sleep 0.3; cat)", program).stdout) == 1_000_001
-
-
-@pytest.mark.parametrize("command", ["config", "doctor", "train"])
-def test_a_current_folder_that_is_gone_is_named(command: str, tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    lines = f"cd {gone} && rmdir {gone} && "
-    end = subprocess.run(
-        ["bash", "-c", f'{lines} "$@"', "bash", sys.executable, "-c", _HP, command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert end.returncode == MachineError.exit_code
-    line = "error: the current folder is gone, it was removed: cd to one that is there\n"
-    assert end.stderr.endswith(line)  # bash says something of its own
-    assert "Traceback" not in end.stderr

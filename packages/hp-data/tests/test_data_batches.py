@@ -16,7 +16,7 @@ from hp_base.errors import ConfigError, DataError
 from hp_data import load_tokenizer
 from hp_data.corpus import find_sources
 from hp_data.dataset import Dataset
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_data.tokens import TokenWriter
 from hp_platform.testing import RankError, run_distributed
 

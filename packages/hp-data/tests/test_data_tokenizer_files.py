@@ -18,7 +18,7 @@ from hp_base.errors import ConfigError, DataError
 from hp_data import Tokenizer, corpus, load_tokenizer
 from hp_data.corpus import find_sources, pieces_of
 from hp_data.encode import encode_all, try_out
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_trainer.config.options import resolve
 
 tokenizers = pytest.importorskip("tokenizers")

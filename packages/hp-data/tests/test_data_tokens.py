@@ -15,7 +15,7 @@ from hp_base.errors import ConfigError, DataError
 from hp_data import Tokenizer, load_tokenizer
 from hp_data.dataset import Dataset
 from hp_data.index import INDEX, Index, read_index, sealed
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_data.tokens import CHUNK_BYTES, TokenFile
 
 BYTES = load_tokenizer("")

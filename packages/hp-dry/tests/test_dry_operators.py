@@ -148,7 +148,7 @@ def test_a_launch_says_what_it_reads_writes_and_multiplies() -> None:
         b = torch.empty(16, 32, device="cuda", dtype=torch.bfloat16)
         c, at = a @ b, line()
         (found,) = only(gpu.trace.events, Launch)
-        assert found.at.split(" < ")[0] == f"packages/hp-platform/tests/{at}"
+        assert found.at.split(" < ")[0] == f"packages/hp-dry/tests/{at}"
         assert (found.what, found.flops) == ("aten.mm.default", 2 * 8 * 16 * 32)
         assert found.num_bytes == 2 * (8 * 16 + 16 * 32 + 8 * 32)
         assert (found.reads, found.writes) == (

@@ -9,7 +9,7 @@ from hp_base.errors import ConfigError
 from hp_base.runs import runs_in
 from hp_data import load_tokenizer
 from hp_data.dataset import Dataset
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_packing import Pipeline, Planner, StepCosts, prove
 from hp_packing.costs_file import read_costs
 from hp_packing.joined import join

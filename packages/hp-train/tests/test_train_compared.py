@@ -20,11 +20,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from hp_base.errors import CheckpointError
 from hp_checkpoint.runs import save_checkpoint
 from hp_platform.testing import run_distributed
-from hp_train.cli import main
 from hp_trainer.config import ModelConfig, to_dict
 from hp_trainer.config.options import resolve, shipped
 from hp_trainer.model.shapes import model_shapes
 from hp_transformers.families import save_weights
+from hp_verify.cli import main as hp_verify
 from hp_verify.files.checkpoints import Comparison, compare
 from hp_verify.files.sources import opened_source
 
@@ -160,8 +160,8 @@ def test_a_run_is_found_in_what_a_family_publishes(preset: str, tmp_path: Path) 
     [difference] = compared(tmp_path / "run", tmp_path / "wrong").differences
     assert "1 of " in difference.said
     assert compared(tmp_path / "run", tmp_path / "run").is_equal
-    command = ["verify", "--checkpoint", str(tmp_path / "theirs"), str(tmp_path / "run")]
-    assert main(command) == 0
+    command = ["--checkpoint", str(tmp_path / "theirs"), str(tmp_path / "run")]
+    assert hp_verify(command) == 0
 
 
 def test_an_engine_has_what_a_run_of_hp_train_saved(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_wrong_conversion_is_named(
     name = fault(wrong)
     b = in_safetensors(tmp_path / "b", wrong)
     if by_digest:
-        assert main(["verify", "--manifest", str(b), "--out", str(tmp_path / "b.json")]) == 0
+        assert hp_verify(["--manifest", str(b), "--out", str(tmp_path / "b.json")]) == 0
         b = tmp_path / "b.json"
 
     [difference] = compared(a, b).differences
@@ -313,9 +313,9 @@ def test_a_manifest_is_as_good_as_values(
     b = in_safetensors(tmp_path / "b", engine(published()))
     listing = tmp_path / "b.json"
 
-    assert main(["verify", "--manifest", str(b), "--out", str(listing)]) == 0
-    assert main(["verify", "--checkpoint", str(a), str(listing)]) == 0
-    assert main(["verify", "--checkpoint", str(listing), str(listing)]) == 0
+    assert hp_verify(["--manifest", str(b), "--out", str(listing)]) == 0
+    assert hp_verify(["--checkpoint", str(a), str(listing)]) == 0
+    assert hp_verify(["--checkpoint", str(listing), str(listing)]) == 0
 
     assert "equal after a cast to bfloat16" in capsys.readouterr().out
 
@@ -465,7 +465,7 @@ def test_statuses_are_those_of_the_other_doors(tmp_path: Path) -> None:
     a = in_safetensors(tmp_path / "a", published())
     b = in_safetensors(tmp_path / "b", published(1))
 
-    assert main(["verify", "--checkpoint", str(a), str(a)]) == 0
-    assert main(["verify", "--checkpoint", str(a), str(b)]) == 8
-    assert main(["verify", "--checkpoint", str(a), str(tmp_path)]) == 4
-    assert main(["verify", "--checkpoint", str(a)]) == 2
+    assert hp_verify(["--checkpoint", str(a), str(a)]) == 0
+    assert hp_verify(["--checkpoint", str(a), str(b)]) == 8
+    assert hp_verify(["--checkpoint", str(a), str(tmp_path)]) == 4
+    assert hp_verify(["--checkpoint", str(a)]) == 2

@@ -8,7 +8,7 @@ import pytest
 from hp_base.errors import CheckpointError, ConfigError
 from hp_base.folder import Folder
 from hp_data import load_tokenizer
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_train.cli import main
 from hp_trainer.config import Config, to_dict
 from hp_trainer.config.options import resolve

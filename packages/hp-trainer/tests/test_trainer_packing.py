@@ -10,7 +10,7 @@ from hp_base.errors import ConfigError, DataError
 from hp_data import load_tokenizer
 from hp_data.dataset import Dataset
 from hp_data.packing import best_fit
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_trainer.config import Config, DataConfig, MeshConfig, rules
 from hp_trainer.config.space import with_keys
 from hp_trainer.model.ahead import look_ahead

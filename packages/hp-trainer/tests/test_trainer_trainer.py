@@ -10,7 +10,7 @@ import torch
 from hp_base.errors import PREEMPTED, DataError
 from hp_base.signals import StopFlag
 from hp_data import Tokenizer, load_tokenizer
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_platform import Runtime
 from hp_trainer.config import Config
 from hp_trainer.config.checks import one_process

@@ -1,8 +1,54 @@
 """What every package stands on, without torch: whole files, strangers' folders, one-line errors."""
 
-from hp_base.atomic_write import replace_file
-from hp_base.errors import HpError
-from hp_base.folder import DamageError, Folder
+from hp_base.atomic_write import replace_file, replacing
+from hp_base.command_line import Parser, say, warn
+from hp_base.errors import (
+    PREEMPTED,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DifferenceError,
+    HangError,
+    HpError,
+    MachineError,
+    NumericsError,
+    RankLostError,
+    RehearsalError,
+    RunDirectoryError,
+    RunFailedError,
+)
+from hp_base.folder import DamageError, Folder, read_named
+from hp_base.lazy import lazily
+from hp_base.process import run_command
+from hp_base.scratch import scratch
+from hp_base.seeds import derive_seed
 
-__all__ = ["DamageError", "Folder", "HpError", "__version__", "replace_file"]
+__all__ = [
+    "PREEMPTED",
+    "CheckpointError",
+    "ConfigError",
+    "DamageError",
+    "DataError",
+    "DifferenceError",
+    "Folder",
+    "HangError",
+    "HpError",
+    "MachineError",
+    "NumericsError",
+    "Parser",
+    "RankLostError",
+    "RehearsalError",
+    "RunDirectoryError",
+    "RunFailedError",
+    "__version__",
+    "derive_seed",
+    "lazily",
+    "read_named",
+    "replace_file",
+    "replacing",
+    "run_command",
+    "say",
+    "scratch",
+    "warn",
+]
 __version__ = "0.1.0"

@@ -94,7 +94,7 @@ class Dataset:
         separate: bool = True,
         packing: Literal["stream", "best_fit", "planned"] = "stream",
     ) -> "Dataset":
-        """Open a split written by :func:`hp_data.prepare.prepare`.
+        """Open a split written by :func:`hp_data.preparation.prepare`.
 
         Args:
             directory: Directory of the files.

@@ -3,8 +3,9 @@
 Names load what they need when they are asked for: what reads traces needs no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
     from hp_dry.classes import Classes
@@ -42,36 +43,26 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Classes": "hp_dry.classes",
-    "DryDevice": "hp_dry.device.device",
-    "DryRun": "hp_dry.run",
-    "DryRunError": "hp_dry.run",
-    "Gpu": "hp_dry.gpu",
-    "Hazard": "hp_dry.proof.hazards",
-    "OutOfMemory": "hp_dry.memory.allocator",
-    "Problem": "hp_dry.proof.matching",
-    "Segment": "hp_dry.memory.allocator",
-    "Usage": "hp_dry.memory.allocator",
-    "active_device": "hp_dry.cuda.current",
-    "check_streams": "hp_dry.proof.streams",
-    "late_loads": "hp_dry.proof.loads",
-    "least_bytes": "hp_dry.memory.allocator",
-    "prove": "hp_dry.proof.order",
-    "replay": "hp_dry.memory.allocator",
-    "run_ranks": "hp_dry.run",
-    "same_program": "hp_dry.proof.order",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load the module that has a public name.
-
-    Raises:
-        AttributeError: When there is no such name.
-    """
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    own = "active" if name == "active_device" else name
-    value = globals()[name] = getattr(import_module(_HOMES[name]), own)
-    return value
+__getattr__ = lazily(
+    __name__,
+    {
+        "Classes": "hp_dry.classes",
+        "DryDevice": "hp_dry.device.device",
+        "DryRun": "hp_dry.run",
+        "DryRunError": "hp_dry.run",
+        "Gpu": "hp_dry.gpu",
+        "Hazard": "hp_dry.proof.hazards",
+        "OutOfMemory": "hp_dry.memory.allocator",
+        "Problem": "hp_dry.proof.matching",
+        "Segment": "hp_dry.memory.allocator",
+        "Usage": "hp_dry.memory.allocator",
+        "active_device": "hp_dry.cuda.current:active",
+        "check_streams": "hp_dry.proof.streams",
+        "late_loads": "hp_dry.proof.loads",
+        "least_bytes": "hp_dry.memory.allocator",
+        "prove": "hp_dry.proof.order",
+        "replay": "hp_dry.memory.allocator",
+        "run_ranks": "hp_dry.run",
+        "same_program": "hp_dry.proof.order",
+    },
+)

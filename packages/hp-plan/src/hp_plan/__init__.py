@@ -1,4 +1,34 @@
 """What a layout would cost in memory and time, and which one is best."""
 
-__all__ = ["__version__"]
+from typing import TYPE_CHECKING
+
+from hp_base.lazy import lazily
+
+if TYPE_CHECKING:
+    from hp_plan.costs.machine import MACHINES, Machine
+    from hp_plan.layouts.choose import Choice, choose
+    from hp_plan.price.estimate import Estimate
+    from hp_plan.price.gather import estimate
+
+__all__ = [
+    "MACHINES",
+    "Choice",
+    "Estimate",
+    "Machine",
+    "__version__",
+    "choose",
+    "estimate",
+]
 __version__ = "0.1.0"
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Choice": "hp_plan.layouts.choose",
+        "Estimate": "hp_plan.price.estimate",
+        "MACHINES": "hp_plan.costs.machine",
+        "Machine": "hp_plan.costs.machine",
+        "choose": "hp_plan.layouts.choose",
+        "estimate": "hp_plan.price.gather",
+    },
+)

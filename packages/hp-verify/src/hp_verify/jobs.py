@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
 
 from hp_base.command_line import say
 from hp_base.errors import ConfigError, DifferenceError, HpError
@@ -110,7 +111,20 @@ def run(job: Sequence[str], reference: Sequence[str], options: argparse.Namespac
     if options.rules:
         read_rules(Path(options.rules))  # before anything runs
     with _folder(options.keep) as folder:
-        comparison = verify(job, reference, options, folder)
+        comparison = verify(
+            job,
+            reference,
+            folder,
+            steps=options.steps,
+            seed=options.seed,
+            float64=options.float64,
+            outputs=not options.no_outputs,
+            same_start=options.same_start,
+            rules=options.rules,
+            again=not options.once,
+            is_kept=options.keep is not None,
+            seconds=options.seconds,
+        )
         say(report(comparison))
     if not comparison.num_compared:
         raise DifferenceError("nothing of the job could be laid beside its reference")
@@ -120,70 +134,87 @@ def run(job: Sequence[str], reference: Sequence[str], options: argparse.Namespac
 
 
 def verify(
-    job: Sequence[str], reference: Sequence[str], options: argparse.Namespace, folder: Path
+    job: Sequence[str],
+    reference: Sequence[str],
+    folder: Path,
+    *,
+    steps: int = _STEPS,
+    seed: int = 0,
+    float64: bool = False,
+    outputs: bool = True,
+    same_start: bool = False,
+    rules: str | None = None,
+    again: bool = True,
+    is_kept: bool = True,
+    seconds: float = _SECONDS,
 ) -> Comparison:
     """Run a reference three times, the job once, and compare; both again where they differ.
-
-    The program that shows a difference is in a folder of its own where none is kept.
 
     Args:
         job: Command of the job to judge.
         reference: Command of the reference.
-        options: Parsed flags of `add_arguments`.
-        folder: An empty folder.
+        folder: An empty folder for the recordings.
+        steps: Updates of the weights that are compared.
+        seed: Seed of both.
+        float64: Whether both are lifted to float64.
+        outputs: Whether outputs of modules are compared, too.
+        same_start: Whether the job begins with the reference's first weights.
+        rules: File that says where the job's parameters lie; None: nothing need be said.
+        again: Whether both run once more around a first difference, to show where exactly it lies.
+        is_kept: Whether the reproduction goes to `folder`, or to a folder of its own.
+        seconds: Most seconds that a job may take.
+
+    Raises:
+        JobFailedError: When one of them failed.
+        ConfigError: When one cannot be started.
     """
-    common = {
-        "seed": options.seed,
-        "steps": options.steps,
-        "float64": options.float64,
-        "outputs": not options.no_outputs,
-    }
+    common: dict[str, Any] = {"seed": seed, "steps": steps, "float64": float64, "outputs": outputs}
     theirs = str(folder / "reference")
 
     def referred(name: str, seed: int) -> Recording:
         who = "reference, other sums" if seed else "reference"
         known = theirs if seed else ""
         asked = Request(str(folder / name), reference=known, disturb=seed, **common)
-        return _recorded(reference, asked, who, options.seconds)
+        return _recorded(reference, asked, who, seconds)
 
     expected, floor = with_floor(referred)
-    of_job = {
+    of_job: dict[str, Any] = {
         "reference": theirs,
-        "start": options.same_start,
-        "rules": str(Path(options.rules).resolve()) if options.rules else "",
+        "start": same_start,
+        "rules": str(Path(rules).resolve()) if rules else "",
         **common,
     }
     asked = Request(str(folder / "job"), **of_job)
     try:
-        actual = _recorded(job, asked, "job", options.seconds)
+        actual = _recorded(job, asked, "job", seconds)
     except JobFailedError as failed:
         say(_before_failing(failed.recording, expected, floor))
         raise
     comparison = compare(actual, expected, floor)
-    if options.rules:
+    if rules:
         from hp_verify.recording.launches import parameters_of  # noqa: PLC0415 - imports torch
 
-        idle = read_rules(Path(options.rules)).idle(parameters_of(folder / "job"))
+        idle = read_rules(Path(rules)).idle(parameters_of(folder / "job"))
         told = {f"rule {name}": "it fits no parameter of the job" for name in idle}
         comparison.unaligned = told | comparison.unaligned
-    if comparison.first is None or comparison.first.phase == UPDATE or options.once:
+    if comparison.first is None or comparison.first.phase == UPDATE or not again:
         return comparison
 
-    def again(side: str, focus: Focus) -> Path:
+    def once_more(side: str, focus: Focus) -> Path:
         place = folder / f"{side}-again"
         asked = Request(str(place), focus=focus, **(of_job if side == "job" else common))
-        _recorded(job if side == "job" else reference, asked, f"{side}, once more", options.seconds)
+        _recorded(job if side == "job" else reference, asked, f"{side}, once more", seconds)
         return place
 
     from hp_verify.reproducing.locate import look_again  # noqa: PLC0415 - imports torch
 
-    kept = folder if options.keep else Path(mkdtemp(prefix="hp-verify-reproduction-"))
+    kept = folder if is_kept else Path(mkdtemp(prefix="hp-verify-reproduction-"))
     look_again(
         comparison,
         (actual, expected),
-        again,
-        kept / "reproduction" if options.keep else kept,
-        float64=options.float64,
+        once_more,
+        kept / "reproduction" if is_kept else kept,
+        float64=float64,
     )
     return comparison
 

@@ -292,7 +292,7 @@ def write_data(
         The folder with the tokens.
     """
     from hp_data import load_tokenizer  # noqa: PLC0415 - imports numpy
-    from hp_data.prepare import prepare  # noqa: PLC0415 - likewise
+    from hp_data.preparation import prepare  # noqa: PLC0415 - likewise
     from hp_train.dry_run.made_up import (  # noqa: PLC0415 - likewise
         count_documents,
         document_lengths,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hp_data.corpus import find_sources, look_at
 from hp_data.index import Index, read_index
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 from hp_data.tokens import SPLITS, require_sequence
 from hp_trainer.config import Config, rules

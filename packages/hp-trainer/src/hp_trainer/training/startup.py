@@ -12,7 +12,7 @@ from hp_base.environment import external_world
 from hp_base.errors import DataError, HangError, told
 from hp_data import Tokenizer, load_tokenizer
 from hp_data.cache import Cache
-from hp_data.prepare import prepare
+from hp_data.preparation import prepare
 from hp_platform import Runtime, all_gather_json, initialize, new_group
 from hp_platform.failures.agreement import agreeing
 from hp_trainer.config import Config

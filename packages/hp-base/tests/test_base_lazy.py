@@ -1,0 +1,28 @@
+"""A face whose names load what they need when somebody asks for them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hp_base.lazy import lazily
+
+
+def test_a_name_is_loaded_when_it_is_asked_for_and_others_are_none() -> None:
+    load = lazily("package", {"sqrt": "math", "root": "math:sqrt"})
+    assert load("sqrt")(4.0) == load("root")(4.0) == 2.0
+    with pytest.raises(AttributeError, match="'package' has no attribute 'pi'"):
+        load("pi")
+
+
+def test_the_package_loads_nothing_but_the_standard_library() -> None:
+    program = "import sys, hp_base; print(*{name.partition('.')[0] for name in sys.modules})"
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    loaded = {name for name in ran.stdout.split() if not name.startswith("_")}
+    assert loaded - sys.stdlib_module_names - {"hp_base"} <= {"sitecustomize", "usercustomize"}

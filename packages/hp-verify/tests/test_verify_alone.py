@@ -1,0 +1,61 @@
+"""The command as a stranger has it: a plain torch program, and nothing else of ours."""
+
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+JOB = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(3):
+    x = torch.randn(16, 8)
+    (model(x).square().mean() * (2.0 if step == int(sys.argv[1]) else 1.0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def verified(folder: Path, wrong_step: int) -> "subprocess.CompletedProcess[str]":
+    job = folder / "job.py"
+    job.write_text(JOB)
+    command = Path(sys.executable).with_name("hp-verify")
+    run = [sys.executable, str(job)]
+    return subprocess.run(
+        [str(command), "--once", "--", *run, str(wrong_step), "--against", "--", *run, "9"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_plain_program_is_equal_to_itself(tmp_path: Path) -> None:
+    ran = verified(tmp_path, 9)
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stderr
+    assert "\nequal over 3 steps" in ran.stdout
+
+
+def test_the_step_of_a_fault_is_named(tmp_path: Path) -> None:
+    ran = verified(tmp_path, 1)
+    assert ran.returncode == 8
+    assert ran.stderr.startswith("error: the jobs differ, first at step 2, gradient")
+
+
+def test_the_command_and_the_package_load_without_torch() -> None:
+    program = "import sys, hp_verify.cli; hp_verify.cli.parser(); print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout == "False\n"
+
+
+def test_no_trainer_of_ours_is_needed() -> None:
+    needed = {"hp-verify", "hp-base", "hp-checkpoint", "hp-platform"}
+    (mine,) = (each for each in distributions() if each.metadata["Name"] == "hp-verify")
+    assert mine.requires is not None
+    assert {name for name in needed if any(r.startswith(name) for r in mine.requires)} == needed - {
+        "hp-verify"
+    }
