@@ -218,7 +218,7 @@ def api(session: nox.Session) -> None:
 @_recorded
 def integration(session: nox.Session) -> None:
     """Run the packages together, and examples and tools."""
-    _install(session, "hp-train", group="test-torch")
+    _install(session, "hp-train[packing]", group="test-torch")
     session.run("python", "tools/private_torch_symbols.py", "--installed")
     elsewhere = (*TEXT_TESTS, *_comparing_tests(), LIBRARIES_TEST)
     ignored = (f"--ignore={file}" for file in elsewhere)
@@ -229,7 +229,7 @@ def integration(session: nox.Session) -> None:
 @_recorded
 def comparisons(session: nox.Session) -> None:
     """Run the tests of `hp verify`: what is equal, and mistakes that it must find."""
-    _install(session, "hp-train", group="test-torch")
+    _install(session, "hp-train[packing]", group="test-torch")
     _pytest(session, *_comparing_tests(), *session.posargs)
 
 
@@ -253,7 +253,7 @@ def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[
 
 # hp-schedule plans without torch: only the tests of its runtime may need it.
 RUNTIME_TESTS = "test_*runtime*.py"
-LONGEST = ("hp-train", "hp-context", "hp-platform", "hp-expert")
+LONGEST = ("hp-trainer", "hp-context", "hp-expert", "hp-train", "hp-dry", "hp-platform")
 for _name in sorted(PACKAGES, key=lambda name: (*LONGEST, name).index(name)):
     _session = nox.session(name=f"tests-{_name}", tags=["tests"], allow_parallel=True)
     if _name == "hp-schedule":
@@ -278,7 +278,7 @@ def docs(session: nox.Session) -> None:
 @_recorded
 def models_sample(session: nox.Session) -> None:
     """Run cells of the table of models, each also with a mistake; mutants; two round trips."""
-    _install(session, "hp-train", group="test-transformers")
+    _install(session, "hp-train[packing]", group="test-transformers")
     table = "integration_tests/test_transformers_table.py"
     folders = "integration_tests/test_transformers_folders.py"
     trips = "integration_tests/test_transformers_round_trip.py::test_a_"
@@ -358,7 +358,7 @@ def verify(session: nox.Session) -> None:
     The pairs go on where they were stopped; `-- pairs` compares these alone, `-- pairs --part 1/4`
     a part of them. `-- --steps 2` and other options are for the layouts alone.
     """
-    _install(session, "hp-train", group="")
+    _install(session, "hp-train[packing]", group="")
     text = Path(session.create_tmp()) / "documents.jsonl"
     documents = [f"{i}, squared {i * i}. "[: 3 + i % 19] * (1 + i % 29 // 28) for i in range(3000)]
     text.write_text("".join(f'{{"text": "{each}"}}\n' for each in documents))
@@ -379,7 +379,7 @@ def dryrun(session: nox.Session) -> None:
 
     It goes on where it was stopped; `-- --part 1/2` is half of the dry runs alone.
     """
-    _install(session, "hp-train", group="test-torch")
+    _install(session, "hp-train[packing]", group="test-torch")
     if not session.posargs:
         memory = "integration_tests/test_dry_memory.py"
         _pytest(session, memory, env={"HP_WHOLE": "1"})
@@ -390,7 +390,7 @@ def dryrun(session: nox.Session) -> None:
 @nox.session(default=False)
 def reliability(session: nox.Session) -> None:
     """Kill ranks, damage checkpoints, fuzz configs, reload in 60 layouts; hostile checkpoints."""
-    _install(session, "hp-train", group="test-torch")
+    _install(session, "hp-train[packing]", group="test-torch")
     session.run("python", "-m", "integration_tests.reliability", *session.posargs)
     if not session.posargs:
         names = ("checkpoint_hostile", "checkpoint_background", "checkpoint_faults", "dcp")
@@ -407,7 +407,7 @@ def rules(session: nox.Session) -> None:
     An hour at most; it goes on where it was stopped. `-- --minutes 10` is a shorter part. Take away
     .nox/rules to begin anew.
     """
-    _install(session, "hp-train", group="test-torch")
+    _install(session, "hp-train[packing]", group="test-torch")
     kept = ("--results", str(SCRATCH / "rules"))
     session.run("python", "-m", "integration_tests.reliability.accepted", *kept, *session.posargs)
 
@@ -446,7 +446,7 @@ def mutants(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those named: `nox -s bench -- benchmarks/bench_ranks.py`."""
     found = sorted(str(f) for f in Path("benchmarks").glob("bench_*.py"))
-    _install(session, "hp-train", group="test-transformers")
+    _install(session, "hp-train[packing]", group="test-transformers")
     for script in session.posargs or found:
         session.run("python", script)
 
@@ -495,7 +495,7 @@ def transformers(session: nox.Session) -> None:
 def libraries(session: nox.Session) -> None:
     """Verify jobs of accelerate, DeepSpeed, Megatron, torchtitan and transformers, as they are."""
     pins = ROOT / "integration_tests" / "libraries" / "constraints.txt"
-    _install(session, "hp-train", group="test-transformers", others=LIBRARIES, pins=pins)
+    _install(session, "hp-train[packing]", group="test-transformers", others=LIBRARIES, pins=pins)
     # Where DeepSpeed builds its operator for sums in shared memory, with a C++ compiler.
     env = {"TORCH_EXTENSIONS_DIR": str(SCRATCH / "torch-extensions")}
     _pytest(session, LIBRARIES_TEST, *session.posargs, env=env)
@@ -504,7 +504,7 @@ def libraries(session: nox.Session) -> None:
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Run the zoo, and all causal models in transformers' own layouts; it goes on."""
-    _install(session, "hp-train", group="test-transformers")
+    _install(session, "hp-train[packing]", group="test-transformers")
     kept = ("--results", str(SCRATCH / "demo"), "--output", str(SCRATCH / "demo.html"))
     session.run("python", "-m", "integration_tests.demo", "--all", *kept, *session.posargs)
 
@@ -512,7 +512,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(default=False)
 def folders(session: nox.Session) -> None:
     """Read 200 mutants of folders of models as transformers does, or refuse; it goes on."""
-    _install(session, "hp-train", group="test-transformers")
+    _install(session, "hp-train[packing]", group="test-transformers")
     given = session.posargs or ("200", "0")
     kept = ("--results", str(SCRATCH / "folders.jsonl"))
     session.run("python", "-m", "integration_tests.reliability.folders", *given, *kept)
@@ -521,7 +521,7 @@ def folders(session: nox.Session) -> None:
 @nox.session(default=False)
 def models(session: nox.Session) -> None:
     """Compare all causal models of transformers in our layouts with one process; it goes on."""
-    _install(session, "hp-train", group="test-transformers")
+    _install(session, "hp-train[packing]", group="test-transformers")
     limit = ("--minutes", "150", "--results", str(SCRATCH / "models"))
     session.run("python", "-m", "integration_tests.architectures", *limit, *session.posargs)
 
@@ -538,6 +538,7 @@ TRANSFORMERS_TESTS = {
     "hp-overlap": "test_overlap_transformers.py",
     "hp-schedule": "test_schedule_runtime_split_model.py",
     "hp-train": "test_train_transformers*.py",
+    "hp-transformers": "test_transformers_model_*.py",
 }
 
 

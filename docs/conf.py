@@ -68,6 +68,19 @@ nitpicky = True
 # type variables of our own signatures.
 _ELSEWHERE = ["torch", "numpy", "tokenizers", "safetensors", *sorted(sys.stdlib_module_names)]
 _OF_RESULTS = ["Store", "Belonging", "Header", "Manifest", "WeightCasts", "Places", "CountedSlice"]
+_OF_RESULTS += [
+    "Cache",
+    "Config",
+    "Exact",
+    "Link",
+    "Memory",
+    "Packs",
+    "Piece",
+    "Place",
+    "Recording",
+    "Reproduction",
+]
+_OF_RESULTS += ["Seconds", "Spread", "Team", "TokenFile", "Transfer"]
 _OF_RESULTS += ["TurnHolder", "Held", "Repeat", "Kept", "Parameter", "Balanced"]
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),

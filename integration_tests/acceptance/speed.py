@@ -1,6 +1,6 @@
 """Whole steps of a model that fills a good part of the device, and what was foretold of them.
 
-Note [What is measured]. A step is all of `Trainer.train_step`: reading the batch, every microbatch,
+A step is all of `Trainer.train_step`: reading the batch, every microbatch,
 reduction, clipping, optimizer; seconds are the median of the steps after the first few. MFU is
 as defined in `hp_trainer.training.utilization`. One step is profiled, and not counted. The text is
 that of Python's standard library, its documents joined.

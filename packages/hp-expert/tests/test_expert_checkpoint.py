@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hp_expert.checkpoint.save as saving
-from hp_checkpoint import CheckpointError
+from hp_base.errors import CheckpointError
 from hp_expert import (
     ExpertNames,
     GroupedExperts,

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from vtp_model import Block, First, Last, layout_of, modules_of, tp_group
 
+from hp_base.errors import CheckpointError
 from hp_platform import PeerError
 from hp_platform.testing import run_distributed
 from hp_vtp import PipelineLayout
 from hp_vtp.checkpoint import (
-    CheckpointError,
     load_checkpoint,
     load_optimizer,
     optimizer_dim,

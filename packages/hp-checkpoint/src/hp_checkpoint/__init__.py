@@ -5,7 +5,6 @@ dtypes, boxes, SHA-256 of every chunk) and `manifest.sha256`. It appears by a re
 not at all. Nothing read from storage is ever unpickled.
 """
 
-from hp_base.errors import CheckpointError
 from hp_checkpoint.boxes import Box, Part, coverage_error
 from hp_checkpoint.checkpoint import Checkpoint
 from hp_checkpoint.collective import OnProgress
@@ -17,7 +16,6 @@ from hp_checkpoint.save import Source, parts_of, save, sources_of
 __all__ = [
     "Box",
     "Checkpoint",
-    "CheckpointError",
     "OnProgress",
     "Part",
     "Source",

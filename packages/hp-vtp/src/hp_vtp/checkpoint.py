@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_checkpoint import CheckpointError, Part, Source, encode_extra, rename, save
+from hp_base.errors import CheckpointError
+from hp_checkpoint import Part, Source, encode_extra, rename, save
 from hp_checkpoint.files import remove_leftovers
 from hp_platform import all_gather_json
 from hp_vtp.checkpoint_reader import open_saved
@@ -29,7 +30,6 @@ from hp_vtp.topology.layout import PipelineLayout
 from hp_vtp.topology.placement import cut
 
 __all__ = [
-    "CheckpointError",
     "ShardedDim",
     "load_checkpoint",
     "load_optimizer",

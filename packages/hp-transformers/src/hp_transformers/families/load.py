@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_base.errors import ConfigError
-from hp_checkpoint import Box, CheckpointError, Part
+from hp_base.errors import CheckpointError, ConfigError
+from hp_checkpoint import Box, Part
 from hp_checkpoint.safetensors import FileTensor, opened_tensors
 from hp_checkpoint.weight_files import first_of, weight_files
 from hp_trainer.config import ModelConfig
