@@ -203,12 +203,12 @@ ENV = {
         ("failed on gpu-node17: maria may not", "failed on <host>: <user> may not"),
         (f"it said {SECRET} and 0123abcd.", "it said <environment> and <environment>."),
         (
-            'File "/home/maria/x y/hp/src/hp_train/training/train.py", line 3',
+            'File "/home/maria/x y/hp/src/hp_trainer/training/train.py", line 3',
             'File "hp_trainer/training/train.py", line 3',
         ),
         (
-            'File "/opt/v/lib/hp_train/kit/x.py", line 3',
-            'File "integration_tests/acceptance/x.py", line 3',
+            'File "/opt/v/lib/hp_train/dry_run/x.py", line 3',
+            'File "hp_train/dry_run/x.py", line 3',
         ),
         ("cannot open /data/secret-project/tokens", "cannot open <path>"),
         ("see ~/notes/a.txt: 3", "see <path>/a.txt: 3"),

@@ -131,7 +131,7 @@ def test_no_kernel_is_loaded_while_messages_of_another_thread_wait(
     assert (ours == names) == (fault != "modules of torch too")
 
 
-def test_a_rank_decides_how_it_gathers_inside_a_dry_device(
+def test_how_a_rank_gathers_is_decided_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where nothing is known yet
@@ -141,14 +141,14 @@ def test_a_rank_decides_how_it_gathers_inside_a_dry_device(
     data.mkdir()
     write_tokens(data, load_tokenizer(""), [config.data.seq_len])
     skew = parse_skew("uniform", config.model)
-    left_open = with_keys(config, {"mesh.gather": "auto"})
-    job = Job(config=left_open, skew=skew, data=data, steps=1)
+    decided = dry_config(with_keys(config, {"mesh.gather": "auto"}))
+    assert decided.mesh.gather in ("stage", "block")
+    job = Job(config=decided, skew=skew, data=data, steps=1)
     everyone = classes_of(config, skew, vocab_size=256)
     run = run_classes(run_rank, job, classes=everyone, gpus_per_node=8)
-    found = summary_of(run, everyone, name="left open", gpus_per_node=8)
+    found = summary_of(run, everyone, name="decided", gpus_per_node=8)
     assert found.problems == ()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    assert found.layout.endswith(f"gathered by {dry_config(left_open).mesh.gather}")
+    assert found.layout.endswith(f"gathered by {decided.mesh.gather}")
 
 
 def test_the_command_says_and_draws_what_it_found(

@@ -33,7 +33,7 @@ ARCHITECTURES = {name: "mixtral" if kind.needs_experts else "llama" for name, ki
 def run(folder: Path, *cases: str) -> Mapping[str, Mapping[str, Any]]:
     """Run cells in a process of its own, since ranks are forked; case -> cell."""
     out = folder / "cells.json"
-    command = [sys.executable, str(HERE / "cells_with_faults.py"), str(out), *cases]
+    command = [sys.executable, "-m", "integration_tests.cells_with_faults", str(out), *cases]
     subprocess.run(command, check=True, timeout=240)
     return {case: cells[-1] for case, cells in json.loads(out.read_text()).items()}
 

@@ -120,7 +120,7 @@ def as_on_the_page(folder: Path, number: int) -> "subprocess.CompletedProcess[st
     """Copy the job of the page, and run one of the commands that the page begins with."""
     commands, job = re.findall(r"```(?:sh|python)\n(.*?)```", PAGE, re.DOTALL)[:2]
     (folder / "job.py").write_text(job)
-    known = {"hp": HP, "torchrun": LAUNCH, "python": [sys.executable]}
+    known = {"hp-verify": HP, "torchrun": LAUNCH, "python": [sys.executable]}
     words = [known.get(word, [word]) for word in shlex.split(commands.splitlines()[number])]
     command = [word for some in words for word in some]
     return subprocess.run(

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -81,6 +81,23 @@ def count(checkout: Path, act: Callable[[], object]) -> Walk:
     return counter.counts()
 
 
+# Where an act of training looks for a name; older houses have the last one alone.
+_OF_TRAINING = ("hp_trainer", "hp_data", "hp_base", "hp_train")
+
+
+def named(checkout: Path, name: str) -> Any:
+    """Import the class or function of this name from the first package of training that has it.
+
+    Raises:
+        LookupError: If none has.
+    """
+    there = [p for p in _OF_TRAINING if any(checkout.glob(f"packages/*/src/{p}"))]
+    for package in there[:-1]:
+        with suppress(LookupError):
+            return find(checkout, package, name)
+    return find(checkout, there[-1], name)
+
+
 def find(checkout: Path, package: str, name: str) -> Any:
     """Import the class or function of this name from the one module that defines it.
 
@@ -107,7 +124,7 @@ def find(checkout: Path, package: str, name: str) -> Any:
 
 def of_a_key(checkout: Path) -> Walk:
     """From a key on the command line to a checked config that holds its value."""
-    resolve = find(checkout, "hp_train", "resolve")
+    resolve = named(checkout, "resolve")
     return count(checkout, lambda: resolve("quickstart", [("train.learning_rate", "1e-3")], env={}))
 
 
@@ -116,27 +133,23 @@ def _trainer(
     checkout: Path, folder: Path, *overrides: tuple[str, object]
 ) -> Iterator[tuple[Any, Walk]]:
     """Build the quickstart model in one process, on 200 documents of made-up text."""
-
-    def named(name: str) -> Any:
-        return find(checkout, "hp_train", name)
-
     text, run_dir = folder / "text", folder / "run"
     text.mkdir()
     run_dir.mkdir()
     for index in range(200):
         (text / f"{index}.txt").write_text(f"Document {index} of many. " * 800)
     given = dict([*_ONE_PROCESS, ("data.paths", [str(text)]), *overrides])
-    config = named("resolve")("quickstart", given.items(), env={}).config
+    config = named(checkout, "resolve")("quickstart", given.items(), env={}).config
     info = importlib.import_module("hp_platform").RankInfo(0, 1, 0, 1)
     try:
-        beats = named("Heartbeats")
+        beats = named(checkout, "Heartbeats")
     except LookupError:  # an older house
-        beats = named("Board")
+        beats = named(checkout, "Board")
     beats = beats.create(run_dir / "heartbeat", num_ranks=1)
-    worker = named("Worker")(info, run_dir, beats, named("StopFlag")())
-    runtime = named("connect")(config, worker)
-    tokenizer = named("prepare_data")(config, worker, runtime)
-    trainer_class, built = named("Trainer"), []
+    worker = named(checkout, "Worker")(info, run_dir, beats, named(checkout, "StopFlag")())
+    runtime = named(checkout, "connect")(config, worker)
+    tokenizer = named(checkout, "prepare_data")(config, worker, runtime)
+    trainer_class, built = named(checkout, "Trainer"), []
     building = count(
         checkout, lambda: built.append(trainer_class(config, worker, runtime, tokenizer))
     )

@@ -1,6 +1,6 @@
 """What there is to run on a machine, the most telling first. No torch.
 
-Note [Bounds]. Every layout is compared with one process on the same device by `hp verify`, with its
+Every layout is compared with one process on the same device by `hp verify`, with its
 bounds. In float64 nothing but the order of sums differs, so a wrong sum is told from rounding by
 ten orders of magnitude; every NVIDIA GPU computes it as IEEE 754 says, and at this size it does not
 matter that some do so at a 64th of their rate. float32 and bfloat16 run as well, with the wider

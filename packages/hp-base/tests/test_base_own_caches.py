@@ -150,23 +150,3 @@ def test_a_user_without_a_home_has_a_folder_for_as_long_as_the_process(tmp_path:
     )
     assert Path(done.stdout).is_relative_to(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_folder_of_torch_that_everybody_knows_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._inductor.runtime.cache_dir_utils import (  # noqa: PLC0415 - seconds
-        cache_dir,
-        default_cache_dir,
-    )
-
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in CACHES:
-        monkeypatch.delenv(name, raising=False)
-    assert cache_dir() == default_cache_dir()  # what torch does by itself
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    environment: dict[str, str] = {}
-    own_caches(environment)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert cache_dir() == str(tmp_path / "cache" / "hp-train-compiled" / "inductor")

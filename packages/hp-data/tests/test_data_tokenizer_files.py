@@ -19,7 +19,6 @@ from hp_data import Tokenizer, corpus, load_tokenizer
 from hp_data.corpus import find_sources, pieces_of
 from hp_data.encode import encode_all, try_out
 from hp_data.preparation import prepare
-from hp_trainer.config.options import resolve
 
 tokenizers = pytest.importorskip("tokenizers")
 _TEXT = "alpha beta\n\ngamma  delta\tx1 22 333 o'clock caf\u00e9 \u4e2d\u6587\u3002\n"
@@ -95,16 +94,6 @@ def test_a_separator_that_nobody_knows_is_refused_with_the_key(
     with pytest.raises(ConfigError, match=says) as refusal:
         load_tokenizer(_file(tmp_path, _words(*special), config=config), wanted)
     assert "\n" not in str(refusal.value)
-
-
-def test_a_folder_with_a_tokenizer_is_a_tokenizer(tmp_path: Path) -> None:
-    path = _file(tmp_path / "model", _words("<eos>"))
-    config = resolve(None, [("data.tokenizer", str(tmp_path / "model"))]).config
-    assert config.data.tokenizer == path
-    with pytest.raises(ConfigError, match=r"must be a file, or a folder with a tokenizer\.json"):
-        resolve(None, [("data.tokenizer", str(tmp_path))])
-    with pytest.raises(ConfigError, match=r"data\.separator .*needs data\.tokenizer"):
-        resolve(None, [("data.separator", "x")])
 
 
 def _trained(kind: str) -> dict[str, Any]:

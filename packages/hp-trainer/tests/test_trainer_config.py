@@ -333,3 +333,15 @@ def test_a_byte_order_mark_before_a_config_is_no_key(tmp_path: Path) -> None:
     path = tmp_path / "notepad.toml"
     path.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 7\r\n")
     assert resolve(str(path)).config.train.steps == 7
+
+
+def test_a_folder_with_a_tokenizer_is_a_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = folder / "tokenizer.json"
+    path.write_text("{}")
+    assert resolve(None, [("data.tokenizer", str(folder))]).config.data.tokenizer == str(path)
+    with pytest.raises(ConfigError, match=r"must be a file, or a folder with a tokenizer\.json"):
+        resolve(None, [("data.tokenizer", str(tmp_path))])
+    with pytest.raises(ConfigError, match=r"data\.separator .*needs data\.tokenizer"):
+        resolve(None, [("data.separator", "x")])
