@@ -153,6 +153,10 @@ def f(x: Any, y: int) -> int:
         "Any": 1,
         "cast": 1,
         "ignore": 1,
+        "files": 1,
+        "small": 1,
+        "docstrings": 2,
+        "relative": 0,
     }
     assert not is_fragment("...")
 
