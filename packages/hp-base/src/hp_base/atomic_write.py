@@ -117,7 +117,7 @@ def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
 
 
 def lock_holder(descriptor: int) -> str:
-    """Who holds the lock of an open file, in words; empty where the system does not tell.
+    """Say who holds the lock of an open file, in words; empty where the system does not tell.
 
     Another node of a network file system, for example, or a process of another container.
     """
@@ -145,5 +145,5 @@ def closed_at_end(descriptor: int) -> Iterator[int]:
 
 
 def names_in(directory: int) -> list[str]:
-    """What stands in an open directory."""
+    """Return what stands in an open directory."""
     return os.listdir(directory)

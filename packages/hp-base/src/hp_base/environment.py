@@ -88,7 +88,7 @@ def require_meeting_point(env: Mapping[str, str]) -> None:
 
 
 def speaks_for_node(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether what all processes of a machine have to say is said by this one."""
+    """Tell whether what all processes of a machine have to say is said by this one."""
     try:
         is_alone = external_world(env) is None  # whatever another job has left in the variables
     except ConfigError:

@@ -76,7 +76,7 @@ class Folder:
 
     @property
     def is_here(self) -> bool:
-        """Whether its path still leads to it: it was neither removed nor renamed."""
+        """Tell whether its path still leads to it: it was neither removed nor renamed."""
         try:
             there = self.path.stat()
         except OSError:
@@ -85,7 +85,7 @@ class Folder:
 
     @property
     def gone(self) -> str:
-        """What to say when it is not."""
+        """Return what to say when it is not."""
         return f"the run directory ({self.path}) is gone: it was removed or renamed"
 
     def sub(self, name: str, *, make: bool = False) -> "Folder":
@@ -102,7 +102,7 @@ class Folder:
             return Folder(self.path / name, open_directory(name, self.descriptor))
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of that name."""
+        """Tell whether there is anything of that name."""
         return self._about(name) is not None
 
     def size(self, name: str) -> int | None:

@@ -158,7 +158,7 @@ def _remove(folder: str, owner: int) -> None:
 
 
 def _unmapped() -> set[int]:
-    """How users of the machine look that have no number in this container, root among them."""
+    """Say how users of the machine look that have no number in this container, root among them."""
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
             return set()

@@ -47,7 +47,7 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
-        """Whether to stop. Cheap enough to be asked at every step."""
+        """Tell whether to stop. Cheap enough to be asked at every step."""
         return self._first > 0 or (self._passed_on is not None and self._passed_on())
 
     def install(self) -> None:

@@ -75,7 +75,7 @@ class Part:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """What is here of a tensor: of a `DTensor` with any sharding its part, else all of it.
+        """Say what is here of a tensor: of a `DTensor` with any sharding its part, else all of it.
 
         Raises:
             ValueError: If the part of a `DTensor` is not what its placements give.

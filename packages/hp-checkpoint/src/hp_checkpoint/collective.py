@@ -83,7 +83,7 @@ def on_all_ranks(call: Callable[[], T], *, group: ProcessGroup | None) -> T:
 
 
 def is_first(group: ProcessGroup | None) -> bool:
-    """Whether this rank is the first of its group; a process without one is."""
+    """Tell whether this rank is the first of its group; a process without one is."""
     return group is None or group.rank() == 0
 
 

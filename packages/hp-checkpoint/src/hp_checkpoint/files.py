@@ -118,7 +118,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def staging_name(name: str) -> str:
-    """What a directory is called while it is written, or removed: nobody else's name."""
+    """Return what a directory is called while it is written, or removed: nobody else's name."""
     return f"{name}.tmp-{uuid4().hex}"
 
 

@@ -161,7 +161,7 @@ class Manifest:
 
     @cached_property
     def headers(self) -> list[bytes]:
-        """What each file begins with."""
+        """Return what each file begins with."""
         return [file_header(self.save_id, self.step, entries) for entries in self.entries]
 
 
@@ -246,7 +246,7 @@ def framed(header: dict[str, Any]) -> bytes:
 
 
 def digest_line(manifest: bytes) -> bytes:
-    """What `manifest.sha256` holds; `sha256sum --check` understands it."""
+    """Return what `manifest.sha256` holds; `sha256sum --check` understands it."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 

@@ -82,7 +82,7 @@ class Source:
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """What is here of tensors that can be saved or loaded.
+    """Return what is here of tensors that can be saved or loaded.
 
     Args:
         tensors: Tensors by global name; placements of a `DTensor` are `Shard` and `Replicate`.
@@ -132,7 +132,7 @@ class _Offer(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """What a rank takes the tensor for, in words."""
+        """Return what a rank takes the tensor for, in words."""
         return f"{self.kind} {list(self.shape)} {DTYPES[self.dtype]}"
 
 
@@ -401,7 +401,7 @@ def _offers(sources: Mapping[str, Source]) -> list[tuple[_Offer, Source]]:
 
 
 def _shared_out(offers: Sequence[Sequence[_Offer]]) -> list[list[int]]:
-    """Which of its chunks each rank writes, if the ranks agree what the tensors are.
+    """Return which of its chunks each rank writes, if the ranks agree what the tensors are.
 
     Every chunk once: of several ranks that have it, by the one with the least to write so far.
     """

@@ -113,7 +113,7 @@ class AsyncContextParallel(ContextParallel):
 
     @property
     def counts(self) -> OverlapCounts:
-        """How many exchanges overlapped and how many did not, and why; safe in any thread."""
+        """Say how many exchanges overlapped and how many did not, and why; safe in any thread."""
         return self._tally.read()
 
     def apply(

@@ -58,7 +58,7 @@ class Cache:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to find."""
+        """Tell whether there is nothing to find."""
         with self._opened() as folder:
             return folder is None or not any(folder.iterdir())
 

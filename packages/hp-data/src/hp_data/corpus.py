@@ -79,12 +79,12 @@ class Piece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the file ends with it."""
+        """Tell whether the file ends with it."""
         return self.end >= self.source.size
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the file."""
+        """Tell whether it is all of the file."""
         return self.begin == 0 and self.is_last
 
 
@@ -119,7 +119,7 @@ def find_sources(paths: Sequence[str]) -> Iterator[Source]:
 
 
 def left_out(paths: Sequence[str]) -> str:
-    """How many files of which names are not read in the folders among some paths; empty: none.
+    """Say how many files of which names are not read in the folders among some paths; empty: none.
 
     Raises:
         DataError: When a folder cannot be read.
@@ -170,7 +170,7 @@ def pieces_of(source: Source) -> Iterator[Piece]:
 
 
 def read_piece(piece: Piece) -> tuple[int, bytes]:
-    """Where a piece begins, and its bytes.
+    """Return where a piece begins, and its bytes.
 
     Raises:
         DataError: When the file cannot be read, or has become shorter.
@@ -219,7 +219,7 @@ def _standard_library() -> Iterator[Source]:
 
 
 def _kind_of(path: Path) -> Literal["text", "jsonl"]:
-    """How a file is read, by its name.
+    """Return how a file is read, by its name.
 
     Raises:
         DataError: When that is not the name of text.
@@ -255,7 +255,7 @@ def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file of a folder is read; of .json those with a document per line."""
+    """Tell whether a file of a folder is read; of .json those with a document per line."""
     if path.suffix.lower() != ".json":
         return path.suffix.lower() in _TEXT_SUFFIXES
     try:
@@ -389,7 +389,7 @@ def _look_at_beginning(source: Source) -> None:
 
 
 def _cut_off(raw: bytes) -> int:
-    """How many bytes at the end belong to a character that goes on."""
+    """Return how many bytes at the end belong to a character that goes on."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(raw)
     return len(decoder.getstate()[0])

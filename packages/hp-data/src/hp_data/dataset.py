@@ -158,7 +158,7 @@ class Dataset:
         return Batch(tokens, targets, self._lengths(rows[:, :-1]))
 
     def num_targets(self, sequence_index: range, *, ahead: int = 0) -> int:
-        """How many targets of some sequences are to be learned.
+        """Return how many targets of some sequences are to be learned.
 
         Args:
             sequence_index: Global indices.
@@ -213,7 +213,7 @@ class Dataset:
         return (self.tokens[start : start + length] for start in starts)
 
     def _places(self, sequence_index: range) -> list[int]:
-        """Which sequences of the split these are."""
+        """Return which sequences of the split these are."""
         epochs, offsets = np.divmod(np.asarray(sequence_index), self.num_sequences)
         places = np.empty_like(offsets)
         # numpy's unique would import its masked arrays, in every rank.

@@ -41,7 +41,7 @@ class Packs:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences there are, Q."""
+        """Return how many sequences there are, Q."""
         return self.first.size - 1
 
     @property
@@ -61,7 +61,7 @@ class Packs:
         return slice(int(self.first[sequence]), int(self.first[sequence + 1]))
 
     def num_targets(self, sequence: int, *, ahead: int) -> int:
-        """How many targets of a sequence are to be learned.
+        """Return how many targets of a sequence are to be learned.
 
         Args:
             sequence: Its index.

@@ -80,7 +80,7 @@ def prepare(
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether there is data; an empty folder is none.
+    """Tell whether there is data; an empty folder is none.
 
     Raises:
         DataError: When it is a link, no folder, or has no index.
@@ -97,7 +97,7 @@ def is_prepared(directory: Path) -> bool:
 
 
 def digest_of_text(paths: Sequence[str]) -> str:
-    """What stands for the text of some files and folders, see `Index.source`.
+    """Return what stands for the text of some files and folders, see `Index.source`.
 
     Raises:
         DataError: When it cannot be read.

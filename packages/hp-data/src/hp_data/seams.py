@@ -29,7 +29,7 @@ _PLACES = (rb"[A-Za-z](?= [A-Za-z])", rb"(?<=\S)\n(?=[A-Za-z\xc3-\xf4])")
 
 
 def cut_text(piece: Piece, tokenizer: Tokenizer) -> tuple[int, bytes]:
-    """Where the part of a document begins that is encoded for a piece, and its bytes, if any.
+    """Say where the part of a document begins that is encoded for a piece, and its bytes, if any.
 
     Raises:
         DataError: When the file cannot be read, or must be cut and cannot.

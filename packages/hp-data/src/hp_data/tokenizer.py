@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         """Text of ids; what is not text is shown replaced, never an error."""
 
     def joins(self, left: str, right: str) -> bool:
-        """Whether a text may be cut here: its ids are those of both sides."""
+        """Tell whether a text may be cut here: its ids are those of both sides."""
 
 
 class ByteTokenizer:
@@ -123,7 +123,7 @@ class HuggingFaceTokenizer:
         return text.replace(MARK, "")
 
     def joins(self, left: str, right: str) -> bool:
-        """Whether the text may be cut here.
+        """Tell whether the text may be cut here.
 
         Its ids are those of both sides, and a word ends here: pre-tokenizers look at what is near,
         and models at one word at a time. Where BPE has no words, no token may have both characters
@@ -171,7 +171,7 @@ def vocab_size_of(tokenizer: Tokenizer, rows: int = 0) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """What stands in a file, so far typed that its tokens can be read, and its bytes."""
+    """Return what stands in a file, so far typed that its tokens can be read, and its bytes."""
     try:
         raw = read_named(path)
         content = json.loads(raw.decode())

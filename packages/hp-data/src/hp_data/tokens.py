@@ -186,7 +186,7 @@ class TokenFile:
 
     @property
     def num_chunks(self) -> int:
-        """How many digests there are."""
+        """Return how many digests there are."""
         return int(self._seen.size)
 
     def verified(self, chunk: int) -> bytes:
@@ -225,5 +225,5 @@ class TokenFile:
 
 
 def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: "np.dtype[Any]") -> str:
-    """What stands for all tokens of a split: of their number, their type and all chunks."""
+    """Return what stands for all tokens of a split: of their number, their type and all chunks."""
     return new_hasher(f"{tokens} {dtype}\n".encode() + sums).hexdigest()

@@ -43,5 +43,5 @@ class Classes:
         return cls(found, tuple(by_rank[rank] for rank in range(world_size)))
 
     def size(self, rank: int) -> int:
-        """How many ranks a representative stands for."""
+        """Return how many ranks a representative stands for."""
         return len(self.members[rank])

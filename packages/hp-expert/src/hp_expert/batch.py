@@ -101,12 +101,12 @@ class ExpertBatch(NamedTuple):
 
     @property
     def all_listed(self) -> bool:
-        """Whether every slot is known to have a position, and every position a slot."""
+        """Tell whether every slot is known to have a position, and every position a slot."""
         num_slots = self.rows.shape[0] * self.num_slots_per_row
         return self.counts is not None and self.order.numel() == num_slots
 
     def valid(self) -> Tensor | None:
-        """Which positions are no padding, bool [P]; None if none is."""
+        """Return which positions are no padding, bool [P]; None if none is."""
         if self.counts is not None:
             return None
         positions = torch.arange(self.order.numel(), device=self.order.device)
@@ -299,7 +299,7 @@ def placed_by_kernels(counted: SlotCounts, starts: Starts) -> Places:
 
 
 def stays_on_device(rows: Tensor) -> bool:
-    """Whether grouped products of such rows need no counts on the host.
+    """Tell whether grouped products of such rows need no counts on the host.
 
     `torch.nn.functional.grouped_mm` has a kernel for that in bf16 from sm_90 on; elsewhere the
     host reads for each product, or the experts are computed one after the other.

@@ -132,7 +132,7 @@ def _fsdp_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None
 
 @torch.enable_grad()
 def _divides_twice(mesh: DeviceMesh, dtype: torch.dtype, options: dict[str, Any]) -> bool:
-    """Whether FSDP2 applies a factor twice over one rank, as torch 2.13 does in fp16 and fp64.
+    """Tell whether FSDP2 applies a factor twice over one rank, as torch 2.13 does in fp16 and fp64.
 
     Asked by a gradient of its own, because other versions may not; over one rank that is cheap.
     """

@@ -54,7 +54,7 @@ class HookCoordinator(TurnHolder):
             self._changed.notify_all()
 
     def is_enabled(self) -> bool:
-        """Whether hooks take part in a pair."""
+        """Tell whether hooks take part in a pair."""
         return self._turn is not None
 
     def hook(self, direction: Side, name: Hook) -> None:
@@ -78,7 +78,7 @@ class HookCoordinator(TurnHolder):
             self._pass(side, name, section if direction == side else "recompute")
 
     def side(self) -> Side:
-        """Which side the calling thread is, if there is a pair."""
+        """Return which side the calling thread is, if there is a pair."""
         return "forward" if threading.get_ident() == self._forward_thread else "backward"
 
     party = _party

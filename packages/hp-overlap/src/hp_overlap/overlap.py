@@ -76,7 +76,7 @@ class CommComputeOverlap:
 
     @property
     def coordinator(self) -> HookCoordinator:
-        """Where the two sides meet."""
+        """Return where the two sides meet."""
         return self._coordinator
 
     @property

@@ -69,11 +69,11 @@ class Turn:
     lent: bool = False
 
     def stops(self, side: Side) -> bool:
-        """Whether `side` must end at its hook because the other one failed."""
+        """Tell whether `side` must end at its hook because the other one failed."""
         return self.failed not in (None, side)
 
     def ready(self, side: Side) -> bool:
-        """Whether `side`, waiting in a hook, may leave it: to run, or to stop."""
+        """Tell whether `side`, waiting in a hook, may leave it: to run, or to stop."""
         return self.holder == side or self.stops(side)
 
     def at_hook(self, side: Side, direction: Side, name: Hook) -> "Turn":

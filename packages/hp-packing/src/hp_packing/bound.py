@@ -74,7 +74,7 @@ def lower_bound(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) ->
 
 
 def _least(stages: Sequence[StageCosts]) -> StageCosts:
-    """What each of some stages takes at least in forward."""
+    """Return what each of some stages takes at least in forward."""
     token, pair, microbatch, least = (
         Seconds(min(getattr(stage, name).forward for stage in stages))
         for name in ("token", "pair", "microbatch", "least")
@@ -174,7 +174,7 @@ class _Bound:
         return float(seconds.sum()) / self._ranks
 
     def _priced(self, work: _Array, overhead: float, price: float) -> _Array:
-        """What each document costs at least, with memory at a price."""
+        """Return what each document costs at least, with memory at a price."""
         return work + 2 * math.sqrt(overhead * price) * self._roots + price * self._held
 
     def _prices(self, work: _Array, overhead: float) -> Iterator[float]:
@@ -189,7 +189,7 @@ class _Bound:
             yield by * best
 
     def _front(self, hops: int) -> tuple[_Front, _Array]:
-        """What is known of the first microbatches; a forward of each document ahead."""
+        """Return what is known of the first microbatches; a forward of each document ahead."""
         ahead, stage = _least(self._stages[:hops]), self._stages[hops]
         forward = self._of(ahead.token.forward, ahead.pair.forward)
         arrival = forward + self._message

@@ -31,7 +31,7 @@ _BACKWARD = 2.0
 
 
 def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepCosts:
-    """What the stages of a layout take on a machine.
+    """Return what the stages of a layout take on a machine.
 
     Args:
         config: Its mesh says which ranks share tokens (`tp`) and experts; one stage on each rank.

@@ -63,7 +63,7 @@ class StepPlan:
 
     @cached_property
     def digest(self) -> str:
-        """What stands for all of it, as its text has it."""
+        """Return what stands for all of it, as its text has it."""
         return _digest(_body(self))
 
     @cached_property
@@ -138,11 +138,11 @@ class _Reader:
 
     @property
     def at_end(self) -> bool:
-        """Whether there is no further line."""
+        """Tell whether there is no further line."""
         return self._at == len(self._lines)
 
     def next_is(self, word: str) -> bool:
-        """Whether the next line begins so."""
+        """Tell whether the next line begins so."""
         return not self.at_end and self._lines[self._at].startswith(word)
 
     def take(self, pattern: "re.Pattern[str]", what: str) -> tuple[str, ...]:

@@ -221,7 +221,7 @@ class Planner:
         return _Work(range(len(lengths)), lengths, pairs, seconds)
 
     def _teams(self, work: _Work) -> list[_Work]:
-        """What each team is to have, as even as can be; nothing where documents are too few."""
+        """Say what each team is to have, as even as can be; nothing where documents are too few."""
         if self.num_teams == 1:
             return [work]
         targets = [1 / self.num_teams] * self.num_teams
@@ -243,7 +243,7 @@ class Planner:
             yield from sorted(self._plain_shapes(work), key=lambda each: self._about(work, each))
 
     def _kind(self, works: Sequence[_Work]) -> Kind:
-        """What steps have in common that resemble some, by their mean."""
+        """Return what steps have in common that resemble some, by their mean."""
         ranks = self.pipeline.ranks * len(works)
         tokens, pairs, unit = (
             fsum(fsum(each) for each in parts) / ranks
@@ -278,7 +278,7 @@ class Planner:
 
     @cached_property
     def _fitted(self) -> list[_Shape]:
-        """What the best templates for typical steps become with the documents of some of these.
+        """Say what the best templates for typical steps become with the documents of some of these.
 
         Where the work of a small microbatch is that of short documents, it has more tokens.
         """
@@ -367,7 +367,7 @@ class Planner:
     def _made(
         self, teams: Sequence[_Work], shape: _Shape, *, num_documents: int
     ) -> tuple[float, StepPlan] | None:
-        """How long a plan of a shape takes, and the plan; None if memory does not suffice."""
+        """Say how long a plan of a shape takes, and the plan; None if memory does not suffice."""
         parts = [self._parts(work, shape) for work in teams]
         every = [each for each in parts if each is not None]
         if len(every) < len(teams):
@@ -390,7 +390,7 @@ class Planner:
         return slowest, StepPlan(num_documents, tuple(found), origin)
 
     def _dearest(self, teams: Sequence[Sequence[_Dealt]]) -> Costs:
-        """What the dearest microbatches of each place cost."""
+        """Return what the dearest microbatches of each place cost."""
         seconds, tokens = [], []
         for place in zip(*teams, strict=True):
             of_stages = zip(*(of_team for _, of_team in place), strict=True)
@@ -441,7 +441,7 @@ class Planner:
     def _scheduled(
         self, costs: Costs, num_microbatches: int, shape: _Shape
     ) -> tuple[float, Schedule, str] | None:
-        """How long a schedule takes, the schedule and what made it; None if none fits."""
+        """Return how long a schedule takes, the schedule and what made it; None if none fits."""
         memory = float(self.pipeline.tokens)
         best: tuple[float, Schedule, str] | None = None
         if shape.schedule is not None:

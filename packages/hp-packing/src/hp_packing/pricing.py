@@ -50,7 +50,7 @@ def stage_costs(
     message: float,
     num_stages: int,
 ) -> Costs:
-    """What a schedule costs whose microbatches take so long in every stage.
+    """Return what a schedule costs whose microbatches take so long in every stage.
 
     Args:
         seconds: Seconds of each microbatch in each stage, or in all alike.
@@ -75,7 +75,7 @@ def stage_costs(
 def seconds_of(
     microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts
 ) -> tuple[Seconds, ...]:
-    """What a microbatch takes in each of `StepCosts.stages`.
+    """Return what a microbatch takes in each of `StepCosts.stages`.
 
     Args:
         microbatch: The microbatch.
@@ -87,13 +87,13 @@ def seconds_of(
 
 
 def dealt(microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts) -> DealCost:
-    """What the ranks of a microbatch compute and fetch."""
+    """Return what the ranks of a microbatch compute and fetch."""
     found = lengths_of(microbatch, lengths)
     return cost_of_deal(microbatch.deal, found, costs, heads=microbatch.heads)
 
 
 def cost_of_deal(deal: Deal, lengths: Sequence[int], costs: StepCosts, *, heads: int) -> DealCost:
-    """What ranks compute and fetch that have documents of some lengths, padding among them."""
+    """Say what ranks compute and fetch that have documents of some lengths, padding among them."""
     node = costs.node if len(deal.parts) % costs.node == 0 else None
     return deal_cost(deal, lengths, windows=costs.windows, node=node, heads=heads)
 
@@ -105,7 +105,7 @@ def lengths_of(microbatch: PlannedMicrobatch, lengths: Sequence[int]) -> list[in
 
 
 def costs_of(team: Team, lengths: Sequence[int], costs: StepCosts) -> Costs:
-    """What the schedule of a team costs."""
+    """Return what the schedule of a team costs."""
     seconds = [seconds_of(each, lengths, costs) for each in team.microbatches]
     tokens = [max(each.deal.sizes) for each in team.microbatches]
     return stage_costs(seconds, tokens, message=costs.message, num_stages=team.schedule.num_stages)
@@ -119,7 +119,7 @@ def simulated(plan: StepPlan, lengths: Sequence[int], costs: StepCosts) -> list[
 def price(
     plan: StepPlan, lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline
 ) -> StepPrice:
-    """What a plan takes.
+    """Return what a plan takes.
 
     Args:
         plan: The plan.

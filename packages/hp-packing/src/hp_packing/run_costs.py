@@ -14,7 +14,7 @@ from hp_trainer.config import Config
 
 
 def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCosts:
-    """What documents cost the stages where steps are planned. All ranks call this together.
+    """Return what documents cost the stages where steps are planned. All ranks call this together.
 
     Args:
         config: Validated; the same on every rank.

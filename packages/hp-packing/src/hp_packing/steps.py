@@ -65,11 +65,11 @@ class PlannedStep:
 
     @property
     def ends(self) -> dict[int, int]:
-        """Where the documents of each sequence of the data end there, by its global index."""
+        """Say where the documents of each sequence of the data end there, by its global index."""
         return {piece.sequence: piece.start + piece.length for piece in self.pieces}
 
     def runner(self, pipeline: Pipeline, mesh: Mesh) -> PipelineScheduleRuntime:
-        """What runs the step on this rank.
+        """Return what runs the step on this rank.
 
         Args:
             pipeline: This rank's stages.

@@ -35,7 +35,7 @@ def pairs_of(lengths: Sequence[int], costs: StepCosts) -> list[float]:
 
 
 def pure_work(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> Seconds:
-    """What a rank of the busiest stage would compute if work could be spread evenly."""
+    """Return what a rank of the busiest stage would compute if work could be spread evenly."""
     tokens, pairs = mean_work(lengths, costs, pipeline)
     return costs.busiest(tokens, pairs).pure(tokens, pairs)
 

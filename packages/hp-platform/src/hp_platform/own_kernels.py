@@ -45,7 +45,7 @@ def launch(
 
 
 def are_noted() -> bool:
-    """Whether kernels are written down instead of launched."""
+    """Tell whether kernels are written down instead of launched."""
     return bool(_notes)
 
 

@@ -30,7 +30,7 @@ class Driver(Protocol):
     """One rank's machine. Steps of a rank start in the order of its row."""
 
     def ready(self, step_type: MetaStepType, stage_index: int, microbatch_index: int) -> bool:
-        """Whether the step may start; False hands control back to the caller of `advance`.
+        """Tell whether the step may start; False hands control back to the caller of `advance`.
 
         A driver that can wait inside its steps, as a real machine can, always says True.
         """

@@ -35,22 +35,22 @@ class MetaStepType(Enum):
 
     @property
     def is_compute(self) -> bool:
-        """Whether the step occupies the rank's compute units (an overlap does)."""
+        """Tell whether the step occupies the rank's compute units (an overlap does)."""
         return self in _COMPUTE or self.is_overlap
 
     @property
     def is_communication(self) -> bool:
-        """Whether the step moves an activation or a gradient between ranks."""
+        """Tell whether the step moves an activation or a gradient between ranks."""
         return self.name.endswith(("_SEND", "_RECV"))
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether the step concerns the parameters of a stage, not one microbatch."""
+        """Tell whether the step concerns the parameters of a stage, not one microbatch."""
         return self.name.startswith("FSDP_")
 
     @property
     def is_overlap(self) -> bool:
-        """Whether the step is a pair of compute steps."""
+        """Tell whether the step is a pair of compute steps."""
         return self.name.startswith("OVERLAP_")
 
 

@@ -102,7 +102,7 @@ def leaves(code: int) -> tuple[int, ...]:
 
 
 def is_compute(code: int) -> bool:
-    """Whether a code is a compute step (an overlap is); False for an empty cell."""
+    """Tell whether a code is a compute step (an overlap is); False for an empty cell."""
     kind = code & KIND_MASK
     return code >= 0 and (kind < FIRST_COMMUNICATION or kind >= FIRST_OVERLAP)
 

@@ -189,14 +189,14 @@ class Schedule:
 
     @cached_property
     def has_communication(self) -> bool:
-        """Whether any step sends or receives."""
+        """Tell whether any step sends or receives."""
         return bool(
             self.kinds & {packing.FWD_SEND, packing.FWD_RECV, packing.BWD_SEND, packing.BWD_RECV}
         )
 
     @cached_property
     def is_forward_only(self) -> bool:
-        """Whether no step belongs to a backward pass."""
+        """Tell whether no step belongs to a backward pass."""
         return self.kinds <= {
             packing.FWD,
             packing.FWD_SEND,

@@ -102,7 +102,7 @@ def _software() -> Iterator[Check]:
 
 
 def _ranks() -> Iterator[Check]:
-    """Whether ranks start and find each other: two of them, as a run starts its own."""
+    """Yield whether ranks start and find each other: two of them, as a run starts its own."""
     import torch.distributed as dist  # noqa: PLC0415
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -181,7 +181,7 @@ def _machine() -> Iterator[Check]:
 
 
 def _caches() -> Check:
-    """Whether compiled code is kept, and nowhere where another user can change it."""
+    """Return whether compiled code is kept, and nowhere where another user can change it."""
     try:
         own_caches({name: os.environ[name] for name in CACHES if name in os.environ})
     except HpError as error:

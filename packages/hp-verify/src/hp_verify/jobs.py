@@ -246,7 +246,7 @@ def _recorded(command: Sequence[str], request: Request, who: str, seconds: float
 
 
 def _before_failing(recording: Recording | None, expected: Recording, floor: Floor) -> str:
-    """How far a job that has failed had come, and whether it was right until then."""
+    """Return how far a job that has failed had come, and whether it was right until then."""
     done = None if recording is None else recording.before_failing()
     if done is None or not done.steps:
         return "the job had made no update when it failed"
@@ -257,7 +257,7 @@ def _before_failing(recording: Recording | None, expected: Recording, floor: Flo
 
 
 def report(comparison: Comparison) -> str:
-    """What was found, in lines."""
+    """Return what was found, in lines."""
     first = comparison.first
     here = [p for p in comparison.differences if first and _where(p) == _where(first)]
     lines = [f"FAIL  {place}" for place in here[:_SHOWN]]
@@ -287,7 +287,7 @@ def report(comparison: Comparison) -> str:
 
 
 def _exactly(comparison: Comparison) -> list[str]:
-    """What the second run found."""
+    """Return what the second run found."""
     lines = [f"exactly: {comparison.exact}"] if comparison.exact else []
     if (made := comparison.reproduction) is not None:
         lines.append(f"reproduction: {shlex.join([sys.executable, str(made.path)])}")

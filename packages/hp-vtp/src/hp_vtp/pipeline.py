@@ -110,7 +110,7 @@ class StageTransport:
         self._require_metas()
 
     def input_spec(self, stage_index: int) -> tuple[TensorSpec, ...]:
-        """What this rank's part of a stage's input looks like, from `metas`.
+        """Return what this rank's part of a stage's input looks like, from `metas`.
 
         Raises:
             ValueError: If there are no metas of the stage.
@@ -206,7 +206,7 @@ class StageTransport:
         return [TensorMeta(tuple(x.shape), x.dtype, replicated=True) for x in values]
 
     def _specs(self, place: _Place, *, at_destination: bool) -> tuple[TensorSpec, ...]:
-        """What one rank's part of a stage's input looks like, here or where it comes from."""
+        """Say what one rank's part of a stage's input looks like, here or where it comes from."""
         layout, metas = self._transport.layout, self._metas[place.position]
         edge = layout.edge(place.position - 1, place.position, domain=place.domain)
         index = layout.tp_rank_of(self._transport.rank)

@@ -101,7 +101,7 @@ class EdgePolicy:
     recorder: Recorder | None = field(default=None, compare=False)
 
     def crosses(self, edge: Edge, chain: Sequence[int]) -> bool:
-        """Whether an edge leads into or out of the trusted stages."""
+        """Tell whether an edge leads into or out of the trusted stages."""
         return (chain[edge.source] in self.trusted) != (chain[edge.destination] in self.trusted)
 
     def apply(

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def all_ok(ok: bool, *, group: ProcessGroup) -> bool:
-    """Whether all ranks of a CPU group say so, for example that no gradient is infinite."""
+    """Tell whether all ranks of a CPU group say so, for example that no gradient is infinite."""
     flag = torch.tensor(int(ok))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag)
@@ -42,7 +42,7 @@ def barrier(*, group: ProcessGroup, where: str = "") -> None:
 
 
 def loss_scale(layout: PipelineLayout, num_microbatches: int) -> float:
-    """What to multiply the loss of a microbatch with, if the losses of all are to be averaged.
+    """Say what to multiply the loss of a microbatch with, if the losses of all are to be averaged.
 
     A stage that serves several domains adds up the gradients of all of them itself; the replicas of
     the others are summed by `ReplicaGradients`. With this scale both are the gradient of the mean,

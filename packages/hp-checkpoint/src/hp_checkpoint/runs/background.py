@@ -58,12 +58,12 @@ class BackgroundSaver:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a save was started that was not finished."""
+        """Tell whether a save was started that was not finished."""
         return self._thread is not None
 
     @property
     def is_written(self) -> bool:
-        """Whether a save is under way whose end :meth:`finish` would tell at once on this rank."""
+        """Say if a save is under way whose end :meth:`finish` would tell at once on this rank."""
         return self._thread is not None and not self._thread.is_alive()
 
     def start(self, *, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ class Terms:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's attention takes all of them."""
+        """Tell whether torch's attention takes all of them."""
         return self.softcap is None and self.sinks is None and not self.dropout
 
 
@@ -172,7 +172,7 @@ class Attention(nn.Module):
 
     @property
     def needs_share(self) -> bool:
-        """Whether a call must know which of all heads a rank has."""
+        """Tell whether a call must know which of all heads a rank has."""
         return self.sinks is not None or (self.dropout > 0 and self.training)
 
     def takes_batch(self, q: Tensor, v: Tensor, masks: Sequence[Mask]) -> bool:
@@ -216,7 +216,7 @@ class Attention(nn.Module):
 def _special(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, dims: tuple[int, int]
 ) -> Tensor:
-    """What torch's attention does not do, or not as well: one break of a compiled graph."""
+    """Return what torch's attention does not do, or not as well: one break of a compiled graph."""
     _check(q, terms)
     q, k = q.movedim(dims, _HEADS_FIRST), k.movedim(dims, _HEADS_FIRST)
     v = v.movedim(dims, _HEADS_FIRST)

@@ -45,12 +45,12 @@ class HeadSplit:
 
     @property
     def query_counts(self) -> tuple[int, ...] | None:
-        """How many query heads each rank gets; None: all the same."""
+        """Return how many query heads each rank gets; None: all the same."""
         return _unless_equal([len(heads) for heads in self.query])
 
     @property
     def kv_counts(self) -> tuple[int, ...] | None:
-        """How many key/value heads each rank gets; None: all the same."""
+        """Return how many key/value heads each rank gets; None: all the same."""
         return _unless_equal([len(heads) for heads in self.kv])
 
     @property

@@ -86,7 +86,7 @@ class Needs:
 
     @property
     def num_fetched(self) -> int:
-        """How many positions of other ranks all ranks need together."""
+        """Return how many positions of other ranks all ranks need together."""
         whole = range(sum(map(length, self.runs)))
         return sum(
             length(union([[*mine, *(common(whole, run) for run in seen)]])) - length(mine)
@@ -100,7 +100,7 @@ class Needs:
 
     @property
     def dense(self) -> bool:
-        """Whether ranks need so much of each other's that all of it had better be gathered."""
+        """Tell whether ranks need so much of each other's that all of it had better be gathered."""
         sizes = list(map(length, self.runs))
         if len(set(sizes)) > 1:  # an all-gather takes parts of one size
             return False

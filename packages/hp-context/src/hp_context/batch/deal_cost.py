@@ -199,7 +199,7 @@ def _pieces(runs: Iterable[range], ends: Sequence[int]) -> list[Piece]:
 
 
 def _before_last(queries: list[Piece], keys: list[Piece]) -> int:
-    """What `_missing` finds where queries see all keys before them, and keys are theirs too."""
+    """Say what `_missing` finds where queries see all keys before them, and keys are theirs too."""
     first = queries[-1].start
     return first - sum([min(stop, first) - start for _, start, stop in keys if start < first])
 

@@ -141,7 +141,7 @@ class Deal(SequenceLayout, Mask):
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many positions each rank has."""
+        """Return how many positions each rank has."""
         return tuple(sum(map(len, part)) for part in self.parts)
 
     def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:

@@ -305,6 +305,6 @@ def _masks(call: CallMask, documents: list[Documents]) -> list[tuple[Mask, Rows]
 
 
 def _cuts(mask: Mask, position: int) -> bool:
-    """Whether what is at a position does not see what is before it."""
+    """Tell whether what is at a position does not see what is before it."""
     here, before = range(position, position + 1), range(position - 1, position)
     return mask.block(here, before) is BlockKind.EMPTY

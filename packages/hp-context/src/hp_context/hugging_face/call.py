@@ -38,7 +38,7 @@ class CallMask:
 
     @property
     def order(self) -> Mask:
-        """What a query may see of its document."""
+        """Return what a query may see of its document."""
         return Causal() if self.window is None else SlidingWindow(self.window - 1)
 
 

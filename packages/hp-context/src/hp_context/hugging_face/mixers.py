@@ -167,7 +167,7 @@ class Comparison:
         self.found = self.found or f"{name} ({type(culprit).__name__}) {why}"
 
     def _sequence_dim(self, x: Tensor) -> int | None:
-        """Which dimension is the sequence, in a tensor of both; None if none is for certain."""
+        """Say which dimension is the sequence, in a tensor of both; None if none is for certain."""
         if not x.is_floating_point() or x.ndim < 3 or x.size(0) != 2 or x.numel() == 0:
             return None
         return next((dim for dim in range(1, x.ndim) if x.size(dim) == self._seq), None)
@@ -218,7 +218,7 @@ class Trial(Comparison):
 
 
 def length_of_trial(model: nn.Module, lengths: Sequence[int] = _LENGTHS) -> int:
-    """How many positions a trial of a model has, of some lengths, the longest first."""
+    """Return how many positions a trial of a model has, of some lengths, the longest first."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(config, "max_position_embeddings", None) or _LENGTHS[0]

@@ -64,6 +64,6 @@ def _ask(model: nn.Module, _: Any) -> None:
 
 
 def _selected(model: nn.Module) -> bool:
-    """Whether a model, or a model in it, has chosen attention of this package."""
+    """Tell whether a model, or a model in it, has chosen attention of this package."""
     configs = (getattr(part, "config", None) for part in model.modules() if _MARK in part.__dict__)
     return any(getattr(config, "_attn_implementation", None) in _names for config in configs)

@@ -49,7 +49,7 @@ class Lengths:
 
     @property
     def causal(self) -> bool:
-        """Whether kernels are to be told so, which have one for it."""
+        """Tell whether kernels are to be told so, which have one for it."""
         return self.window == (-1, 0)
 
 

@@ -36,7 +36,7 @@ _OF_THE_MODEL = Full | Causal | SlidingWindow
 
 
 def is_new(mask: Any, group: ProcessGroup) -> bool:
-    """Whether a mask has something that the ranks of a group have not compared yet.
+    """Tell whether a mask has something that the ranks of a group have not compared yet.
 
     Args:
         mask: What a call was given: also None, a tensor, which is never compared, or nonsense.
@@ -51,7 +51,7 @@ def is_new(mask: Any, group: ProcessGroup) -> bool:
 
 
 def is_of_the_data(mask: Any) -> bool:
-    """Whether a mask has parts that may be others in each microbatch, as documents are."""
+    """Tell whether a mask has parts that may be others in each microbatch, as documents are."""
     return isinstance(mask, Mask) and any(True for _ in _of_the_data(mask))
 
 

@@ -73,12 +73,12 @@ class Mask(ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether it is known that no query sees a key behind its own position."""
+        """Tell whether it is known that no query sees a key behind its own position."""
         return False
 
     @property
     def of_batch(self) -> bool:
-        """Whether it limits each sequence of a batch in its own way."""
+        """Tell whether it limits each sequence of a batch in its own way."""
         return False
 
     def block(self, query: range, key: range) -> BlockKind:
@@ -184,7 +184,7 @@ class SlidingWindow(Mask):
 
     @property
     def causal(self) -> bool:
-        """Whether the window ends at the query."""
+        """Tell whether the window ends at the query."""
         return self.right == 0
 
     def query_cuts(self, run: range) -> set[int]:
@@ -249,25 +249,25 @@ class Both(Mask):
         return self.first.allowed(query, key) & self.second.allowed(query, key)
 
     def visible(self, query: int) -> range | None:
-        """What both see, where both tell."""
+        """Return what both see, where both tell."""
         one, other = self.first.visible(query), self.second.visible(query)
         if one is None or other is None:
             return None
         return range(max(one.start, other.start), min(one.stop, other.stop))
 
     def seen(self, query: range) -> range:
-        """What both see; see `Mask.seen`."""
+        """Return what both see; see `Mask.seen`."""
         one, other = self.first.seen(query), self.second.seen(query)
         return range(max(one.start, other.start), min(one.stop, other.stop))
 
     @property
     def causal(self) -> bool:
-        """Whether one of them is."""
+        """Tell whether one of them is."""
         return self.first.causal or self.second.causal
 
     @property
     def of_batch(self) -> bool:
-        """Whether one of them does."""
+        """Tell whether one of them does."""
         return self.first.of_batch or self.second.of_batch
 
     def block(self, query: range, key: range) -> BlockKind:
@@ -282,11 +282,11 @@ class Both(Mask):
         return one if other is BlockKind.FULL else BlockKind.PARTIAL
 
     def query_cuts(self, run: range) -> set[int]:
-        """Where either mask cuts."""
+        """Return where either mask cuts."""
         return self.first.query_cuts(run) | self.second.query_cuts(run)
 
     def key_cuts(self, query: range) -> set[int]:
-        """Where either mask cuts."""
+        """Return where either mask cuts."""
         return self.first.key_cuts(query) | self.second.key_cuts(query)
 
     def check(self, seq_len: int) -> None:

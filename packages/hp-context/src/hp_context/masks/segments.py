@@ -97,7 +97,7 @@ class Segment:
 
     @property
     def shift(self) -> int:
-        """What is between the rows of a query and of the key that kernels align it with."""
+        """Return what is between the rows of a query and of the key that kernels align it with."""
         return self.keys.stop - self.queries.stop
 
 
@@ -166,7 +166,7 @@ class Call:
 
     @property
     def is_view(self) -> bool:
-        """Whether the keys are rows that follow each other in their tensor."""
+        """Tell whether the keys are rows that follow each other in their tensor."""
         return len(self.keys) == 1 and self.keys[0].step == 1
 
 

@@ -37,13 +37,13 @@ class EachSequence(Mask):
         return torch.stack([mask.allowed(query, key) for mask in self.masks]).unsqueeze(1)
 
     def seen(self, query: range) -> range:
-        """What is seen in any sequence lies in here; see `Mask.seen`."""
+        """Return what is seen in any sequence lies in here; see `Mask.seen`."""
         seen = [mask.seen(query) for mask in self.masks]
         return range(min(keys.start for keys in seen), max(keys.stop for keys in seen))
 
     @property
     def causal(self) -> bool:
-        """Whether all of them are."""
+        """Tell whether all of them are."""
         return all(mask.causal for mask in self.masks)
 
     @property
@@ -52,7 +52,7 @@ class EachSequence(Mask):
         return True
 
     def block(self, query: range, key: range) -> BlockKind:
-        """What all of them allow of a block; PARTIAL where they differ."""
+        """Return what all of them allow of a block; PARTIAL where they differ."""
         kinds = {mask.block(query, key) for mask in self.masks}
         return kinds.pop() if len(kinds) == 1 else BlockKind.PARTIAL
 

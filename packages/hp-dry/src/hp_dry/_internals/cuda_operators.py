@@ -33,7 +33,7 @@ aten: Any = torch.ops.aten
 
 
 def kernels(gpu: Gpu) -> dict[str, Callable[..., Any]]:
-    """What stands for operators of aten, by their names."""
+    """Return what stands for operators of aten, by their names."""
     found: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": partial(_attention, gpu.capability),
         "dropout": _dropout,

@@ -43,7 +43,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def is_meta(x: Tensor) -> bool:
-    """Whether torch keeps `x` on `meta`, whatever `Tensor.is_meta` says meanwhile."""
+    """Tell whether torch keeps `x` on `meta`, whatever `Tensor.is_meta` says meanwhile."""
     with DisableTorchFunction():
         on_meta: bool = _is_meta(x)
     return on_meta
@@ -55,7 +55,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def is_fake_mode_active() -> bool:
-    """Whether torch works out shapes with fake tensors on this thread."""
+    """Tell whether torch works out shapes with fake tensors on this thread."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -65,7 +65,7 @@ def default_device() -> torch.device | None:
 
 
 def wrapper_maker() -> Callable[..., Any]:
-    """What makes tensors that wrap others, such as those whose collective is under way."""
+    """Return what makes tensors that wrap others, such as those whose collective is under way."""
     return torch.Tensor._make_wrapper_subclass
 
 
@@ -162,7 +162,7 @@ def placeholder(rank: int, size: int) -> Any:
 
 
 def backend_methods() -> tuple[Callable[..., None], Callable[..., Any]]:
-    """How a group is given a back end, and how it is asked for it."""
+    """Return how a group is given a back end, and how it is asked for it."""
     return ProcessGroup._register_backend, ProcessGroup._get_backend
 
 

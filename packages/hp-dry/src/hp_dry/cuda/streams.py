@@ -62,11 +62,11 @@ class Stream:
         active().emit(HostWait(what="Stream.synchronize", stream=self.number))
 
     def query(self) -> bool:
-        """Whether all is done: the host is told so, and has not waited."""
+        """Tell whether all is done: the host is told so, and has not waited."""
         return True
 
     def is_capturing(self) -> bool:
-        """Whether a graph is made of what it is given."""
+        """Tell whether a graph is made of what it is given."""
         return False
 
     def __enter__(self) -> Self:
@@ -107,7 +107,7 @@ class Event:
         active().emit(WaitEvent(event=self.number, stream=_number(stream)))
 
     def query(self) -> bool:
-        """Whether it is reached: the host is told so, and has not waited."""
+        """Tell whether it is reached: the host is told so, and has not waited."""
         return True
 
     def synchronize(self) -> None:

@@ -130,7 +130,7 @@ class DryDevice:
 
     @property
     def device(self) -> torch.device:
-        """What tensors of the device say."""
+        """Return what tensors of the device say."""
         return torch.device("cuda", self.index)
 
     def current_stream(self) -> int:
@@ -225,7 +225,7 @@ class DryDevice:
         return x
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Whether a tensor is on the host, in pinned memory."""
+        """Tell whether a tensor is on the host, in pinned memory."""
         return not is_meta(x) and x.untyped_storage() in _pinned
 
     def thread_number(self) -> int:
@@ -300,7 +300,7 @@ class DryDevice:
             self.thread.asked_meta = before
 
     def _without_others(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `on_collective` is until a world is there: torch's own kernels for `meta`.
+        """Return what `on_collective` is until a world is there: torch's own kernels for `meta`.
 
         The operation is written down; it changes nothing, since no other rank is there.
         """

@@ -68,7 +68,7 @@ def here() -> tuple[str, bool]:
 
 @lru_cache(maxsize=65_536)
 def backward_place(place: str, origin: str) -> str:
-    """What a thread does that takes gradients, and in which module of the forward they began.
+    """Say what a thread does that takes gradients, and in which module of the forward they began.
 
     >>> backward_place("step 1, 0B0", "step 1, 0F0, experts")
     'step 1, 0B0, experts, backward'

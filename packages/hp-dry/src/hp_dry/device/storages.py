@@ -55,11 +55,11 @@ class Storages:
         return self._blocks.get(storage_key(x.untyped_storage()))
 
     def has(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is memory of the device."""
+        """Tell whether a storage is memory of the device."""
         return storage_key(storage) in self._blocks
 
     def is_deferred(self, x: Tensor) -> bool:
-        """Whether a tensor was made on `meta` because somebody asked for it."""
+        """Tell whether a tensor was made on `meta` because somebody asked for it."""
         return bool(self._deferred) and storage_key(x.untyped_storage()) in self._deferred
 
     def see(self, x: Tensor, what: str, stream: int) -> int:
@@ -92,7 +92,7 @@ class Storages:
         self._allocate(block, storage.nbytes(), what, stream, None)
 
     def address(self, x: Tensor) -> int:
-        """What `data_ptr` says: no two blocks overlap; 0 where there is no memory."""
+        """Return what `data_ptr` says: no two blocks overlap; 0 where there is no memory."""
         block = self.find(x)
         if block is None or not block.num_bytes:
             return 0

@@ -164,7 +164,7 @@ class Operators(DispatchMode):
         return func(*args, **kwargs)
 
     def _is_deferred(self, dry: list[Tensor], given: list[Tensor]) -> bool:
-        """Whether what is made is to be on `meta`, where there is no memory."""
+        """Tell whether what is made is to be on `meta`, where there is no memory."""
         if self._device.thread.asked_meta:
             return True
         if dry:

@@ -69,7 +69,7 @@ def num_kernels(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
 ) -> int:
-    """How many kernels, copies and fills CUDA is given for an operator.
+    """Return how many kernels, copies and fills CUDA is given for an operator.
 
     Args:
         func: An overload of an operator, such as `torch.ops.aten.mm.default`.
@@ -86,7 +86,7 @@ def num_kernels(
 
 
 def is_silent(func: Any) -> bool:
-    """Whether CUDA launches nothing for an operator, whatever it is given."""
+    """Tell whether CUDA launches nothing for an operator, whatever it is given."""
     return _rule(func) == 0
 
 

@@ -74,7 +74,7 @@ class Made:
 
 
 def form_of(func: Any, args: Any, kwargs: Any) -> Hashable:
-    """What the results of an operator follow from: shapes, strides, dtypes, all but tensors.
+    """Return what the results of an operator follow from: shapes, strides, dtypes, all but tensors.
 
     Args:
         func: An overload of an operator.
@@ -117,7 +117,7 @@ def made_of(out: Any, given: list[Tensor], cost: Cost) -> Made | None:
 
 
 def _is_whole(x: Tensor) -> bool:
-    """Whether a tensor is what `torch.empty_strided` would make, to the byte."""
+    """Tell whether a tensor is what `torch.empty_strided` would make, to the byte."""
     if type(x) is not Tensor or not is_meta(x) or x.layout != torch.strided or x.requires_grad:
         return False
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -106,7 +106,7 @@ def _copy_(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_store(device: DryDevice, host: Tensor) -> bool:
-    """Whether it is of a large piece of pinned memory, as what is offloaded goes to.
+    """Tell whether it is of a large piece of pinned memory, as what is offloaded goes to.
 
     That is zero from the start, and is not touched: gigabytes that are never written take none.
     """

@@ -74,7 +74,7 @@ class Clocks:
         return True
 
     def position(self, stream: int) -> int:
-        """Where a stream stands in what the others know; streams are added as they are seen."""
+        """Say where a stream stands in what the others know; streams are added as they are seen."""
         if (found := self._position.get(stream)) is None:
             found = self._position[stream] = len(self._known)
             for row in (self._issued, self._host, *self._known):
@@ -90,23 +90,23 @@ class Clocks:
         return position, self._issued[position]
 
     def is_before_current(self, epoch: Epoch, stream: int) -> bool:
-        """Whether an operation is done before the one that `stream` was given last begins."""
+        """Tell whether an operation is done before the one that `stream` was given last begins."""
         position, count = epoch
         return self._known[self._position[stream]][position] >= count
 
     def is_before_next(self, epoch: Epoch, stream: int) -> bool:
-        """Whether an operation is done before whatever `stream` is given from now on begins."""
+        """Say if an operation is done before whatever `stream` is given from now on begins."""
         position, count = epoch
         mine = self.position(stream)
         return position == mine or self._heard(mine)[position] >= count
 
     def is_known_to_host(self, epoch: Epoch) -> bool:
-        """Whether the host has waited until an operation was done."""
+        """Tell whether the host has waited until an operation was done."""
         position, count = epoch
         return self._host[position] >= count
 
     def is_recorded_by(self, epoch: Epoch, event: int) -> bool:
-        """Whether an operation is done when `event`, as it was recorded last, is reached."""
+        """Tell whether an operation is done when `event`, as it was recorded last, is reached."""
         position, count = epoch
         record = self._events.get(event, [])
         return position < len(record) and record[position] >= count

@@ -160,7 +160,7 @@ def _difference(
 
 
 def _differ(mine: Operation | None, other: Operation | None) -> str | None:
-    """What two members' operations differ in; None if they fit."""
+    """Return what two members' operations differ in; None if they fit."""
     if mine is None or other is None:
         return "missing"
     if mine.op != other.op:
@@ -174,7 +174,7 @@ def _differ(mine: Operation | None, other: Operation | None) -> str | None:
 
 
 def _fit(mine: Operation, other: Operation, here: Shapes, there: Shapes) -> bool:
-    """Whether shapes of two members belong together, where their operations are the same."""
+    """Tell whether shapes of two members belong together, where their operations are the same."""
     if mine.op == "all_to_all":
         ends = {shape[1:] for shape, _ in (*here, *there)}
         return len(ends) == 1 or (isinstance(mine, Collective) and len(mine.inputs) > 1)
@@ -192,7 +192,7 @@ def _given(event: Operation) -> Shapes:
 def _splits_differ(
     events: dict[int, Operation], ranks: Sequence[int], family: str, number: int
 ) -> Problem | None:
-    """Whether what one member sends another differs from what that one expects of it."""
+    """Return whether what one member sends another differs from what that one expects of it."""
     first = events[ranks[0]]
     if not isinstance(first, Collective) or first.op != "all_to_all":
         return None

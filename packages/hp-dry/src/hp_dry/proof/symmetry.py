@@ -80,7 +80,7 @@ class Symmetry:
         return found
 
     def is_known(self, family: str, rank: int) -> bool:
-        """Whether a rank is in a group of a family."""
+        """Tell whether a rank is in a group of a family."""
         return (family, rank) in self._lists[self.classes.representative[rank]]
 
     def at_distance(self, family: str, rank: int, distance: int) -> int:

@@ -17,7 +17,7 @@ def report(summary: Summary) -> list[str]:
 
 
 def verdict(summary: Summary) -> str:
-    """Whether it fits, in a sentence."""
+    """Return whether it fits, in a sentence."""
     if not summary.ranks:
         return "no rank was run"
     worst = summary.worst
@@ -30,7 +30,7 @@ def verdict(summary: Summary) -> str:
 
 
 def about(summary: Summary) -> str:
-    """What was run, in a line."""
+    """Return what was run, in a line."""
     classes = count(len({each.rank for each in summary.ranks}), "class", "classes")
     layout = f", {summary.layout}" if summary.layout else ""
     took = f", in {summary.seconds:.0f} s" if summary.seconds else ""
@@ -38,7 +38,7 @@ def about(summary: Summary) -> str:
 
 
 def found_problems(summary: Summary) -> str:
-    """How many problems there are."""
+    """Return how many problems there are."""
     if not summary.problems:
         return "no problems between ranks or on a device"
     return count(len(summary.problems), "problem", "problems")

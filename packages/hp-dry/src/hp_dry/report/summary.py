@@ -100,7 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether every rank that was run has memory enough."""
+        """Tell whether every rank that was run has memory enough."""
         return all(self.share(each) <= 1 and not each.memory.out_of_memory for each in self.ranks)
 
     def share(self, rank: RankSummary) -> float:

@@ -97,7 +97,7 @@ def classes(summary: Summary) -> Table:
 
 
 def paces(summary: Summary) -> Table:
-    """Whether the host or the device sets the pace of a step, for each class of ranks."""
+    """Return whether the host or the device sets the pace of a step, for each class of ranks."""
     machine = rates_of(summary.gpu)
     rows: list[tuple[str, ...]] = []
     note = ""
@@ -207,7 +207,7 @@ def largest(rank: RankSummary) -> Table:
 
 
 def phases(rank: RankSummary) -> Table:
-    """What the parts of a step cost, and what came before it."""
+    """Return what the parts of a step cost, and what came before it."""
     work = rank.work
     rows = [(phase, *cost(each)) for phase, each in work.by_phase().items()]
     rows.append(("the step", *cost(work.total)))
@@ -218,14 +218,14 @@ def phases(rank: RankSummary) -> Table:
 
 
 def layers(rank: RankSummary) -> Table:
-    """What layers cost in all microbatches; equal ones that follow each other share a row."""
+    """Say what layers cost in all microbatches; equal ones that follow each other share a row."""
     by_layer = rank.work.by_layer()
     outside = by_layer.pop("", None)
     return _costs("Work by layer, all microbatches", "layer", by_layer, outside)
 
 
 def microbatches(rank: RankSummary) -> Table:
-    """What microbatches cost in all layers; equal ones that follow each other share a row."""
+    """Say what microbatches cost in all layers; equal ones that follow each other share a row."""
     by_microbatch = rank.work.by_microbatch()
     outside = by_microbatch.pop(-1, None)
     named = {f"microbatch {index}": each for index, each in by_microbatch.items()}
@@ -263,7 +263,7 @@ def waits(rank: RankSummary) -> Table:
 
 
 def communicators(rank: RankSummary) -> Table:
-    """What is exchanged over each communicator."""
+    """Return what is exchanged over each communicator."""
     rows = [
         (
             each.name,
@@ -293,7 +293,7 @@ def _without_start(each: Communicator) -> dict[str, Count]:
 
 
 def saves(summary: Summary) -> Table:
-    """What each rank would write of a checkpoint."""
+    """Return what each rank would write of a checkpoint."""
     found = {each.rank: (each.num_parameters, each.saved) for each in summary.ranks}
     rows = [
         (
@@ -316,7 +316,7 @@ def saves(summary: Summary) -> Table:
 
 
 def when(rank: RankSummary) -> str:
-    """When the peak is reached, in words."""
+    """Say when the peak is reached, in words."""
     peak = rank.memory.peak
     if peak is None:
         return "nothing was allocated"

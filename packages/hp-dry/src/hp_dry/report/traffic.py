@@ -164,7 +164,7 @@ def _counts(operations: list[Operation]) -> dict[str, Count]:
 
 
 def _first(operations: list[Operation]) -> tuple[str, ...]:
-    """What comes first, equal kinds after each other as one."""
+    """Return what comes first, equal kinds after each other as one."""
     runs = []
     for name, equal in islice(groupby(operations, key=_name), _NUM_FIRST):
         times = sum(each.times for each in equal)

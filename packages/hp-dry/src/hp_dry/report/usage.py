@@ -186,7 +186,7 @@ def _kinds(trace: Trace) -> dict[int, str]:
 
 
 def _changes(trace: Trace, kinds: Mapping[int, str]) -> Iterator[_Change]:
-    """What every event that makes or frees a block leaves alive."""
+    """Yield what every event that makes or frees a block leaves alive."""
     places = {kind: place for place, kind in enumerate(KINDS)}
     live = [0] * len(KINDS)
     sizes: dict[int, int] = {}

@@ -110,7 +110,7 @@ class Pace(NamedTuple):
 
     @property
     def host_binds(self) -> bool:
-        """Whether the device waits for the host to launch."""
+        """Tell whether the device waits for the host to launch."""
         return self.host > self.device
 
 

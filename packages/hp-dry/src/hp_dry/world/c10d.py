@@ -73,7 +73,7 @@ _FUNCTIONAL = {
 
 
 def operations_of(name: str, given: dict[str, Any]) -> list[Operation]:
-    """What an operator asks for; more than one if they are started as one.
+    """Return what an operator asks for; more than one if they are started as one.
 
     Args:
         name: Name of the operator, without `c10d::`.
@@ -124,7 +124,7 @@ def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Asked | None:
-    """What an operator of `_c10d_functional` asks for; None if it is not one of these.
+    """Return what an operator of `_c10d_functional` asks for; None if it is not one of these.
 
     Args:
         func: Overload of an operator.

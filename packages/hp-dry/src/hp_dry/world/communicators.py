@@ -90,7 +90,7 @@ class Families:
         return family + listed(ranks), family
 
     def speaker(self, communicator: Communicator, rank: int) -> tuple[int, str]:
-        """Who has a process and stands for a member.
+        """Say who has a process and stands for a member.
 
         Returns:
             Its global rank, and the name of the communicator in which it speaks for it: this one,

@@ -59,7 +59,7 @@ class Operation:
 
     @property
     def detail(self) -> str:
-        """What ranks must agree on besides shapes."""
+        """Return what ranks must agree on besides shapes."""
         root = f"root {self.root}" if self.root >= 0 else ""
         tag = f"tag {self.tag}" if self.tag else ""
         return ", ".join(filter(None, (self.reduction, root, tag)))
@@ -82,7 +82,7 @@ class _Given:
     words: str
 
     def part(self, position: int) -> bytes:
-        """What is for one position."""
+        """Return what is for one position."""
         start = sum(self.sizes[:position])
         return self.data[start : start + self.sizes[position]]
 
@@ -129,7 +129,7 @@ class Exchange:
         self._client.ask("break", [f"of/{self._rank}/{communicator.name}/"], what=what)
 
     def values(self, communicator: Communicator, value: bytes, seconds: float) -> list[bytes]:
-        """What every member gives, as bytes, by position."""
+        """Return what every member gives, as bytes, by position."""
         number = next(communicator.operations)
         self._put(f"{communicator.name}/{number}", [value], words="values", at="")
         everybody = range(len(communicator.ranks))
@@ -212,7 +212,7 @@ def _read(value: bytes) -> _Given:
 
 
 def _parts(asked: Operation, size: int) -> list[bytes]:
-    """What this rank gives, for every position; one part where all get the same."""
+    """Return what this rank gives, for every position; one part where all get the same."""
     parts: Sequence[Tensor] = asked.inputs
     if asked.op == "all_to_all" and len(parts) == 1:
         x = asked.inputs[0]

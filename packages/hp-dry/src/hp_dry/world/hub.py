@@ -73,7 +73,7 @@ class Hub:
             self._refuse(each, "wait timeout: it did not come within the time-out")
 
     def who_waits(self) -> list[str]:
-        """Who waits for what, in words."""
+        """Say who waits for what, in words."""
         return [f"rank {each.rank} waits for {each.what}" for each in self._waiting]
 
     def end_of(self, rank: int) -> None:

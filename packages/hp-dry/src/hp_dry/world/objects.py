@@ -126,7 +126,7 @@ class _Objects:
         return dist.get_global_rank(group, peer)
 
     def _staged(self, num_objects: int, num_bytes: int) -> list[Tensor]:
-        """What the device passes on: sizes, then bytes."""
+        """Return what the device passes on: sizes, then bytes."""
         device = self._world.device.device
         return [
             torch.empty(num_objects, dtype=torch.int64, device=device),

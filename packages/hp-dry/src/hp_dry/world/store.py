@@ -69,7 +69,7 @@ class DryStore(Store):
         self._ask("wait", keys, self._seconds if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether keys are set."""
+        """Tell whether keys are set."""
         return bool(self._ask("check", keys, 0.0)[0])
 
     def add(self, key: str, amount: int) -> int:

@@ -157,7 +157,7 @@ class DryWorld:
         self._communicators[group], self.device.trace.groups[name] = made, ranks
 
     def communicator(self, group: ProcessGroup) -> Communicator:
-        """What is known of a group.
+        """Return what is known of a group.
 
         Raises:
             RuntimeError: If it was made elsewhere.
@@ -248,7 +248,7 @@ class DryWorld:
         return self._on_host(communicator, operations, group)
 
     def serves(self, group: ProcessGroup, kind: str) -> bool:
-        """Whether a group has a back end for `"cpu"` or `"cuda"`."""
+        """Tell whether a group has a back end for `"cpu"` or `"cuda"`."""
         return backend_of(group, torch.device(kind)) is not None
 
     def _has_nccl(self, group: ProcessGroup) -> bool:

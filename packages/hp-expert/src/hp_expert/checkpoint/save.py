@@ -105,7 +105,7 @@ def _first_expert(experts: nn.Module, stacked: list[str]) -> int:
 
 
 def _is_first_of_replicas(experts: nn.Module, stacked: list[str]) -> bool:
-    """Whether no rank before this one, on the same mesh, has the same experts."""
+    """Tell whether no rank before this one, on the same mesh, has the same experts."""
     weight = next(p for p in map(experts.get_parameter, stacked) if p.ndim == 3)
     if not isinstance(weight, DTensor):
         return True

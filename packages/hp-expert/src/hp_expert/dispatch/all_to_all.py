@@ -99,7 +99,7 @@ class AllToAllDispatcher:
         return self
 
     def deduplicates(self, x: Tensor, experts: Tensor, weights: Tensor | None = None) -> bool:
-        """Whether tokens [T, D] are sent to a rank once; only shapes and dtypes matter."""
+        """Tell whether tokens [T, D] are sent to a rank once; only shapes and dtypes matter."""
         top_k = experts.shape[1]
         if self.deduplicate != "auto":
             return self.deduplicate and top_k > 1

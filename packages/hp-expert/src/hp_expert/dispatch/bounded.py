@@ -293,7 +293,7 @@ class BoundedAllToAllDispatcher:
 
 
 def _told(header: Header, counted: SlotCounts, counts_WL: Tensor) -> Tensor:
-    """What ranks tell each other before rows travel, int64 [W, B]."""
+    """Return what ranks tell each other before rows travel, int64 [W, B]."""
     (W, L), device = counts_WL.shape, counts_WL.device
     if counted.starts is not None:
         size, code = block_size(COUNTS + L), header.code

@@ -81,7 +81,7 @@ def deduplication_pays(
     weight_bytes: int = 4,
     largest_share: float = 0.75,
 ) -> bool:
-    """Whether deduplicated rows need at most `largest_share` of the bytes of plain ones.
+    """Tell whether deduplicated rows need at most `largest_share` of the bytes of plain ones.
 
     Arguments are those of `dispatch_bytes`. By default a quarter of the bytes must be saved: the
     receiving rank has slots to sort and sums to take that the plain way does not have.

@@ -206,7 +206,7 @@ def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception
 
 
 def block_size(num_numbers: int) -> int:
-    """How long a block with so many numbers is; see Note [Blocks of one size]."""
+    """Return how long a block with so many numbers is; see Note [Blocks of one size]."""
     return -(-num_numbers // _GRAIN) * _GRAIN
 
 
@@ -380,7 +380,7 @@ def _own_or_peer_error(error: Exception | None, groups: Sequence[ProcessGroup]) 
 
 
 def _peer_error(place: int, groups: Sequence[ProcessGroup]) -> PeerError:
-    """What is known of an error on a rank of the first group where no message can be sent."""
+    """Say what is known of an error on a rank of the first group where no message can be sent."""
     rank = dist.get_process_group_ranks(groups[0])[place]
     where = f"rank {rank}" + (" or another one of its tp group" if len(groups) > 1 else "")
     return PeerError(f"{where} has wrong input for its experts", rank=rank)

@@ -168,7 +168,7 @@ class TensorSlicedDispatcher:
 
 
 def even_sizes(num_tokens: int, num_slices: int) -> tuple[int, ...]:
-    """How many tokens each slice has: as even as can be, the longer ones first."""
+    """Return how many tokens each slice has: as even as can be, the longer ones first."""
     short, longer = divmod(num_tokens, num_slices)
     return tuple(short + (index < longer) for index in range(num_slices))
 

@@ -71,7 +71,7 @@ def dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _form_of(activation: Activation) -> triton_activation.Form | None:
-    """What the kernels call an activation; None: they do not know it."""
+    """Return what the kernels call an activation; None: they do not know it."""
     if type(activation) is SwiGLU:
         return triton_activation.Form()
     if type(activation) is ClampedSwiGLU and activation.limit > 0:

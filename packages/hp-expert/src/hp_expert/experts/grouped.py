@@ -151,7 +151,7 @@ class Grouped:
 
 
 def _halves(pieces: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """What is the gate's and what is the projection up's; see Note [Fused or separate]."""
+    """Return what is the gate's and what is the projection up's; see Note [Fused or separate]."""
     gate, up = pieces if len(pieces) > 1 else pieces[0].chunk(2, 1)
     return gate, up
 
@@ -159,7 +159,7 @@ def _halves(pieces: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 def _bias_share(
     dy_PD: Tensor, bias_LD: Tensor | None, batch: ExpertBatch, ends: Tensor
 ) -> Tensor | None:
-    """What the bias of down adds to the gradient of the routing weight at each position [P]."""
+    """Say what the bias of down adds to the gradient of the routing weight at each position [P]."""
     if bias_LD is None or batch.weights is None:
         return None
     wide = torch.promote_types(batch.weights.dtype, torch.float32)

@@ -115,7 +115,7 @@ def backward(
 
 
 def _pieces(batch: ExpertBatch, experts: ExpertWeights) -> list[tuple[int, slice]]:
-    """Which stored tensors have the gate and up projections, and in which rows.
+    """Return which stored tensors have the gate and up projections, and in which rows.
 
     See Note [Fused or separate]. In two bytes a fused one stays in one piece: what one product
     saves is less than what strided views cost in fp32.
@@ -174,7 +174,7 @@ def _add_bias(y_RM: Tensor, bias_LM: Tensor, run: ExpertRun) -> None:
 
 
 def _ones(like_RX: Tensor) -> Tensor:
-    """What rows are multiplied with where they count once: [R, 1]."""
+    """Return what rows are multiplied with where they count once: [R, 1]."""
     return like_RX.new_ones(like_RX.shape[0], 1)
 
 

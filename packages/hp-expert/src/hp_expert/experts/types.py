@@ -83,7 +83,7 @@ class Backend(Protocol):
 
     @property
     def reads_counts(self) -> bool:
-        """Whether `counts` must not be None."""
+        """Tell whether `counts` must not be None."""
 
     def forward(
         self, batch: ExpertBatch, experts: ExpertWeights, *, dtype: torch.dtype | None = None

@@ -44,7 +44,7 @@ def refusal(experts: nn.Module) -> str | None:
 
 
 def has_own_gate(experts: nn.Module) -> bool:
-    """Whether a module multiplies gate and up by a function of its own."""
+    """Tell whether a module multiplies gate and up by a function of its own."""
     gate = getattr(type(experts), _GATE, None)
     return getattr(gate, "__name__", "") not in ("", _DEFAULT_GATE)
 

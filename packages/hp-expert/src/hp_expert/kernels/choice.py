@@ -62,7 +62,7 @@ def kernels_for(rows: Tensor) -> RowKernels:
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether kernels of Triton take what is on the device of a tensor."""
+    """Tell whether kernels of Triton take what is on the device of a tensor."""
     return x.is_cuda and (are_noted() or _has_triton())
 
 

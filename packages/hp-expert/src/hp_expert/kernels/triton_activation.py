@@ -38,7 +38,7 @@ class Form(NamedTuple):
     alpha: float = 1.0
 
     def constants(self) -> dict[str, Any]:
-        """What the kernels call it."""
+        """Return what the kernels call it."""
         return {"CLAMPED": self.limit > 0, "LIMIT": self.limit, "ALPHA": self.alpha}
 
 

@@ -29,7 +29,7 @@ def _gate(gate: tl.tensor, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl
 
 @triton.jit
 def _lifted(up: tl.tensor, CLAMPED: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
-    """What the gating factor is multiplied with."""
+    """Return what the gating factor is multiplied with."""
     if CLAMPED:
         limit = tl.full((1,), LIMIT, up.dtype)
         return tl.where(tl.abs(up) > limit, tl.where(up > 0, limit, -limit), up) + 1.0

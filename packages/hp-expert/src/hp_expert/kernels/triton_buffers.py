@@ -39,7 +39,7 @@ class Columns(NamedTuple):
     counts: int
 
     def constants(self) -> dict[str, int]:
-        """What the kernels call them."""
+        """Return what the kernels call them."""
         return {name.upper(): column for name, column in self._asdict().items()}
 
 

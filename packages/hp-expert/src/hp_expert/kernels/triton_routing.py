@@ -48,7 +48,7 @@ class Rule:
     top2_sum: bool = False
 
     def fits(self, num_experts: int) -> bool:
-        """Whether the kernels take so many experts, and groups of them."""
+        """Tell whether the kernels take so many experts, and groups of them."""
         if self.num_limited_groups == self.num_groups:
             return num_experts <= _MOST_EXPERTS
         powers = all(n & (n - 1) == 0 for n in (num_experts, self.num_groups))

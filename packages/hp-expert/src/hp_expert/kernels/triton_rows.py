@@ -127,5 +127,5 @@ def options(width: int) -> dict[str, Any]:
 
 
 def num_blocks(width: int, options: dict[str, Any]) -> int:
-    """How many blocks of columns there are."""
+    """Return how many blocks of columns there are."""
     return -(-width // int(options["BLOCK"]))

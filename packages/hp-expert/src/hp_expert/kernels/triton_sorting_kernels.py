@@ -55,7 +55,7 @@ def count(  # noqa: PLR0917  # Triton's launch passes them by position
 
 @triton.jit
 def _in_all(starts: tl.tensor, num_blocks: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
-    """Where the positions of the first slots of all keys are."""
+    """Return where the positions of the first slots of all keys are."""
     return starts + tl.full((1,), KEYS, tl.int64) * num_blocks
 
 

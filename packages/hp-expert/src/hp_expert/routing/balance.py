@@ -25,7 +25,7 @@ def sequence_balance_loss(
     group: ProcessGroup | DeviceMesh | None = None,
     padding: Tensor | None = None,
 ) -> Tensor:
-    """How unequally each sequence uses the experts: 1 for equal use, more otherwise.
+    """Return how unequally each sequence uses the experts: 1 for equal use, more otherwise.
 
     For a sequence, the sum over experts of f_e * P_e, with f_e the share of its slots that went to
     expert e times E, and P_e the mean over its tokens of the expert's share of the scores
@@ -74,7 +74,7 @@ def document_balance_loss(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """How unequally each document uses the experts, as `sequence_balance_loss` of it alone.
+    """Return how unequally each document uses the experts, as `sequence_balance_loss` of it alone.
 
     Documents that are packed together, and spread over ranks in any way, keep their own values:
     sums over them do not depend on what shares a microbatch.
@@ -125,7 +125,7 @@ def global_balance_loss(
     num_experts: int,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """How unequally all tokens together use the experts: 1 for equal use, more otherwise.
+    """Return how unequally all tokens together use the experts: 1 for equal use, more otherwise.
 
     The loss of Switch Transformers (arXiv:2101.03961, section 2.2) for K experts per token: E times
     the sum over experts of the share of slots and the mean share of the scores. transformers'

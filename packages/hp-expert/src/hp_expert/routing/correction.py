@@ -129,7 +129,7 @@ def load_imbalance(load: Tensor) -> Tensor:
 
 
 def _step(load: Tensor, rule: UpdateRule) -> Tensor:
-    """What the bias moves by at rate 1, [E]; exact where it is a sign."""
+    """Return what the bias moves by at rate 1, [E]; exact where it is a sign."""
     excess = load * load.numel() - load.sum()
     return -excess.sign() if rule == "sign" else -excess / load.sum().clamp_min(1)
 

@@ -146,5 +146,5 @@ _open = _Open()
 
 
 def is_routing_saved() -> bool:
-    """Whether a decision made now, in this thread, would be written down or repeated."""
+    """Tell whether a decision made now, in this thread, would be written down or repeated."""
     return bool(_open.contexts)

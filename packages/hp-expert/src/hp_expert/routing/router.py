@@ -265,7 +265,7 @@ class TopKRouter(nn.Module):
         )
 
     def _counter(self, scores: Tensor) -> Tensor | None:
-        """What the slots of experts are counted in; None if they are not."""
+        """Return what the slots of experts are counted in; None if they are not."""
         wanted = self.counts_load and self.training
         if not (wanted and torch.is_grad_enabled() and scores.requires_grad):
             return None
@@ -312,7 +312,7 @@ class TopKRouter(nn.Module):
     def _weigh(
         self, scores_TE: Tensor, logits_TE: Tensor, choice: _Choice, *, replayed: bool = False
     ) -> Tensor:
-        """What each slot's expert counts, [T, K]."""
+        """Return what each slot's expert counts, [T, K]."""
         index_TK, absent_TK = choice.chosen, None
         if replayed:
             # Experts that do not exist must not be read; the dispatcher will refuse them.

@@ -77,7 +77,7 @@ class BaseExpertParallel(ParallelStyle, ABC):
             return [], error
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """What torch's `parallelize_module` calls."""
+        """Return what torch's `parallelize_module` calls."""
         return self.apply(module, device_mesh)
 
     def resolve(self, mesh_or_group: ExpertMesh) -> ExpertRanks:

@@ -69,22 +69,22 @@ class ExpertRanks:
 
     @property
     def ep_size(self) -> int:
-        """How many runs the experts are cut into."""
+        """Return how many runs the experts are cut into."""
         return 1 if self.ep is None else self.ep.size()
 
     @property
     def tp_size(self) -> int:
-        """How many parts the hidden dim is cut into."""
+        """Return how many parts the hidden dim is cut into."""
         return 1 if self.tp is None else self.tp.size()
 
     @property
     def ep_rank(self) -> int:
-        """Which run of the experts is here."""
+        """Return which run of the experts is here."""
         return 0 if self.ep is None else self.ep.rank()
 
     @property
     def tp_rank(self) -> int:
-        """Which part of the hidden dim is here."""
+        """Return which part of the hidden dim is here."""
         return 0 if self.tp is None else self.tp.rank()
 
     def groups(self) -> list[ProcessGroup]:

@@ -17,7 +17,7 @@ from hp_platform.device.dry import is_dry
 
 
 def shard_dim(name: str, axis: str) -> int | None:
-    """Which dim of a parameter is cut along an axis, "ep" or "tp"."""
+    """Return which dim of a parameter is cut along an axis, "ep" or "tp"."""
     return 0 if axis == "ep" else GroupedExperts.hidden_dims[name]
 
 

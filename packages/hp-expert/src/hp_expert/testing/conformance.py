@@ -279,7 +279,7 @@ def _differences(actual: Answer, answer: Answer, bound: float) -> list[str]:
 
 
 def _not_zero(actual: Answer, batch: Batch) -> list[str]:
-    """What of the dropped slots is not exactly zero."""
+    """Return what of the dropped slots is not exactly zero."""
     if actual.y.shape != batch.x.shape:
         return []  # `_differences` has said so
     dropped, problems = batch.experts < 0, []

@@ -60,7 +60,7 @@ def host_reads(device: torch.device | str = "cpu") -> Iterator[list[str]]:
 
 
 def _waits(name: str, args: Any, kwargs: Any, kind: str) -> bool:
-    """Whether an operator makes the host wait for a device of this kind."""
+    """Tell whether an operator makes the host wait for a device of this kind."""
     if not any(isinstance(t, Tensor) and t.device.type == kind for t in args):
         return False
     if name.startswith("repeat_interleave"):

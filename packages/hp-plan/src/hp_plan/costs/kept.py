@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def kept(asked: object, kind: type[T], learn: Callable[[], T]) -> T:
-    """What was learned before, or is now.
+    """Return what was learned before, or is now.
 
     Args:
         asked: All that decides about it besides the code, as JSON can have it.

@@ -224,7 +224,7 @@ def named_blocks(stage: Stage) -> dict[str, nn.Module]:
 
 
 def _dense_parts(block: nn.Module) -> list[nn.Module]:
-    """What layers of experts have that every rank has: routers, and experts of all tokens."""
+    """Say what layers of experts have that every rank has: routers, and experts of all tokens."""
     layers = [part for part in block.modules() if isinstance(part, MoE)]
     return [part for moe in layers for part in (moe.router, moe.shared) if part is not None]
 

@@ -24,7 +24,7 @@ T = TypeVar("T", StoredModel, StoredKernels)
 
 
 def learned(kind: type[T], key: Key) -> T:
-    """What the parts of a model do, or launch."""
+    """Return what the parts of a model do, or launch."""
     if not is_dry():
         return _LEARN[kind](key)  # type: ignore[return-value]
     answer = subprocess.run(  # noqa: S603 - itself

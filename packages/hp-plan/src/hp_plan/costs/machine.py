@@ -137,7 +137,7 @@ after the first all-to-all with seven of them (NVIDIA/nccl #1685). Fragmentation
 
 
 def of_sheet(sheet: Sheet, reached: Mapping[str, float] = REACHED) -> Machine:
-    """What programs reach of a data sheet."""
+    """Return what programs reach of a data sheet."""
     flops = sheet.teraflops * 1e12
     return Machine(
         flops=reached["product"] * flops,

@@ -69,7 +69,7 @@ class Memory:
         return sum(self.kinds.values())
 
     def with_activations(self, activations: float, in_turn: int) -> Memory:
-        """What it is with activations, some of which go before buffers of that size come."""
+        """Return what it is with activations, some of which go before buffers of that size come."""
         kept = round(activations)
         return replace(self, activations=kept, buffers=self.buffers - min(kept, in_turn))
 
@@ -87,7 +87,7 @@ class Memory:
 
 
 def tensor_memory(config: Config, stages: Sequence[Work], place: StageLayout) -> Memory:
-    """What the tensors of a rank take while no microbatch is under way.
+    """Return what the tensors of a rank take while no microbatch is under way.
 
     Args:
         config: Configuration of the run.
@@ -307,7 +307,7 @@ def _gathered_by_block(config: Config, stages: Sequence[Work], layout: StageLayo
 
 
 def _units(config: Config, stage: Work, layout: StageLayout) -> tuple[tuple[str, _Sharded], ...]:
-    """What each unit is gathered and reduced as, whole; what is in none stands under "".
+    """Return what each unit is gathered and reduced as, whole; what is in none stands under "".
 
     Of blocks that are alike it has one.
     """
@@ -393,7 +393,7 @@ def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
 
 
 def _recomputed(config: Config, layout: StageLayout) -> int:
-    """What one layer keeps while backward computes it again."""
+    """Return what one layer keeps while backward computes it again."""
     if config.train.recompute == "none":
         return 0
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp

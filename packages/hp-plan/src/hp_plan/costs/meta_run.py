@@ -188,7 +188,7 @@ class _Recorder:
         _replace_forward(block, self._scoped(own, block.forward, is_layer=is_layer))
 
     def work(self, name: str, weights: tuple[Weight, ...] = (), *, tokens: int) -> Work:
-        """What was counted in a part, for one of so many tokens."""
+        """Return what was counted in a part, for one of so many tokens."""
         counts: dict[str, Any] = {n: count / tokens for n, count in self._counts[name].items()}
         if self._num_ranks > 1:  # see Note [Costs of a stage that cuts itself]
             counts |= {n: counts[n] * self._num_ranks for n in _OF_RANK & counts.keys()}

@@ -45,7 +45,7 @@ def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, .
 
 
 def kernels(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Kernels, ...]:
-    """What the stages of a pipeline have a GPU launch; see `hp_plan.costs.kernels`."""
+    """Return what the stages of a pipeline have a GPU launch; see `hp_plan.costs.kernels`."""
     cut = tuple(layers_of_stages(config, num_stages))
     return _stage_kernels(_key(config, vocab_size), config.train.recompute, cut)
 
@@ -62,7 +62,7 @@ def require_stages(config: Config) -> None:
 
 
 def is_tiled(config: Config, vocab_size: int) -> bool:
-    """Whether a loss holds a tile of the logits at once, see `hp_trainer.layout.vocabulary`."""
+    """Say if a loss holds a tile of the logits at once, see `hp_trainer.layout.vocabulary`."""
     last = placement(config.pipeline, num_ranks=config.mesh.pp)[-1]
     tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
     cut = 1 if config.model.transformers else config.mesh.tp_sizes[last]
@@ -101,7 +101,7 @@ def _model(key: Key) -> ModelWork:
 
 
 def _known(kind: type[T], key: Key) -> T:
-    """What this run learns, or others have; a model of one's own is code that may change."""
+    """Return what this run learns, or others have; a model of one's own is code that may change."""
 
     def learn() -> T:
         from hp_plan.costs.learning import learned  # noqa: PLC0415 - imports torch

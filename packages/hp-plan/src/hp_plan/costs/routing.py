@@ -156,7 +156,7 @@ def unequal(wanted: float, count: int, *, most: float) -> tuple[float, ...]:
 def rows_per_rank(
     slots: Sequence[int], num_tokens: int, top_k: int, num_ranks: int
 ) -> tuple[int, ...]:
-    """How many of T tokens go to each of W ranks at least once.
+    """Return how many of T tokens go to each of W ranks at least once.
 
     A token chooses an expert with the probability slots / T, whatever else it chooses; where all
     experts get the same, it chooses any K with the same probability.
@@ -200,7 +200,7 @@ def _coefficient(text: str, model: ModelConfig) -> float:
 
 
 def _capped(numbers: Sequence[float], most: float) -> list[float]:
-    """What exceeds a bound goes to the others, in the ratio of what they have."""
+    """Return what exceeds a bound goes to the others, in the ratio of what they have."""
     found = list(numbers)
     full: set[int] = set()
     while excess := [i for i, number in enumerate(found) if number > most and i not in full]:

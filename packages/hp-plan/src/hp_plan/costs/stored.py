@@ -63,7 +63,7 @@ class StoredModel(Struct, frozen=True):
 
     @property
     def model(self) -> ModelWork:
-        """What was learned."""
+        """Return what was learned."""
         works = self.works
         return ModelWork(
             before=works[self.before],
@@ -106,7 +106,7 @@ class StoredKernels(Struct, frozen=True):
 
     @property
     def kernels(self) -> dict[str, Kernels]:
-        """What was learned."""
+        """Return what was learned."""
         return {
             name: Kernels(*(Counter(dict(way)) for way in ways))
             for name, ways in self.parts.items()

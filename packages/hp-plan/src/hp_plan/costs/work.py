@@ -136,7 +136,7 @@ class Work:
 
     @property
     def exchanged(self) -> tuple[float, ...]:
-        """What `EXCHANGED` names."""
+        """Return what `EXCHANGED` names."""
         cut = self.gathered + self.summed
         return (cut, self.heads, self.attentions, self.rows, self.balances, self.losses)
 

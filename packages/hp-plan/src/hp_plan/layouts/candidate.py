@@ -58,7 +58,7 @@ class Candidate:
 
     @cached_property
     def bound_by_block(self) -> float:
-        """What `bound` is of `by_block`."""
+        """Return what `bound` is of `by_block`."""
         times = reductions(self.layout)
         return self._bound([price.by_block(times) for price in self._prices])
 
@@ -115,7 +115,7 @@ class Candidate:
 
     @cached_property
     def _fixed(self) -> list[tuple[int, int]]:
-        """What each rank needs whatever is under way, and how much of it comes as that goes."""
+        """Say what each rank needs whatever is under way, and how much of it comes as that goes."""
         config, prices = self.layout, self._all
         firsts = [stage.first for stage in Layout.of(config.mesh).stages]
         known: dict[object, tuple[int, int]] = {}
@@ -130,7 +130,7 @@ class Candidate:
         return found
 
     def costs(self, order: Precedence) -> list[float]:
-        """What the steps of one of their schedules cost; it is the same for all."""
+        """Return what the steps of one of their schedules cost; it is the same for all."""
         if not self._costs:
             config, machine = self.layout, self._all.machine
             self._costs = order.flat(costs_of(config, machine, self._prices, edges=order.edges))

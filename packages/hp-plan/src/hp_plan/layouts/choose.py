@@ -44,7 +44,7 @@ class Choice:
 
 
 def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
-    """What layouts are made of: every divisor of the number of devices for every mesh axis."""
+    """Say what layouts are made of: every divisor of the number of devices for every mesh axis."""
     divisors = tuple(n for n in range(1, num_devices + 1) if num_devices % n == 0)
     of_experts = divisors if config.model.has_experts else (1,)
     sizes_of = dict.fromkeys(_MESH, divisors) | dict.fromkeys(("ep", "etp"), of_experts)
@@ -64,7 +64,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
 
 
 def _can_be_cut(config: Config, axis: str, size: int) -> bool:
-    """Whether so many ranks can share a model of transformers, which says so when it is made."""
+    """Say if so many ranks can share a model of transformers, which says so when it is made."""
     mesh = replace(config.mesh, **{"pp": 1, "tp": 1, "ep": 1, axis: size})
     if axis == "ep" and config.model.num_experts % size:
         return False
@@ -78,7 +78,7 @@ def _can_be_cut(config: Config, axis: str, size: int) -> bool:
 
 
 def _recomputes(config: Config) -> tuple[str, ...]:
-    """What of blocks may run again; not what the rules refuse of all layouts alike."""
+    """Return what of blocks may run again; not what the rules refuse of all layouts alike."""
     ways = ["none", "full", config.train.recompute]
     if not config.model.is_own and config.train.compile == "none":
         ways.insert(1, "selective")
@@ -191,7 +191,7 @@ def _put(found: list[Estimate], estimate: Estimate) -> None:
 
 
 def _in_words(config: Config) -> tuple[object, ...]:
-    """What tells a layout from others: with one pipeline rank, not the name of its schedule.
+    """Return what tells a layout from others: with one pipeline rank, not the name of its schedule.
 
     Of gathers by stage and by block the faster one is the layout's, as `mesh.gather = "auto"` is.
     """

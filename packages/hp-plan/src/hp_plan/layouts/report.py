@@ -35,7 +35,7 @@ def table(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def details(estimate: Estimate) -> list[str]:
-    """Where the time and the memory of a layout go, and what its ranks send."""
+    """Return where the time and the memory of a layout go, and what its ranks send."""
     memory = estimate.memory
     parts = ", ".join(
         f"{part} {in_seconds(seconds)}" for part, seconds in estimate.parts.items() if seconds
@@ -58,7 +58,7 @@ def details(estimate: Estimate) -> list[str]:
 
 
 def _host_binds(estimate: Estimate) -> bool:
-    """Whether the busiest host launches kernels for longer than the mean device computes."""
+    """Tell whether the busiest host launches kernels for longer than the mean device computes."""
     return estimate.host >= estimate.parts["compute"] > 0
 
 
@@ -101,7 +101,7 @@ def _rivals(choice: Choice) -> list[tuple[str, Estimate]]:
 
 
 def _difference(best: Estimate, other: Estimate) -> str:
-    """What the other one spends more on, and less."""
+    """Return what the other one spends more on, and less."""
     more: list[str] = []
     less: list[str] = []
     for part, seconds in other.parts.items():

@@ -189,7 +189,7 @@ class Search:
             self._hopeless = needed, found
 
     def least_bytes(self, config: Config) -> float:
-        """What the rank that needs most needs at least, with all pipelines of a mesh.
+        """Return what the rank that needs most needs at least, with all pipelines of a mesh.
 
         That is the mean of what all need of weights, and to keep one microbatch, which all of its
         stages do when its backward begins.
@@ -221,7 +221,7 @@ class Search:
         return sum(self.prices.ends(config, *self._as_one(config)).values()) / config.mesh.pp
 
     def _computing(self, config: Config) -> _Computing:
-        """What all pipelines of a mesh compute with microbatches of a size, if no rank waits.
+        """Say what all pipelines of a mesh compute with microbatches of a size, if no rank waits.
 
         Layers are not cut: some rank has no less than the busiest one of the most even pipeline.
         And a microbatch goes forward and back through all stages.
@@ -256,7 +256,7 @@ class Search:
     def _shares(
         self, kinds: tuple[int, ...], stage_to_rank: tuple[int, ...], pp: int
     ) -> set[tuple[tuple[int, int], ...]]:
-        """What ranks have of layers of each kind; each combination once."""
+        """Return what ranks have of layers of each kind; each combination once."""
         key = kinds, stage_to_rank
         if key not in self._known_shares:
             held: list[Counter[int]] = [Counter() for _ in range(pp)]
@@ -301,7 +301,7 @@ class Search:
             yield candidate.bound, partial(self._timed, candidate, layout)
 
     def _fits(self, candidate: Candidate, layout: Config) -> bool:
-        """Whether a layout's ranks hold what is under way."""
+        """Tell whether a layout's ranks hold what is under way."""
         pp, number = layout.mesh.pp, count_microbatches(layout)
         walk = partial(self._walk, layout.pipeline, pp, is_sharded=candidate.is_sharded)
         # With few microbatches there are no more at once, and far fewer steps.
@@ -378,7 +378,7 @@ def _with_train(config: Config, **keys: object) -> Config:
 
 
 def is_repeated(config: Config) -> bool:
-    """Whether another layout runs the very same steps in the very same order."""
+    """Tell whether another layout runs the very same steps in the very same order."""
     mesh, pipeline = config.mesh, config.pipeline
     if mesh.pp > 1:
         return pipeline.stages_per_rank == 1 and bool(KINDS[pipeline.schedule].with_one_stage)

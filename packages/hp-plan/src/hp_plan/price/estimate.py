@@ -176,7 +176,7 @@ class Plan:
         )
 
     def costs(self, schedule: Schedule) -> Costs:
-        """What the steps of a schedule cost."""
+        """Return what the steps of a schedule cost."""
         return costs_of(self.config, self.machine, self.prices, edges=schedule.edges)
 
     def _transfers(self, schedule: Schedule) -> tuple[Transfer, ...]:

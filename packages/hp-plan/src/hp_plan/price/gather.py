@@ -24,7 +24,7 @@ ROOM = 0.05
 def estimate(
     config: Config, machine: Machine, *, vocab_size: int, spread: Spread | None = None
 ) -> Estimate:
-    """What a layout costs on a machine.
+    """Return what a layout costs on a machine.
 
     Args:
         config: Configuration of the layout; checked.
@@ -73,7 +73,7 @@ def decided(
 
 
 def fits(config: Config, needed: float, machine: Machine) -> bool:
-    """Whether the rank that needs most has room on a device, by the bytes that are counted."""
+    """Tell whether the rank that needs most has room on a device, by the bytes that are counted."""
     return needed <= room(config, machine)
 
 
@@ -93,7 +93,7 @@ def _is_sharded(config: Config) -> bool:
 
 
 def most_memory(config: Config, machine: Machine, *, vocab_size: int) -> Memory:
-    """What the rank needs that needs most.
+    """Return what the rank needs that needs most.
 
     Args:
         config: Checked, and decided.

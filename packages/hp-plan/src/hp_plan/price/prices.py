@@ -239,7 +239,7 @@ class Prices:
         layers: int,
         slowed: float,
     ) -> Compute:
-        """What a stage computes for a microbatch of tokens that attention sees on a rank."""
+        """Return what a stage computes for a microbatch of tokens that attention sees on a rank."""
         machine, number = self.machine, tokens / place.tp
         if kernels is not None:
             rates = rates_of(machine, is_compiled=config.train.compile != "none", slowed=slowed)
@@ -281,7 +281,7 @@ class Prices:
         rank: int,
         activations: float,
     ) -> Memory:
-        """What a rank needs.
+        """Return what a rank needs.
 
         Args:
             config: Configuration of the layout.
@@ -311,7 +311,7 @@ def ways(
     *,
     spread: Spread,
 ) -> list[list[Transfer]]:
-    """What ranks exchange inside the layers of some stages for a microbatch.
+    """Return what ranks exchange inside the layers of some stages for a microbatch.
 
     Returns:
         In forward, in backward, and in what backward runs again.
@@ -388,7 +388,7 @@ def costs_of(
     *,
     edges: Iterable[tuple[int, int]],
 ) -> Costs:
-    """What the steps of a layout cost.
+    """Return what the steps of a layout cost.
 
     Args:
         config: Configuration of the layout.

@@ -89,7 +89,7 @@ class ExpertExchanges:
 def expert_exchanges(
     config: Config, layout: StageLayout, *, node_size: int, spread: Spread = Spread()
 ) -> ExpertExchanges:
-    """What a layer of experts sends to other ranks.
+    """Return what a layer of experts sends to other ranks.
 
     The dispatcher chooses between a row per expert and a row per rank as hp-expert does; in buffers
     of a fixed size every rank sends every other as many, whatever the routing. Where the width of
@@ -150,7 +150,7 @@ def _nodes(layout: StageLayout, node_size: int, *axes: Axis) -> set[tuple[int, .
 
 
 def _near(nodes: Sequence[int]) -> int:
-    """How many ranks of a group are on the node that has fewest of them."""
+    """Return how many ranks of a group are on the node that has fewest of them."""
     return min(Counter(nodes).values())
 
 
@@ -193,7 +193,7 @@ def activation_transfers(
     tokens: int,
     backward: bool,
 ) -> list[Transfer]:
-    """What tensor- and context-parallel ranks exchange for some tokens, in one direction.
+    """Return what tensor- and context-parallel ranks exchange for some tokens, in one direction.
 
     Tensor-parallel ranks put positions together before what they cut and sum after it; the reverse
     in backward. Context-parallel ranks send q, k, v and the output to the ranks that have their

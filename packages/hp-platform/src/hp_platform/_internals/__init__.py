@@ -103,7 +103,7 @@ def nccl_options(*, high_priority: bool, timeout: timedelta | None) -> Any:
 
 
 def can_split(world: ProcessGroup) -> bool:
-    """Whether groups of NCCL can be parts of the communicator of `world`, which must be connected.
+    """Say if groups of NCCL can be parts of the communicator of `world`, which must be connected.
 
     That is so if torch connected it when it was made, for the device it is bound to; and if it
     serves nothing beside: `split_group` would split what serves the CPU as well.
@@ -128,12 +128,12 @@ assert_async = torch._assert_async
 
 
 def version_of(x: Tensor) -> int:
-    """How many in-place writes the storage of `x` has seen."""
+    """Return how many in-place writes the storage of `x` has seen."""
     return x._version
 
 
 def fsdp_param_groups(module: Any) -> list[Any]:
-    """What FSDP2 gathers and frees together of a sharded module, not of those inside it."""
+    """Return what FSDP2 gathers and frees together of a sharded module, not of those inside it."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -195,7 +195,7 @@ def backend_name(group: ProcessGroup | None, device: torch.device) -> str | None
 
 
 def coalesces(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend that serves `device` in `group` can start several operations as one."""
+    """Say if the backend that serves `device` in `group` can start several operations as one."""
     return bool(getattr(backend_of(group, device), "supports_coalescing", False))
 
 
@@ -223,7 +223,7 @@ def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta
 
 
 def knows_ranks(group: ProcessGroup) -> bool:
-    """Whether torch maps the ranks of `group` to ranks of a default process group."""
+    """Tell whether torch maps the ranks of `group` to ranks of a default process group."""
     return group is dist.group.WORLD or group in distributed_c10d._world.pg_group_ranks
 
 

@@ -42,17 +42,17 @@ def dump_memory_history(path: str) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: what runs here is recomputation, or a hook."""
+    """Say if this thread is inside a backward pass: what runs here is recomputation, or a hook."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def in_transform() -> bool:
-    """Whether this is inside of a transform of `torch.func`, such as `vmap`."""
+    """Tell whether this is inside of a transform of `torch.func`, such as `vmap`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_modes() -> bool:
-    """Whether a mode sees the operators of this thread."""
+    """Tell whether a mode sees the operators of this thread."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 

@@ -111,7 +111,7 @@ class WeightGradQueue:
             self._entries.pop(key, None)
 
     def pending(self) -> int:
-        """How many weight gradients are queued, over all keys."""
+        """Return how many weight gradients are queued, over all keys."""
         with self._lock:
             return sum(len(entries) for entries in self._entries.values())
 

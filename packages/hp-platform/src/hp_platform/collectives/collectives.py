@@ -82,7 +82,7 @@ def wait_tensor(x: Tensor) -> Tensor:
 
 
 def is_waited(x: Tensor) -> bool:
-    """Whether reading `x` would not have to wait for a collective."""
+    """Tell whether reading `x` would not have to wait for a collective."""
     return not isinstance(x, _internals.AsyncCollectiveTensor) or bool(x.completed)
 
 

@@ -251,7 +251,7 @@ class _AllOf(dist.Work):
 
     @property
     def is_over(self) -> bool:
-        """Whether it was waited for."""
+        """Tell whether it was waited for."""
         return not self._works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

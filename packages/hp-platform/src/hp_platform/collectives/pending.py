@@ -51,7 +51,7 @@ class Pending(Generic[T]):
         release_completed()
 
     def done(self) -> bool:
-        """Whether `wait` would return at once.
+        """Tell whether `wait` would return at once.
 
         Never true too early; Gloo tells of a finished send or receive only when waited for.
         """

@@ -61,7 +61,7 @@ def ranks_per_device(device: torch.device, world_size: int, store: _internals.St
 
 
 def _identity(device: torch.device) -> str:
-    """What a GPU of a machine is known by in every process, and a part of one (MIG) as well."""
+    """Say what a GPU of a machine is known by in every process, and a part of one (MIG) as well."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     part = visible if visible.startswith("MIG-") else ""
     return f"{torch.cuda.get_device_properties(device).uuid} {part}"
@@ -80,7 +80,7 @@ def backend_for(device: torch.device, *, ranks_per_device: int = 1) -> str:
 
 
 def nccl_shares_devices() -> bool:
-    """Whether this NCCL can serve several ranks on one GPU."""
+    """Tell whether this NCCL can serve several ranks on one GPU."""
     switch = os.environ.get(_MULTI_RANK)
     return _nccl_version() >= _MULTI_RANK_SINCE if switch is None else switch == "1"
 

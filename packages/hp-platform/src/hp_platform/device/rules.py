@@ -16,7 +16,7 @@ _FILLED = ("aten::fill", "aten::masked_fill")
 
 
 def may_mix(func: Any, args: Any, is_there: Callable[[Tensor], bool]) -> bool:
-    """Whether CUDA runs an operator although some operands are on the host.
+    """Tell whether CUDA runs an operator although some operands are on the host.
 
     It takes copies, indices on the host, and scalars on the host (tensors of no dim) for operators
     that go element by element, though not for fused and foreach ones.

@@ -64,7 +64,7 @@ class Event:
             self._event.wait(stream or torch.cuda.current_stream(self._device))
 
     def query(self) -> bool:
-        """Whether the point has been reached."""
+        """Tell whether the point has been reached."""
         return self._event is None or bool(self._event.query())
 
     def synchronize(self) -> None:

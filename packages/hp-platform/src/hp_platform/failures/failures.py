@@ -307,7 +307,7 @@ def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> Fa
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone, late or has failed.
+    """Tell whether an error only says that another rank is gone, late or has failed.
 
     That is what Gloo, NCCL and stores say in words, and any error whose `report` is a
     `FailureReport`, as `PeerError`'s is.
@@ -319,7 +319,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def is_no_failure(error: BaseException) -> bool:
-    """Whether an exception only ends something early, as in recomputation when all is there."""
+    """Say if an exception only ends something early, as in recomputation when all is there."""
     name = f"{type(error).__module__}.{type(error).__name__}"
     early = name == "torch.utils.checkpoint._StopRecomputationError"
     return early or isinstance(error, GeneratorExit)
@@ -338,7 +338,7 @@ def mark_agreed(error: BaseException, ranks: Iterable[int]) -> None:
 def is_agreed(
     error: BaseException, groups: Iterable[ProcessGroup], *, everything: bool = False
 ) -> bool:
-    """Whether all ranks of some groups raise together, or with `everything` those of the world."""
+    """Say if all ranks of some groups raise together, or with `everything` those of the world."""
     ranks: frozenset[int] = getattr(error, _AGREED, frozenset())
     concerned = [dist.group.WORLD] if everything else list(groups)
     return all(ranks.issuperset(global_ranks(group)) for group in concerned if group is not None)

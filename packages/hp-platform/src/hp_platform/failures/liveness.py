@@ -101,12 +101,12 @@ def whom_to_blame(error: BaseException) -> FailureReport:
 
 
 def is_loss(report: FailureReport) -> bool:
-    """Whether a report says that a rank is gone."""
+    """Tell whether a report says that a rank is gone."""
     return report.error.startswith(_GONE)
 
 
 def is_hang(report: FailureReport) -> bool:
-    """Whether a report says that a rank is there and others wait for it."""
+    """Tell whether a report says that a rank is there and others wait for it."""
     return report.error.startswith((_LATE, "HangError"))
 
 
@@ -189,7 +189,7 @@ class Watcher:
         return {rank: answer for rank, text in found.items() if (answer := Answer.parse(text))}
 
     def _is_over(self, store: Any, missing: list[int], waited: float) -> bool:
-        """Whether those who have not answered will not: what this machine knows of them counts."""
+        """Say if those who have not answered will not: what this machine knows of them counts."""
         states = {_state_of(store, rank) for rank in missing}
         if states == {"gone"}:
             return True

@@ -136,7 +136,7 @@ def _decode(text: bytes, of: type[T], rank: int, group: ProcessGroup) -> T:
 
 
 def as_form(form: Any, value: Any) -> Any:
-    """What JSON has read, as the form that it must have: see `all_gather_json`.
+    """Return what JSON has read, as the form that it must have: see `all_gather_json`.
 
     A named tuple may come as a list, as messages have it, or as an object of its fields.
 

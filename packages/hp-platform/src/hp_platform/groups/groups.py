@@ -315,7 +315,7 @@ def _validate(rank_lists: Sequence[Sequence[int]], *, world_size: int) -> None:
 
 
 def _serves_cuda(backend: str) -> bool:
-    """Whether NCCL is part of a backend as `torch.distributed.new_group` takes it."""
+    """Tell whether NCCL is part of a backend as `torch.distributed.new_group` takes it."""
     if backend == "undefined":  # what torch calls its own choice: NCCL where there is a GPU
         return torch.cuda.is_available()
     return "nccl" in backend

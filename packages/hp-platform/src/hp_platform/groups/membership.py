@@ -79,7 +79,7 @@ def agree_on_call(what: str, ranks: Sequence[int]) -> Call:
 
 
 def new_secret() -> str:
-    """What only those know who can read the store; `_SECRET_DIGITS` hexadecimal digits."""
+    """Return what only those know who can read the store; `_SECRET_DIGITS` hexadecimal digits."""
     return secrets.token_hex(_SECRET_DIGITS // 2)
 
 

@@ -26,7 +26,7 @@ class Difference:
 
     @property
     def is_same(self) -> bool:
-        """Whether every value is the same, in the same dtype."""
+        """Tell whether every value is the same, in the same dtype."""
         return self.error == 0.0 and not self.note
 
 
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every error is within the bound."""
+        """Tell whether every error is within the bound."""
         return all(d.error <= self.bound for d in self.differences)
 
     def __str__(self) -> str:

@@ -73,7 +73,7 @@ class _Places:
         return x
 
     def has(self, x: Tensor) -> bool:
-        """Whether a tensor is on the stand-in."""
+        """Tell whether a tensor is on the stand-in."""
         if type(x) not in _PLAIN:
             return _internals.device_of(x) == STAND_IN  # a wrapper was told
         return x.layout is torch.strided and x.untyped_storage() in self._there
@@ -115,7 +115,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _changes(places: _Places) -> Iterator[tuple[Any, str, Any]]:
-    """What of torch does not come to the operators: owner, name, and what stands for it."""
+    """Yield what of torch does not come to the operators: owner, name, and what stands for it."""
 
     def device(x: Tensor) -> torch.device:
         return STAND_IN if places.has(x) else _internals.device_of(x)

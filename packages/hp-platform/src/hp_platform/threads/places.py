@@ -72,17 +72,17 @@ class doing:  # noqa: N801 - reads as a statement: `with doing("step 3"):`
 
 
 def words_of_thread() -> tuple[str, ...]:
-    """What this thread is doing, outermost first, to be handed to a helper thread's `doing`."""
+    """Say what this thread is doing, outermost first, to be handed to a helper thread's `doing`."""
     return _places.get(threading.get_ident(), ())
 
 
 def current_place() -> str:
-    """What this thread is doing; of a thread without a place, what the main thread is doing."""
+    """Say what this thread is doing; of a thread without a place, what the main thread is doing."""
     return ", ".join(words_of_thread()) or main_place()
 
 
 def main_place() -> str:
-    """What the main thread is doing; any thread may ask."""
+    """Return what the main thread is doing; any thread may ask."""
     return ", ".join(_places.get(threading.main_thread().ident or 0, ()))
 
 
@@ -98,13 +98,13 @@ def mark_place(error: BaseException, place: str = "") -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Where an exception was raised: the innermost place that it left, else the current one."""
+    """Say where an exception was raised: the innermost place that it left, else the current one."""
     place: str = getattr(error, _MARK, "") or current_place()
     return place
 
 
 def stand() -> tuple[bool, list[str]]:
-    """Where the main thread of this process stands; any thread may ask.
+    """Return where the main thread of this process stands; any thread may ask.
 
     Returns:
         Whether a thread of it waits for other ranks, and the Python stack of the main thread,
@@ -124,6 +124,6 @@ def stand() -> tuple[bool, list[str]]:
 
 
 def _waits(innermost: FrameType) -> bool:
-    """Whether a thread stands in a function that waits for other ranks, or in one for them."""
+    """Tell whether a thread stands in a function that waits for other ranks, or in one for them."""
     frames = islice(traceback.walk_stack(innermost), _WAITING_FRAMES)
     return any(part in frame.f_code.co_filename for frame, _ in frames for part in _WAITING)

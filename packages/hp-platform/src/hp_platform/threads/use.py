@@ -119,5 +119,5 @@ def in_scope(scope: Scope | None) -> Iterator[None]:
 
 
 def current_scope() -> Scope | None:
-    """What uses of this thread are counted to."""
+    """Return what uses of this thread are counted to."""
     return _mine.scope

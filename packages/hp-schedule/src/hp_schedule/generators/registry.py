@@ -75,17 +75,17 @@ class ScheduleKind:
 
     @property
     def returns(self) -> bool:
-        """Whether the chain of stages comes back to the first rank for one more."""
+        """Tell whether the chain of stages comes back to the first rank for one more."""
         return self.style == "u"
 
     @cached_property
     def trains(self) -> bool:
-        """Whether it has backwards."""
+        """Tell whether it has backwards."""
         return not self._small.schedule().is_forward_only
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some weight gradients are computed later than the gradients of inputs."""
+        """Tell whether some weight gradients are computed later than the gradients of inputs."""
         return BWD_WEIGHT in self._small.schedule().kinds
 
     @cached_property

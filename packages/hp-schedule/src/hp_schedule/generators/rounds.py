@@ -120,7 +120,7 @@ class Rounds(ClosedForm):
 
     @cached_property
     def _turns_early(self) -> bool:
-        """Whether rounds come back in time for the columns to be alike throughout."""
+        """Tell whether rounds come back in time for the columns to be alike throughout."""
         shortest = min(map(len, self.rounds))
         enough = 2 * shortest > self._step * (self.num_ranks - 1)
         return self._step > 0 and (enough or self.num_stages_per_rank == 1)

@@ -109,7 +109,7 @@ class StageDriver:
 
     @property
     def context(self) -> PipelineContext:
-        """What a registered function works with."""
+        """Return what a registered function works with."""
         return PipelineContext(
             rank=self._rank,
             schedule=self._schedule,

@@ -113,12 +113,12 @@ class PipelineScheduleRuntime:
 
     @property
     def schedule(self) -> Schedule:
-        """What is run."""
+        """Return what is run."""
         return self._schedule
 
     @property
     def pipeline_rank(self) -> int:
-        """Which row of it is run here."""
+        """Return which row of it is run here."""
         return self._rank
 
     @cached_property

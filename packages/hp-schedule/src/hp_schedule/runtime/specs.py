@@ -85,13 +85,13 @@ class TensorSpec:
 
     @property
     def has_grad(self) -> bool:
-        """Whether a gradient of the tensor travels back."""
+        """Tell whether a gradient of the tensor travels back."""
         if self.requires_grad is None:
             return self.dtype.is_floating_point or self.dtype.is_complex
         return self.requires_grad
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this shape and dtype."""
+        """Tell whether a tensor has this shape and dtype."""
         return tuple(tensor.shape) == self.shape and tensor.dtype == self.dtype
 
     def empty(self, device: torch.device) -> Tensor:
@@ -243,7 +243,7 @@ class HeaderRead:
         return "shapes of a message"
 
     def numbers(self, *, like: Tensor) -> Tensor:
-        """What the host would read of such a header."""
+        """Return what the host would read of such a header."""
         return like if self.likely is None else to_header(self.likely)
 
 

@@ -87,16 +87,16 @@ class PipelineStage:
 
     @property
     def is_planned(self) -> tuple[bool, bool]:
-        """Whether shapes of what it receives, and of what it sends, are known by microbatch."""
+        """Say if shapes of what it receives, and of what it sends, are known by microbatch."""
         return callable(self._received), callable(self._sent)
 
     def received(self, microbatch: int) -> Specs | None:
-        """What it receives for a microbatch; None: the sender tells."""
+        """Return what it receives for a microbatch; None: the sender tells."""
         given = self._received
         return as_specs(given(microbatch)) if callable(given) else self.input_spec
 
     def sent(self, microbatch: int) -> Specs | None:
-        """What the next stage receives for a microbatch, where that is known by microbatch."""
+        """Say what the next stage receives for a microbatch, where that is known by microbatch."""
         given = self._sent
         return as_specs(given(microbatch)) if callable(given) else None
 

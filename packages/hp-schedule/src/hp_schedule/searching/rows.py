@@ -76,7 +76,7 @@ class Rows:
         return Plan(starts, self._order.copy(), self.makespan)
 
     def fits(self) -> bool:
-        """Whether every row keeps within the memory."""
+        """Tell whether every row keeps within the memory."""
         return all(max(held, default=0.0) <= self._limit for held in self._held)
 
     def make(self, move: Move) -> bool:
@@ -105,7 +105,7 @@ class Rows:
         return found
 
     def is_possible(self, move: Move) -> bool:
-        """Whether a move keeps chains, memory and, if asked for, the order of microbatches."""
+        """Tell whether a move keeps chains, memory and, if asked for, the order of microbatches."""
         row = self.rows[move.rank]
         if move.swaps:
             return self._can_swap(row, move)
@@ -153,7 +153,7 @@ class Rows:
         return longest
 
     def _can_swap(self, row: list[int], move: Move) -> bool:
-        """Whether two steps that change the memory alike can change places."""
+        """Tell whether two steps that change the memory alike can change places."""
         before, num = self._before, self._problem.num_microbatches
         step, other = row[move.source], row[move.target]
         for between in row[move.source + 1 : move.target + 1]:

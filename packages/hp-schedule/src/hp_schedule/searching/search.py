@@ -109,7 +109,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """How much shorter a schedule could be at most, as a share of the makespan."""
+        """Return how much shorter a schedule could be at most, as a share of the makespan."""
         return max(0.0, 1.0 - self.lower_bound / self.makespan) if self.makespan > 0 else 0.0
 
 

@@ -197,7 +197,7 @@ class Space:
 
     @property
     def can_reorder(self) -> bool:
-        """Whether other orders of the microbatches make a difference."""
+        """Tell whether other orders of the microbatches make a difference."""
         return len(self._orders) > 1
 
     def reorder(self, random: Random) -> None:

@@ -78,7 +78,7 @@ class Walk:
         return True
 
     def _is_tabu(self, move: Move) -> bool:
-        """Whether a move takes a step back past one that it was moved past not long ago."""
+        """Tell whether a move takes a step back past one that it was moved past not long ago."""
         row = self._rows.rows[move.rank]
         step, other = row[move.source], row[move.target]
         return max(self._tabu.get(pair, 0) for pair in ((step, other), (other, step))) >= self._turn

@@ -189,7 +189,7 @@ def _walk(
 
 
 def _peaks(row: list[int], num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """What a row holds of each stage just before it lets go of something."""
+    """Return what a row holds of each stage just before it lets go of something."""
     held = [0] * num_stages
     found: dict[tuple[int, ...], None] = {}
     grows = False

@@ -111,7 +111,7 @@ def simulate(
 
 
 def _is_free_of_contention(schedule: Schedule, costs: Costs, blocking: bool) -> bool:
-    """Whether messages of an edge leave in the order of its rank, and copies take no turns."""
+    """Tell whether messages of an edge leave in the order of its rank, and copies take no turns."""
     if schedule.has_communication:
         return False
     sends_two_at_once = bool(schedule.kinds & {OVERLAP_F_B, OVERLAP_B_F})

@@ -20,7 +20,7 @@ _TOKENS_PER_DOCUMENT = 1024
 
 
 def count_documents(seq_len: int) -> int:
-    """How many documents a sequence has, unless something else is asked for."""
+    """Return how many documents a sequence has, unless something else is asked for."""
     return max(1, seq_len // _TOKENS_PER_DOCUMENT)
 
 

@@ -95,12 +95,12 @@ class RunComparison:
 
     @property
     def ok(self) -> bool:
-        """Whether the runs are equal within the bound, or differ by an excused choice only."""
+        """Tell whether the runs are equal within the bound, or differ by an excused choice only."""
         return not self.flaws and (self.first is None or self.excused)
 
     @property
     def bitwise(self) -> bool:
-        """Whether every value of the two runs is the same."""
+        """Tell whether every value of the two runs is the same."""
         return not self.flaws and all(
             place.difference.is_same for names in self.worst.values() for place in names.values()
         )
@@ -205,7 +205,7 @@ def compare_runs(
 
 
 def _count_common(mine: RecordedStep, theirs: RecordedStep) -> int:
-    """How many numbers are in both, explanations aside."""
+    """Return how many numbers are in both, explanations aside."""
     return sum(
         tensor.numel()
         for quantity, tensors in theirs.tensors.items()
@@ -280,7 +280,7 @@ def _first_flip(mine: RecordedStep, theirs: RecordedStep) -> Flip | None:
 
 
 def _margin(scores_E: Tensor, mine_K: Tensor, theirs_K: Tensor) -> float:
-    """How far the scores of experts that only one run took are apart."""
+    """Return how far the scores of experts that only one run took are apart."""
     ours, others = set(mine_K.tolist()), set(theirs_K.tolist())
     here, there = sorted(ours - others), sorted(others - ours)
     if not here or not there:  # the same expert twice, or a dropped slot

@@ -179,7 +179,7 @@ def _refuse_combinations(options: argparse.Namespace) -> None:
 
 
 def _unknown_to_oracle(config: Config) -> str:
-    """What of a config the oracle does not know; nothing if it can train so."""
+    """Return what of a config the oracle does not know; nothing if it can train so."""
     if config.model.is_own:
         return f"no model of {config.model.origin}"
     if config.data.packing != "stream":
@@ -190,7 +190,7 @@ def _unknown_to_oracle(config: Config) -> str:
 def _others(
     config: Config, options: argparse.Namespace, given: Sequence[tuple[str, object]]
 ) -> list[Config]:
-    """What to compare with: another config, or none for the oracle.
+    """Return what to compare with: another config, or none for the oracle.
 
     Raises:
         ConfigError: When it would be compared with itself.
@@ -334,7 +334,7 @@ def _shown_design(design: Design) -> str:
 
 
 def summary(verdicts: Sequence["Verdict"]) -> str:
-    """What many comparisons showed, in lines."""
+    """Return what many comparisons showed, in lines."""
     others = [verdict for verdict in verdicts if verdict.against != ORACLE]
     compared = [verdict.comparison for verdict in others if verdict.comparison is not None]
     bounded = [comparison for comparison in compared if comparison.bound > 0]

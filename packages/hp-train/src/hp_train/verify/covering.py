@@ -104,12 +104,12 @@ class Setting(NamedTuple):
 
     @property
     def is_feature(self) -> bool:
-        """Whether it is one of the model; see Note [Pairs]."""
+        """Tell whether it is one of the model; see Note [Pairs]."""
         return self.key.startswith("model.")
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is asked for by it."""
+        """Tell whether nothing is asked for by it."""
         field = fields()[self.key]
         is_one = self.value == (field.default if field.section == "mesh" else _nothing(field))
         return not self.value or is_one or self.value in ("none", "keep")
@@ -252,7 +252,7 @@ def _value_left_out(setting: Setting, num_processes: int) -> str:
 
 
 def is_one_of(key: str, patterns: str) -> bool:
-    """Whether a key is one of some, which may end in a star and stand with spaces between them."""
+    """Say if a key is one of some, which may end in a star and stand with spaces between them."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns.split())
 
 
@@ -451,7 +451,7 @@ _KEYS_OF_AXES: Final = " ".join(axis.key for axis in AXES)
 
 @cache
 def _needs(setting: Setting) -> Mapping[str, object]:
-    """What else a config must have for a setting to do anything."""
+    """Return what else a config must have for a setting to do anything."""
     if setting.is_off and not setting.is_feature:
         return {}
     found: dict[str, object] = {}

@@ -68,7 +68,7 @@ def require_comparable(config: Config, other: Config) -> None:
 
 
 def must_be_exact(config: Config, other: Config) -> bool:
-    """Whether two configs may not differ in a single bit of what they compute."""
+    """Tell whether two configs may not differ in a single bit of what they compute."""
     are_alike = all(is_one_of(key, _EXACT) for key in differing_keys(config, other))
     return are_alike and sizes_by_stage(config) == sizes_by_stage(other)
 
@@ -84,7 +84,7 @@ def sizes_by_stage(config: Config) -> list[tuple[int, int, int]]:
 
 
 def described(config: Config, base: Config) -> str:
-    """How a layout differs from one process, as overrides that can be pasted into a command."""
+    """Say how a layout differs from one process, as overrides that can be pasted into a command."""
     tables = to_dict(config)
     keys = [
         key

@@ -49,7 +49,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted({1, after, after + 1, self.steps} - {0}))
 
     def largest_norm(self, step: int, configured: float) -> float:
-        """What gradients of a step are scaled down to, 0 for never.
+        """Return what gradients of a step are scaled down to, 0 for never.
 
         As configured, then so low that it always happens, then never, and again.
 

@@ -96,7 +96,7 @@ class Recorder:
         self._saved: _Saved = {}
 
     def wants(self, quantity: str) -> bool:
-        """Whether anything of a quantity is kept in this step, scalars aside."""
+        """Tell whether anything of a quantity is kept in this step, scalars aside."""
         of_step = self._tensor_steps is None or self._step in self._tensor_steps
         return of_step and self._is_chosen(quantity)
 

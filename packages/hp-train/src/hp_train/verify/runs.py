@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the two are equal."""
+        """Tell whether the two are equal."""
         return self.comparison is not None and self.comparison.ok
 
     def __str__(self) -> str:

@@ -236,5 +236,5 @@ def _gradient(parameter: Parameter) -> tuple[str, Part]:
 
 
 def part_of(parameter: Parameter, local: Tensor) -> Part:
-    """What this rank holds of a tensor that is cut as a parameter is."""
+    """Return what this rank holds of a tensor that is cut as a parameter is."""
     return Part(local, parameter.shape, tuple(start for start, _ in parameter.span))

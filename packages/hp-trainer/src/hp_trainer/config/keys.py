@@ -347,7 +347,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def is_own(self) -> bool:
-        """Whether its blocks are not hp-train's: of a factory, or of transformers."""
+        """Tell whether its blocks are not hp-train's: of a factory, or of transformers."""
         return bool(self.factory or self.transformers)
 
     @property
@@ -373,21 +373,21 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def has_experts(self) -> bool:
-        """Whether some layer has experts."""
+        """Tell whether some layer has experts."""
         return not self.is_dense(self.num_layers - 1 + self.num_mtp_modules)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether a layer has one feed-forward instead of experts."""
+        """Tell whether a layer has one feed-forward instead of experts."""
         return self.num_experts == 0 or layer < self.num_dense_layers
 
     def has_window(self, layer: int) -> bool:
-        """Whether queries of a layer see :attr:`sliding_window` positions only."""
+        """Tell whether queries of a layer see :attr:`sliding_window` positions only."""
         every = self.full_attention_every
         return self.sliding_window > 0 and not (every and (layer + 1) % every == 0)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """How many keys before its own a query of each layer sees; None: all."""
+        """Return how many keys before its own a query of each layer sees; None: all."""
         layers, before = range(self.num_layers), self.sliding_window - 1
         return tuple(before if self.has_window(layer) else None for layer in layers)
 

@@ -137,7 +137,7 @@ def resolve(
 
 
 def saved_values(run: Path) -> dict[str, Any]:
-    """What the config of a run directory says, by key.
+    """Return what the config of a run directory says, by key.
 
     Raises:
         ConfigError: About the first thing that is wrong with it.

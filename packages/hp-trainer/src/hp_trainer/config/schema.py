@@ -56,7 +56,7 @@ class Field:
 
     @property
     def section(self) -> str:
-        """What the key is listed under."""
+        """Return what the key is listed under."""
         return self.key.partition(".")[0]
 
     @property
@@ -76,12 +76,12 @@ class Field:
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values."""
+        """Tell whether it takes several values."""
         return typing.get_origin(self.base) is tuple
 
     @property
     def kind(self) -> str:
-        """What a value has to be, in words: ``"an integer"``."""
+        """Return what a value has to be, in words: ``"an integer"``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if not self.is_list:
@@ -92,7 +92,7 @@ class Field:
         return "".join([f"a list of {_LISTS[item]}", *least])
 
     def bounds(self, value: Any = None) -> str:
-        """What a value of that kind has to fulfil, in words; empty if nothing.
+        """Return what a value of that kind has to fulfil, in words; empty if nothing.
 
         Args:
             value: Leave out what it does fulfil.

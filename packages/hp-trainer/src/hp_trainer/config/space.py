@@ -43,7 +43,7 @@ class Axis:
 
     @property
     def choices(self) -> tuple[object, ...]:
-        """What there is to choose from."""
+        """Return what there is to choose from."""
         return self.values or fields()[self.key].choices
 
 

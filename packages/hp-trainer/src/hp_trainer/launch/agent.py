@@ -31,7 +31,7 @@ _NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def has_agents_store(env: Mapping[str, str]) -> bool:
-    """Whether the store at MASTER_ADDR is the agent's and outlives the ranks."""
+    """Tell whether the store at MASTER_ADDR is the agent's and outlives the ranks."""
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

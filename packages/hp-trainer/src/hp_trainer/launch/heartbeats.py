@@ -63,7 +63,7 @@ class Slot:
 
     @property
     def place(self) -> str:
-        """Where it stands, for a message."""
+        """Return where it stands, for a message."""
         return f"step {self.step} ({self.phase or 'start'})"
 
 
@@ -157,11 +157,11 @@ class Heartbeats:
         self._memory[0] = 1
 
     def stop_requested(self) -> bool:
-        """Whether the ranks are asked to stop."""
+        """Tell whether the ranks are asked to stop."""
         return self._memory[0] != 0
 
     def slots(self) -> list[Slot]:
-        """What every rank last said, by rank."""
+        """Return what every rank last said, by rank."""
         return [self._slot(rank) for rank in range(self.num_ranks)]
 
     def _slot(self, rank: int) -> Slot:

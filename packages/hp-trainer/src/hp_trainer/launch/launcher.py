@@ -163,7 +163,7 @@ def _run_ranks(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -
 
 
 def _may_have_gpu() -> bool:
-    """Whether the system has what a driver of GPUs makes: torch, which knows, takes seconds."""
+    """Say if the system has what a driver of GPUs makes: torch, which knows, takes seconds."""
     return any(next(Path("/dev").glob(name), None) for name in _GPU_DEVICES)
 
 

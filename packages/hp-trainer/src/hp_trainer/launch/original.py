@@ -158,7 +158,7 @@ def keep_original(folder: Folder, resolved: Resolved) -> None:
 
 
 def kept_original(run: Path) -> Original | None:
-    """What a run directory has kept, of which nothing is trusted; None: nothing.
+    """Return what a run directory has kept, of which nothing is trusted; None: nothing.
 
     Raises:
         CheckpointError: When it is damaged; also raised by what reads a file.

@@ -64,7 +64,7 @@ class Ranks:
 
     @property
     def is_done(self) -> bool:
-        """Whether all processes have ended."""
+        """Tell whether all processes have ended."""
         return len(self.ended()) == len(self._processes)
 
     def join(self, timeout: float) -> None:
@@ -91,7 +91,7 @@ def noticing_server() -> Iterator[None]:
 
 
 def server_end() -> int | None:
-    """How that server has ended, as `Ranks.ended` has it; None: it lives, or is not known.
+    """Return how that server has ended, as `Ranks.ended` has it; None: it lives, or is not known.
 
     With it all ranks end, and the status of each is lost. A moment is waited for its end, which
     others see before the system says how it came.

@@ -68,7 +68,7 @@ class Watch:
         self._progress_at = self._looked_at = self.clock()
 
     def look(self) -> Verdict | None:
-        """What is wrong, as soon as that can be told; None while all is well."""
+        """Return what is wrong, as soon as that can be told; None while all is well."""
         now, slots = self.clock(), self.heartbeats.slots()
         if now - self._looked_at > _LONGEST_PAUSE:
             self._progress_at += now - self._looked_at
@@ -85,7 +85,7 @@ class Watch:
         return self._blame(slots) if now - self._failing_since >= _SETTLE_SECONDS else None
 
     def _blame(self, slots: Sequence[Slot]) -> Verdict:
-        """Who failed first, and not only because another one did."""
+        """Say who failed first, and not only because another one did."""
         failed = sorted(
             (slot for slot in slots if slot.state is State.FAILED), key=lambda slot: slot.ended_at
         )

@@ -50,7 +50,7 @@ class Worker:
 
     @property
     def data_dir(self) -> Path:
-        """Where the tokens are."""
+        """Return where the tokens are."""
         return self.data or self.run_dir / "data"
 
 
@@ -79,12 +79,12 @@ class Task:
 
 
 def error_file(rank: int) -> str:
-    """Where a rank writes what it failed of: one line, then the traceback."""
+    """Return where a rank writes what it failed of: one line, then the traceback."""
     return f"rank-{rank}.txt"
 
 
 def stack_file(rank: int) -> str:
-    """Where a rank writes its Python stacks on SIGUSR2, and when it crashes."""
+    """Return where a rank writes its Python stacks on SIGUSR2, and when it crashes."""
     return f"rank-{rank}.stack.txt"
 
 

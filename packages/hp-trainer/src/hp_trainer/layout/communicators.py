@@ -208,7 +208,7 @@ def _of_uneven_edges(config: _Run, layout: Layout, rank: int) -> Iterator[Sequen
 
 
 def _has_experts(config: _Run, index: int) -> bool:
-    """Whether a pipeline rank has a layer of experts."""
+    """Tell whether a pipeline rank has a layer of experts."""
     stages, model = config.stages, config.model
     last = max(config.layers[stage][-1] for stage, at in enumerate(stages) if at == index)
     return not model.is_dense(last + (model.num_mtp_modules if index == stages[-1] else 0))

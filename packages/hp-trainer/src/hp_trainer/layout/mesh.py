@@ -53,7 +53,7 @@ class Mesh:
 
     @property
     def dp_index(self) -> int:
-        """Which share of the sequences it sees."""
+        """Return which share of the sequences it sees."""
         return self.stage.index(self.rank, "dp_replicate", "dp_shard")
 
     @property

@@ -94,7 +94,7 @@ class StageLayout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP shards parameters."""
+        """Tell whether FSDP shards parameters."""
         return self.fsdp > 1 or self.expert_shard > 1
 
     def size(self, *axes: Axis) -> int:
@@ -175,11 +175,11 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all stages have the same number of ranks."""
+        """Tell whether all stages have the same number of ranks."""
         return len({stage.num_ranks for stage in self.stages}) == 1
 
     def pp_index(self, rank: int) -> int:
-        """Which pipeline rank a rank belongs to."""
+        """Return which pipeline rank a rank belongs to."""
         return next(index for index, stage in enumerate(self.stages) if rank in stage.members)
 
     def ranks(self, *axes: Axis) -> list[list[int]]:

@@ -43,7 +43,7 @@ def count_stages(config: Config) -> int:
 
 
 def splits_backward(config: Config) -> bool:
-    """Whether some schedule of a run may compute weight gradients later than input gradients."""
+    """Say if some schedule of a run may compute weight gradients later than input gradients."""
     if config.data.packing == "planned":
         # One rank waits for nobody; by block, parameters are gone by then.
         return config.mesh.pp > 1 and config.mesh.gather != "block"

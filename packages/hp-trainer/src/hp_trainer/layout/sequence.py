@@ -92,7 +92,7 @@ class SequenceShare:
         return SequenceShare(self.mesh, deal, attended, between)
 
     def limits(self, lengths: Sequence[int]) -> Mask:
-        """What limits attention of a sequence of documents, and where its positions are."""
+        """Return what limits attention of a sequence of documents, and where its positions are."""
         documents = Documents(tuple(lengths))
         if self.mesh.size("cp") > 1 and isinstance(self.layout, Deal):
             return documents & self.layout
@@ -103,6 +103,6 @@ class SequenceShare:
         return shard_sequence(x, self.mesh.groups["cp"], layout=self.layout)
 
     def place(self, position: int) -> int | None:
-        """Where a position is among those that attention sees here, if it is."""
+        """Return where a position is among those that attention sees here, if it is."""
         found = (self.attended == position).nonzero()
         return int(found[0]) if len(found) else None

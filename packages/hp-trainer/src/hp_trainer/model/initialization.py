@@ -78,7 +78,7 @@ def initialize_parameters(
 
 
 def _matrices(parameter: Parameter) -> Iterator[tuple[Tensor, tuple[str | int, ...]]]:
-    """What is here of a parameter, matrix by matrix, and what each is to be known by."""
+    """Yield what is here of a parameter, matrix by matrix, and what each is to be known by."""
     if parameter.experts is None:
         yield parameter.local, (parameter.name,)
         return

@@ -193,7 +193,7 @@ class _Cut:
     cast: Tensor | None
 
     def aims(self, targets: Tensor, rows: slice) -> _Aims:
-        """Where targets [t] are in a tile."""
+        """Return where targets [t] are in a tile."""
         return _Aims.of(targets, range(self.first + rows.start, self.first + rows.stop))
 
 

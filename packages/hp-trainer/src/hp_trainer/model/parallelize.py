@@ -82,7 +82,7 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage, and so the logits and the loss."""
+        """Tell whether this rank holds the last stage, and so the logits and the loss."""
         return self.num_stages - 1 in self.modules
 
     @property
@@ -99,7 +99,7 @@ class Pipeline:
 
     @property
     def _by_block(self) -> bool:
-        """Whether FSDP gathers and reduces by itself, and not when a schedule says so."""
+        """Tell whether FSDP gathers and reduces by itself, and not when a schedule says so."""
         return self.config.mesh.gather == "block"
 
     def training(
@@ -117,7 +117,7 @@ class Pipeline:
         compute: Schedule | None = None,
         positions: Sequence[int] | None = None,
     ) -> PipelineScheduleRuntime:
-        """What runs the configured schedule over some microbatches, or its forwards alone.
+        """Return what runs the configured schedule over some microbatches, or its forwards alone.
 
         Args:
             num_microbatches: Number of microbatches in each run.

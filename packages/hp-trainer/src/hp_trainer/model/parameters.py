@@ -63,7 +63,7 @@ class Parameter:
 
     @property
     def has_copies(self) -> bool:
-        """Whether the gradient is summed over other ranks after backward."""
+        """Tell whether the gradient is summed over other ranks after backward."""
         return bool(self.unsummed) or self.tied_ranks is not None
 
     @property
@@ -166,7 +166,7 @@ def named_parameters(
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What is here of a tensor, without a graph."""
+    """Return what is here of a tensor, without a graph."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -55,7 +55,7 @@ class _Result:
         self._values = [_other(value) for value in ([given] if is_one else given)]
 
     def storages(self) -> Iterator[int]:
-        """Where the memory of its tensors is, if they have any."""
+        """Yield where the memory of its tensors is, if they have any."""
         for value in self._values:
             if isinstance(value, Tensor) and (address := value.untyped_storage().data_ptr()):
                 yield address
@@ -65,7 +65,7 @@ class _Result:
         self._values = [v.clone() if isinstance(v, Tensor) else v for v in self._values]
 
     def value(self) -> Any:
-        """What the operator gave."""
+        """Return what the operator gave."""
         return self._values[0] if issubclass(self._kind, Tensor) else self._kind(self._values)
 
 

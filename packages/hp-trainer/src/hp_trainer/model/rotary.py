@@ -95,7 +95,7 @@ def inverse_frequencies(config: ModelConfig, *, device: torch.device | None = No
 
 
 def softmax_growth(config: ModelConfig) -> float:
-    """What the scores of latent attention are multiplied by besides 1/sqrt(head width).
+    """Return what the scores of latent attention are multiplied by besides 1/sqrt(head width).
 
     DeepSeek applies the growth that YaRN asks for to whole heads, with and without position.
     """
@@ -105,7 +105,7 @@ def softmax_growth(config: ModelConfig) -> float:
 
 
 def _llama3_share(config: ModelConfig, plain: Tensor) -> Tensor:
-    """How far each frequency is stretched, 0 to 1 [H / 2]: by its turns in the original length.
+    """Say how far each frequency is stretched, 0 to 1 [H / 2]: by its turns in the original length.
 
     Source: Llama 3.1 (arXiv:2407.21783); the formula is that of Meta's published code.
     """
@@ -133,7 +133,7 @@ def _yarn_share(config: ModelConfig) -> Tensor:
 
 
 def _yarn_growth(config: ModelConfig) -> float:
-    """What cosine and sine are multiplied by, which sharpens attention over long sequences."""
+    """Say what cosine and sine are multiplied by, which sharpens attention over long sequences."""
     factor, mscale, whole = config.rope_factor, config.rope_mscale, config.rope_mscale_all_dim
     if mscale and whole:
         return _growth(factor, mscale) / _growth(factor, whole)

@@ -14,7 +14,7 @@ def whole_model(model: ModelConfig) -> Stage:
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Declared]:
-    """What all parameters and buffers are, by global name."""
+    """Return what all parameters and buffers are, by global name."""
     return declared(whole_model(model))
 
 

@@ -145,5 +145,5 @@ class LastBackward:
 
 
 def is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP shards parameters of its own."""
+    """Return whether FSDP shards parameters of its own."""
     return isinstance(module, FSDPModule)

@@ -129,7 +129,7 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """What FSDP shards as one unit, backward runs again and a compiler gets."""
+        """Return what FSDP shards as one unit, backward runs again and a compiler gets."""
         return [*self.layers.values()]
 
     @property
@@ -139,7 +139,7 @@ class Stage(nn.Module):
 
     @property
     def units(self) -> Sequence[nn.Module]:
-        """What FSDP shards as one unit each where it gathers by block, in the order of forward.
+        """Say what FSDP shards as one unit each where it gathers by block, in the order of forward.
 
         Of each unit parameters are read in its `forward` alone, or in `Lender.lend`.
         """
@@ -155,12 +155,12 @@ class Stage(nn.Module):
 
     @property
     def attentions(self) -> Sequence[Attention]:
-        """What context-parallel ranks share out."""
+        """Return what context-parallel ranks share out."""
         return [part for part in self.modules() if isinstance(part, Attention)]
 
     @property
     def kept_buffers(self) -> Mapping[str, Tensor]:
-        """What a checkpoint has besides parameters, by global name."""
+        """Return what a checkpoint has besides parameters, by global name."""
         return dict(self.named_buffers())
 
     def initialize(
@@ -251,7 +251,7 @@ class Stage(nn.Module):
 
     @property
     def cut_by_itself(self) -> Callable[["Stage", range, ProcessGroup], None] | None:
-        """What cuts it over tensor-parallel ranks; None: `hp_trainer.model.tensor_parallel`."""
+        """Say what cuts it over tensor-parallel ranks; None: `hp_trainer.model.tensor_parallel`."""
         return None
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
@@ -305,7 +305,7 @@ class Stage(nn.Module):
                 part.cast_of = casts.of
 
     def is_activation(self, saved: Tensor) -> bool:
-        """Whether what autograd saves is of one microbatch, and large enough to be copied away."""
+        """Say if what autograd saves is of one microbatch, and large enough to be copied away."""
         if saved.nbytes < _SMALL:
             return False
         casts = () if self._made is None else self._made.made

@@ -50,7 +50,7 @@ class Checkpointer:
 
     @property
     def is_written(self) -> bool:
-        """Whether a save is under way that is over on this rank."""
+        """Tell whether a save is under way that is over on this rank."""
         return self._saver.is_written
 
     def begin(self, step: int) -> list[str]:

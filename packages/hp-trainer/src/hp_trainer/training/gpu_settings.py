@@ -55,7 +55,7 @@ class Versions(NamedTuple):
 
 
 def settings(config: Config, env: Mapping[str, str], versions: Versions) -> dict[str, str]:
-    """What to add to the environment of a rank that uses a GPU.
+    """Return what to add to the environment of a rank that uses a GPU.
 
     Args:
         config: Config of the run.
@@ -99,7 +99,7 @@ def installed() -> Versions:
 
 
 def keeps_launch_order(env: Mapping[str, str], config: Config | None = None) -> bool:
-    """Whether NCCL keeps operations in the order of the host; see the note above.
+    """Tell whether NCCL keeps operations in the order of the host; see the note above.
 
     Args:
         env: Environment variables of a rank.
@@ -110,7 +110,7 @@ def keeps_launch_order(env: Mapping[str, str], config: Config | None = None) -> 
 
 
 def loads_eagerly(env: Mapping[str, str], config: Config | None = None) -> bool:
-    """Whether torch's kernels are loaded before anything is launched.
+    """Tell whether torch's kernels are loaded before anything is launched.
 
     Args:
         env: Same as of `keeps_launch_order`.
@@ -120,7 +120,7 @@ def loads_eagerly(env: Mapping[str, str], config: Config | None = None) -> bool:
 
 
 def grows_segments(env: Mapping[str, str], config: Config | None = None) -> bool:
-    """Whether torch's allocator takes memory of the device in segments that grow.
+    """Tell whether torch's allocator takes memory of the device in segments that grow.
 
     Args:
         env: Same as of `keeps_launch_order`.
@@ -133,7 +133,7 @@ def grows_segments(env: Mapping[str, str], config: Config | None = None) -> bool
 
 
 def in_force(env: Mapping[str, str]) -> list[str]:
-    """What is set, whoever has set it, as `NAME=value`."""
+    """Return what is set, whoever has set it, as `NAME=value`."""
     return [f"{k}={env[k]}" for k in (*_ALLOCATOR, _CONNECTIONS, _ORDER, _LOADING) if k in env]
 
 
@@ -144,7 +144,7 @@ def _in_run(env: Mapping[str, str], config: Config | None) -> dict[str, str]:
 
 
 def launches_from_one_thread(config: Config) -> bool:
-    """Whether messages between stages are the runtime's own, and not those of hp-vtp's threads."""
+    """Say if messages between stages are the runtime's own, and not those of hp-vtp's threads."""
     even = Layout.of(config.mesh).is_even
     return config.mesh.pp == 1 or (even and not KINDS[config.pipeline.schedule].returns)
 

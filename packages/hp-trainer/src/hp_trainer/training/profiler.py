@@ -135,7 +135,7 @@ class _Recording:
 
     @contextmanager
     def stopped(self) -> Iterator[profile]:
-        """What was recorded; forgotten at the end."""
+        """Return what was recorded; forgotten at the end."""
         try:
             if self.has_memory:
                 torch.cuda.synchronize(self._device)  # what a step has launched belongs to it

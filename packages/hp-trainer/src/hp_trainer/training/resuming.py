@@ -107,7 +107,7 @@ def _require_equal(
 
 
 def _holds_same_text(run: Path, config: Config, saved: Mapping[str, Any]) -> bool:
-    """Whether the text that was given is what the run began with, wherever it is now."""
+    """Tell whether the text that was given is what the run began with, wherever it is now."""
     if config.data.paths == saved.get("data.paths"):
         return True
     from hp_data.index import Index, read_index  # noqa: PLC0415 - imports torch

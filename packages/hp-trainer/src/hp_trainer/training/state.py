@@ -45,7 +45,7 @@ def checkpoint_tensors(
 
 
 def checkpoint_buffers(stages: Iterable[Stage]) -> dict[str, Tensor]:
-    """What stages keep besides parameters, under global names: correction biases of routers."""
+    """Say what stages keep besides parameters, under global names: correction biases of routers."""
     return {
         f"model.{name}": buffer for stage in stages for name, buffer in stage.kept_buffers.items()
     }

@@ -174,7 +174,7 @@ class Trainer:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes and prints."""
+        """Tell whether this rank writes and prints."""
         return self.mesh.rank == 0
 
     def run(self) -> int:
@@ -441,7 +441,7 @@ class Trainer:
         return Losses(loss, float(sum(balances)), self._once(predictions)), busy / seconds
 
     def _planned_share(self, planning: StepSource) -> tuple[PipelineScheduleRuntime, Share]:
-        """What runs the next step by its plan, and this rank's share of its batch."""
+        """Return what runs the next step by its plan, and this rank's share of its batch."""
         with doing("step plan"):
             self.planned = planned = planning.take(
                 self.next_sequence, steps=self.config.train.steps - self.step
@@ -533,7 +533,7 @@ class Trainer:
         )
 
     def _extra(self) -> dict[str, Any]:
-        """What a checkpoint says besides tensors."""
+        """Return what a checkpoint says besides tensors."""
         return {
             "step": self.step,
             "next_sequence": self.next_sequence,
@@ -608,7 +608,7 @@ class Trainer:
         return values.tolist(), squares, MemoryUse(*map(int, largest.tolist()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of this rank, by global name; memory is shared."""
+        """Return what a checkpoint holds of this rank, by global name; memory is shared."""
         tensors = checkpoint_tensors(self.parameters, self.optimizer, self.mesh)
         return tensors | checkpoint_buffers(self.pipeline.modules.values())
 

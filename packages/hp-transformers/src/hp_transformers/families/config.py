@@ -126,7 +126,7 @@ def _in_their_words(problem: str, values: Json, family: Family) -> str:
 
 
 def train_dtype(values: Json) -> str:
-    """What `train.dtype` keeps the dtype of the weights: that of `config.json`.
+    """Return what `train.dtype` keeps the dtype of the weights: that of `config.json`.
 
     Raises:
         hp_base.errors.ConfigError: When it is none that weights can have.

@@ -27,7 +27,7 @@ _ROUNDING = 2.0**-7  # of frequencies that were in bfloat16 at some time
 
 
 def is_beside(name: str, model: ModelConfig) -> bool:
-    """Whether a name is of what files may have beside weights, if it is what the model has."""
+    """Tell whether a name is of what files may have beside weights, if it is what the model has."""
     return name.endswith(FREQUENCIES) or (model.tie_embeddings and name == _HEAD)
 
 
@@ -72,7 +72,7 @@ def require_frequencies(name: str, file: FileTensor, expected: Collection[Tensor
 
 
 def are_equal(one: FileTensor, other: FileTensor, *, share: tuple[int, int] = (0, 1)) -> bool:
-    """Whether two tensors of files have the same values, in a part of their rows.
+    """Tell whether two tensors of files have the same values, in a part of their rows.
 
     Args:
         one: Any tensor.

@@ -160,7 +160,7 @@ class Settings:
         return given[0] if given else keys[0]
 
     def refusal(self, key: str, value: object, kind: str) -> ConfigError:
-        """What is raised about a value."""
+        """Return what is raised about a value."""
         return ConfigError(f"{self.where}: {key} ({shown(value)}) must be {kind}")
 
 
@@ -209,7 +209,7 @@ def head_dim(settings: Settings) -> int:
 
 
 def common_keys(model: ModelConfig) -> dict[str, Any]:
-    """What every family's `config.json` has."""
+    """Return what every family's `config.json` has."""
     return {
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_positions,

@@ -55,7 +55,7 @@ def parsed(content: bytes, name: str) -> dict[str, Any]:
 
 
 def before_of(original: Original, config: Config, *, step: int, dtype: str | None) -> Before | None:
-    """How the weights of a model lay; with their dtypes, if these are to stay.
+    """Return how the weights of a model lay; with their dtypes, if these are to stay.
 
     They stay as long as no step has changed the weights, and where the run computes in the dtype
     that most of them have; float16, in which no run computes, stays where it computes in float32.
@@ -162,7 +162,7 @@ def _is_read(name: str, original: Original) -> bool:
 
 
 def _is_end(original: Original, token: int) -> bool:
-    """Whether all files of a model that say where generation ends name a token."""
+    """Tell whether all files of a model that say where generation ends name a token."""
     said = (parsed(original.text(name) or b"{}", name) for name in (SETTINGS, _GENERATION))
     ends = [end for values in said if (end := values.get("eos_token_id")) is not None]
     return bool(ends) and all(token in (e if isinstance(e, list) else [e]) for e in ends)

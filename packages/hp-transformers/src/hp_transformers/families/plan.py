@@ -78,14 +78,14 @@ def stored_tensors(
 
 
 def stacking_of(names: Collection[str], family: Family) -> Stacking:
-    """How the files that have these names keep experts."""
+    """Return how the files that have these names keep experts."""
     if family.stacking == "none" and any(n.endswith(".experts.gate_up_proj") for n in names):
         return "concatenated"
     return family.stacking
 
 
 def theirs_of(stored: Stored, part: int, box: Box) -> Box:
-    """Where a box of one of our tensors lies in a stored one.
+    """Return where a box of one of our tensors lies in a stored one.
 
     Args:
         stored: Stored tensor; not one expert of a stack, whose box has a dimension less.
@@ -121,7 +121,7 @@ def to_ours(stored: Stored, part: int, values: Tensor) -> Tensor:
 
 
 def _renamed(published: str, family: Family) -> str:
-    """What a family's files call a tensor."""
+    """Return what a family's files call a tensor."""
     for usual, theirs in family.renamed.items():
         published = f"{published}.".replace(f".{usual}.", f".{theirs}.")[:-1]
     return published

@@ -65,7 +65,7 @@ def read_table() -> Table:
 
 
 def doubts(model_type: str, config: Config, transformers: str) -> list[str]:
-    """What was never compared with one process of transformers, in lines; none: all of it was.
+    """Say what was never compared with one process of transformers, in lines; none: all of it was.
 
     Args:
         model_type: Type of the model.

@@ -83,7 +83,7 @@ def write_rope(model: ModelConfig, *, is_written: bool = False) -> dict[str, Any
 
 
 def _defaults(settings: Settings) -> Json:
-    """What absent keys of the scaling mean; the rest of the file has some of them."""
+    """Return what absent keys of the scaling mean; the rest of the file has some of them."""
     found = {theirs: value for _, theirs, value in _YARN if value is not None}
     return {
         **found,

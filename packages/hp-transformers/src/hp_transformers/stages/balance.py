@@ -59,7 +59,7 @@ class Balance:
     routers: Mapping[str, int | None]
 
     def counted(self, logits: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """How often experts are chosen, int64 [E], and their summed probabilities [E].
+        """Return how often experts are chosen, int64 [E], and their summed probabilities [E].
 
         Args:
             logits: [T, E].
@@ -179,7 +179,7 @@ class Balancing:
         return torch.cat((hidden, rows.view(*hidden.shape[:2], COLUMNS)), dim=2)
 
     def unpacked(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What :meth:`packed` has put together."""
+        """Return what :meth:`packed` has put together."""
         hidden, columns = x.split((x.shape[2] - COLUMNS, COLUMNS), dim=2)
         rows = columns.reshape(-1, COLUMNS)[: self._balance.num_experts].to(torch.int64)
         counts = sum(rows[:, column] << (column * _BYTE) for column in range(COLUMNS))
@@ -333,7 +333,7 @@ class _Recorder:
         return self._factor
 
     def balance(self, kind: str) -> Balance:
-        """What was learned.
+        """Return what was learned.
 
         Raises:
             hp_base.errors.ConfigError: When the loss is another one than that which is known.
@@ -362,7 +362,7 @@ class _Recorder:
         return balance
 
     def _is_same(self, balance: Balance) -> bool:
-        """Whether the function computes what is computed here, of some numbers."""
+        """Tell whether the function computes what is computed here, of some numbers."""
         assert self._function is not None
         drawn = torch.Generator().manual_seed(0)
         some = torch.randn(2, 13, balance.num_experts, generator=drawn, dtype=torch.float32)

@@ -120,7 +120,7 @@ def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def saved_tensors(model: Any) -> dict[str, Tensor]:
-    """What files of a model have, by name; what is one parameter there under one name."""
+    """Return what files of a model have, by name; what is one parameter there under one name."""
     kept = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     saved = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in kept.items() if name in saved}

@@ -102,7 +102,7 @@ class _Trial(Comparison):
         return Microbatch(2, documents=tuple(map(Documents, lengths)))
 
     def inputs(self) -> Tensor:
-        """What the stage gets: tokens int64 [2, S], or hidden states [2, S, D] of them."""
+        """Return what the stage gets: tokens int64 [2, S], or hidden states [2, S, D] of them."""
         drawn = torch.Generator().manual_seed(0)
         tokens = torch.randint(self._stage.config.vocab_size, (2, self._seq), generator=drawn)
         tokens[1, self._moved] = tokens[0, self._kept]

@@ -182,7 +182,7 @@ class _Drawing:
         return is_apart
 
     def groups(self, *, is_apart: bool) -> list[list[nn.Parameter]]:
-        """What is drawn at once, each after the other."""
+        """Return what is drawn at once, each after the other."""
         return [[each] for each in self.places] if is_apart else [[*self.places]]
 
     @contextmanager
@@ -291,7 +291,7 @@ def _parts(model: Any, layers: str) -> Iterator[tuple[str, nn.Module, Any, bool]
 
 
 def _rules(module: nn.Module, owner: Any, *, recurse: bool) -> Iterator[_Rule]:
-    """What fills a module: children first, each by the rule of the model that it is in."""
+    """Yield what fills a module: children first, each by the rule of the model that it is in."""
     from transformers import PreTrainedModel  # noqa: PLC0415
 
     for child in module.children() if recurse else ():

@@ -25,7 +25,7 @@ from hp_transformers.stages.made import on_meta
 
 
 def has_weights(model: ModelConfig) -> bool:
-    """Whether a model has a folder with safetensors files."""
+    """Tell whether a model has a folder with safetensors files."""
     return bool(model.transformers) and any(Path(model.transformers).glob("*.safetensors"))
 
 

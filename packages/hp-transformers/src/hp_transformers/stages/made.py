@@ -54,7 +54,7 @@ def on_meta(
 
 
 def is_balanced(model: ModelConfig) -> bool:
-    """Whether the config of a folder asks for a loss that balances experts."""
+    """Tell whether the config of a folder asks for a loss that balances experts."""
     config = config_of(model.transformers, trust=model.trust_remote_code)
     return any(getattr(part, _BALANCED, False) for part in (config, text_config_of(config)))
 
@@ -132,7 +132,7 @@ def places_of(
 
 
 def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """What may be the list of layers of a model, with their paths.
+    """Return what may be the list of layers of a model, with their paths.
 
     These are the lists that are as long as the config says, those with most parameters first.
 

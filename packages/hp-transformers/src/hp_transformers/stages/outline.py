@@ -59,7 +59,7 @@ class Outline:
         return tuple(n for n, places in self.places.items() if {BEFORE, AFTER} <= places)
 
     def is_on(self, name: str, layers: Sequence[int], *, first: bool, last: bool) -> bool:
-        """Whether a stage needs a parameter or buffer.
+        """Tell whether a stage needs a parameter or buffer.
 
         Args:
             name: Global name.
@@ -239,7 +239,7 @@ class _Watch(TorchDispatchMode):
         return output
 
     def unknown(self, why: str) -> Outline:
-        """What is known of a model that did not run to its end: it is not to be cut."""
+        """Return what is known of a model that did not run to its end: it is not to be cut."""
         return Outline(
             layers=self._path,
             num_layers=len(self._layers),
@@ -251,7 +251,7 @@ class _Watch(TorchDispatchMode):
         )
 
     def outline(self, logits: Tensor) -> Outline:
-        """What was seen."""
+        """Return what was seen."""
         if self._called != [*range(len(self._layers))]:
             raise ConfigError(
                 f"layers of {self._path} must be called once each and in order, not "

@@ -353,7 +353,7 @@ class TransformersStage(Stage):
         return hidden
 
     def _sent(self, hidden: Tensor) -> Tensor:
-        """What leaves with hidden states [B, S, D]."""
+        """Return what leaves with hidden states [B, S, D]."""
         if (balancing := _call.get().balancing) is not None:
             return balancing.send(hidden)
         return F.pad(hidden, (0, self.num_columns)) if self.num_columns else hidden
@@ -384,7 +384,7 @@ class TransformersStage(Stage):
             _call.reset(token)
 
     def _nothing_embedded(self, x: Tensor) -> Tensor:
-        """What a model gets in place of embeddings of tokens where nothing is made of them."""
+        """Say what a model gets in place of embeddings of tokens where nothing is made of them."""
         return x.new_zeros(*x.shape[:2], self.whole.get_input_embeddings().embedding_dim)
 
     def _skip(self, *_args: Any, **_kwargs: Any) -> Any:

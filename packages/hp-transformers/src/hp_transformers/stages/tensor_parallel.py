@@ -72,7 +72,7 @@ _ACROSS = frozenset({"Gemma3nTextMLP"})
 
 
 def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]:
-    """How modules of layers are cut, by their path in the list of layers.
+    """Return how modules of layers are cut, by their path in the list of layers.
 
     Args:
         model: The whole model, on the meta device.
@@ -108,7 +108,7 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
 
 
 def _is_read(parent: nn.Module, name: str) -> bool:
-    """Whether code of a module reads parameters of a child by itself, instead of calling it."""
+    """Say if code of a module reads parameters of a child by itself, instead of calling it."""
     reads = re.compile(rf"\b{name}\.(weight|bias)")
     kinds: list[Any] = [kind for kind in type(parent).__mro__ if issubclass(kind, nn.Module)]
     return any(reads.search(_source(kind)) for kind in kinds if kind is not nn.Module)
@@ -123,7 +123,7 @@ def _source(kind: Any) -> str:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module computes nothing but a linear layer: torch's, or that of GPT-2."""
+    """Tell whether a module computes nothing but a linear layer: torch's, or that of GPT-2."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 

@@ -243,7 +243,7 @@ def _phases(mine: Step, theirs: Step) -> Iterator[str]:
 
 
 def _dropout(index: int, mine: Step, theirs: Step) -> str:
-    """How random numbers could explain a difference; empty: they cannot."""
+    """Return how random numbers could explain a difference; empty: they cannot."""
     drawn = sorted(mine.drawn | theirs.drawn)
     if not drawn:
         return ""
@@ -306,7 +306,7 @@ def _calls_more(mine: Step, theirs: Step) -> Iterator[str]:
 
 
 def _are_equal(result: Comparison, index: int, theirs: Step) -> bool:
-    """Whether all gradients of a step were compared, and none differs."""
+    """Tell whether all gradients of a step were compared, and none differs."""
     gradients = theirs.tensors.get(ev.GRADIENT, {})
     is_listed = any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients)
     places = result.differences
@@ -438,7 +438,7 @@ def _find_scaled(result: Comparison, index: int, mine: Step | None, theirs: Step
 
 
 def scales(mine: Step, theirs: Step) -> dict[str, float]:
-    """How much larger each sample's part of the loss is there than here.
+    """Return how much larger each sample's part of the loss is there than here.
 
     A rank may take the gradient of the mean of its own samples, and ranks the mean of gradients.
     Whether that is right is seen in gradients of parameters.
@@ -486,7 +486,7 @@ def _pairs(
 
 
 def _why_mixed(reference: Digests, bound: float) -> str:
-    """Whether a reference's samples with one name have other values."""
+    """Return whether a reference's samples with one name have other values."""
     is_mixed = any(reference.rows) and reference.disagree > bound
     return "samples of the reference with the same input have other values" if is_mixed else ""
 
@@ -552,7 +552,7 @@ def _numbers(  # noqa: PLR0917
 
 
 def _rounding_of_loss(step: Step) -> float:
-    """What rounding of outputs, or of weights, makes of a loss, by their gradients."""
+    """Return what rounding of outputs, or of weights, makes of a loss, by their gradients."""
     made = 0.0
     for values, gradients in ((ev.FORWARD, ev.BACKWARD), (ev.WEIGHT, ev.GRADIENT)):
         for name, value in step.tensors.get(values, {}).items():
@@ -564,7 +564,7 @@ def _rounding_of_loss(step: Step) -> float:
 
 
 def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> float:
-    """How far numbers of a phase are from the reference's."""
+    """Return how far numbers of a phase are from the reference's."""
     ours, expected = numbers_of(mine, phase, name), numbers_of(theirs, phase, name)
     if phase == ev.LOSS:
         return _apart(ours, expected)[0]

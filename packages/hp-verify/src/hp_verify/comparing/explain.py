@@ -80,7 +80,7 @@ def _reasons(comparison: Comparison, first: Place, together: Sequence[Place]) ->
 
 
 def _rounded(places: Sequence[Place]) -> Iterator[str]:
-    """Whether all errors of a reduction have the size of rounding to a shorter dtype."""
+    """Yield whether all errors of a reduction have the size of rounding to a shorter dtype."""
     errors = [place.error for place in places if not place.who]
     for dtype, step in _STEPS.items():
         are_so = len(errors) == len(places) and max(errors) < step

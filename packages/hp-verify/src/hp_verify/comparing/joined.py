@@ -62,7 +62,7 @@ class Digests:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of its numbers are."""
+        """Tell whether all of its numbers are."""
         return all(math.isfinite(norm) for _, norm in self.rows.values())
 
     def shape_of(self, row: str) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Step:
 
     @property
     def is_update(self) -> bool:
-        """Whether weights were updated; else it is what was evaluated after the last update."""
+        """Say if weights were updated; else it is what was evaluated after the last update."""
         return bool(self.rows or self.numbers or self.tensors.keys() - {EVALUATION})
 
 
@@ -131,7 +131,7 @@ class Recording:
         return sum(step.is_update for step in self.steps.values())
 
     def is_whole(self, steps: int) -> bool:
-        """Whether every rank has recorded all of a number of updates."""
+        """Tell whether every rank has recorded all of a number of updates."""
         ranks = max((int(facts["ranks"]) for facts in self.facts), default=1)
         last = self.steps.get(steps)
         return last is not None and len(last.states) >= ranks
@@ -192,7 +192,7 @@ def join(folder: Path) -> Recording:
 
 
 def rows_in(folder: Path) -> list[tuple[str, Rows]]:
-    """What root modules of a job were given: process, samples."""
+    """Return what root modules of a job were given: process, samples."""
     return [
         (path.stem.replace(BATCHES, TENSORS), line.rows)
         for path in sorted(folder.glob(f"{BATCHES}-*{SUFFIX}"))
@@ -307,7 +307,7 @@ class _Parts:
 
 
 def _sum(piece: Piece, other: Piece) -> Piece:
-    """What two terms of a sum add up to; its norm is what its sums with signs tell."""
+    """Return what two terms of a sum add up to; its norm is what its sums with signs tell."""
     sums = tuple(x + y for x, y in zip(piece.sums, other.sums, strict=True))
     return Piece(piece.box, sums, math.sqrt(math.fsum(x * x for x in sums) / NUM_SIGNS), piece.row)
 

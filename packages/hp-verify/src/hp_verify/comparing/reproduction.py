@@ -52,6 +52,6 @@ class Reproduction:
 
     @property
     def verdict(self) -> str:
-        """Which side is wrong, as the program says in its last line."""
+        """Return which side is wrong, as the program says in its last line."""
         lines = self.output.strip().splitlines()
         return lines[-1] if lines else ""

@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs, is missing or superfluous."""
+        """Tell whether nothing differs, is missing or superfluous."""
         return not (self.differences or self.missing or self.extra) and bool(self.counts)
 
 

@@ -99,7 +99,7 @@ def _checkpoints(first: Path, second: Path, options: argparse.Namespace) -> int:
 
 
 def report(comparison: "Comparison", letters: str = "AB") -> str:
-    """What was found, in lines.
+    """Return what was found, in lines.
 
     Args:
         comparison: What was found.

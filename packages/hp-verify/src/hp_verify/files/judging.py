@@ -34,7 +34,7 @@ class Verdict:
 
 
 def is_quantised(dtype: str) -> bool:
-    """Whether a dtype is one of weights that come with scales."""
+    """Tell whether a dtype is one of weights that come with scales."""
     return DTYPES[dtype] in _EIGHTS
 
 
@@ -110,7 +110,7 @@ def _spread(scales: Tensor, shape: torch.Size) -> Tensor | None:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether all bits are, zeros with signs and NaNs too."""
+    """Tell whether all bits are, zeros with signs and NaNs too."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(_bytes(a), _bytes(b))

@@ -86,7 +86,7 @@ def short(name: str) -> str:
 
 
 def fused(name: str, there: Mapping[str, Made]) -> Made | None:
-    """What an engine calls a tensor that it makes of several; None: no such rule is known.
+    """Return what an engine calls a tensor that it makes of several; None: no such rule is known.
 
     Args:
         name: Its name in the engine.

@@ -85,7 +85,7 @@ def apart() -> AbstractContextManager[None]:
 
 
 def is_unseen() -> bool:
-    """Whether what is computed now is no part of a job's forward.
+    """Tell whether what is computed now is no part of a job's forward.
 
     It is computed again in a backward, traced, or transformed: tensors have no values of their own.
     """
@@ -95,12 +95,12 @@ def is_unseen() -> bool:
 
 
 def has_values(value: Any) -> bool:
-    """Whether all tensors inside of a value are more than shapes: on no meta device, not fake."""
+    """Say if all tensors inside of a value are more than shapes: on no meta device, not fake."""
     return not any(t.is_meta or isinstance(t, FakeTensor) for _, t in tensors_in(value))
 
 
 def is_checkpointed() -> bool:
-    """Whether a root module is called to be called again in the backward, without gradients now.
+    """Say if a root module is called to be called again in the backward, without gradients now.
 
     Called from a global hook of that call.
     """
@@ -108,7 +108,7 @@ def is_checkpointed() -> bool:
 
 
 def is_for_shapes() -> bool:
-    """Whether a library calls a root module to see shapes alone, with values that it makes up.
+    """Tell whether a library calls a root module to see shapes alone, with values that it makes up.
 
     Called from a global hook of that call.
     """

@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
-    """Whether a value is a DTensor; before anything has imported them nothing is."""
+    """Return whether a value is a DTensor; before anything has imported them nothing is."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)

@@ -141,7 +141,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def has_names(self) -> bool:
-        """Whether samples are named by their content, and not by their place in a call."""
+        """Tell whether samples are named by their content, and not by their place in a call."""
         return not any("." in row for row in self.rows)
 
 

@@ -47,7 +47,7 @@ class Launches:
         self._known.write_bytes(msgspec.json.encode(known))
 
     def recall(self, names: Mapping[str, object]) -> dict[str, list[Slice]] | None:
-        """What parameters were at the first launch; None: this is it, or they are others.
+        """Return what parameters were at the first launch; None: this is it, or they are others.
 
         Args:
             names: Names of parameters -> anything.
@@ -62,7 +62,7 @@ class Launches:
 
 
 def parameters_of(folder: Path) -> set[str]:
-    """What the processes of a job call their parameters.
+    """Return what the processes of a job call their parameters.
 
     Args:
         folder: Folder of the job's recording, in which its processes have left their files.

@@ -39,7 +39,7 @@ class Learned:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What holds these values."""
+        """Return what holds these values."""
         return [*self.whole, *self.flat]
 
 
@@ -113,7 +113,7 @@ class Owners:
         return Learned(there, renaming, list(real.values()), list(stand_ins.values()))
 
     def has_parameters(self, module: str) -> bool:
-        """Whether a module of the reference has parameters.
+        """Tell whether a module of the reference has parameters.
 
         Args:
             module: Its name there.
@@ -131,7 +131,7 @@ class Owners:
         self._reference.forget()
 
     def parts(self, tensor: Tensor) -> list[Slice]:
-        """What a tensor that is known is of the reference."""
+        """Return what a tensor that is known is of the reference."""
         return self._slices.get(id(tensor), [])
 
     def of(self, tensor: Tensor, what: str) -> tuple[str, list[Slice]]:
@@ -164,7 +164,7 @@ class Owners:
     def _recalled(
         self, parameters: Mapping[str, Tensor | Flat]
     ) -> tuple[dict[str, list[Slice]], Renaming]:
-        """What an earlier launch has found of parameters, or what is found now."""
+        """Return what an earlier launch has found of parameters, or what is found now."""
         if self._launches is None:
             return self._find(parameters)
         known = self._launches.recall(parameters)
@@ -188,7 +188,7 @@ class Owners:
         return {name: all_of(name, p) for name, p in parameters.items()}, Renaming(())
 
     def _declared(self, name: str, parameter: Tensor, other: str, rule: Rule) -> Slice:
-        """What a rule says that a parameter is."""
+        """Return what a rule says that a parameter is."""
         weight = self._reference.weights.get(other)
         if weight is None:
             raise ConfigError(f"rule {rule.name}: the reference has no parameter {other}")

@@ -108,7 +108,7 @@ class ParameterRecorder(Listener):
         return not self._is_no_rank() and self._step <= last and self._place(phase) <= last + 1
 
     def _is_no_rank(self) -> bool:
-        """Whether a process of the job has started this one, and it is in no group of ranks."""
+        """Say if a process of the job has started this one, and it is in no group of ranks."""
         return self._is_within and is_in_group() == self._had_group
 
     def _number(self, phase: str, value: float, dtype: torch.dtype = torch.float32) -> None:
@@ -196,7 +196,7 @@ class ParameterRecorder(Listener):
             self._modules.setdefault(id(module), name)
 
     def _launch(self) -> Launches:
-        """Which launch of its job this process is of; steps go on from those before it."""
+        """Return which launch of its job this process is of; steps go on from those before it."""
         if self._launches is None:
             os.environ[WITHIN] = str(os.getpid())
             self._launches = Launches(Path(self._request.folder), rank_here())
@@ -221,7 +221,7 @@ class ParameterRecorder(Listener):
         self._all_owners().hold(tensor, runs)
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """What the model calls a parameter; None: it is of no model that was called."""
+        """Return what the model calls a parameter; None: it is of no model that was called."""
         return self._own_names.get(id(parameter))
 
     def _parameters(self, phase: str, values: Iterable[tuple[Tensor, Tensor | None]]) -> None:
@@ -303,6 +303,6 @@ def why(error: Exception) -> str:
 
 
 def _is_of_columns(part: Slice) -> bool:
-    """Whether a part of a matrix has some of its columns: a product with it is a term of a sum."""
+    """Say if a part of a matrix has some of its columns: a product with it is a term of a sum."""
     is_cut = len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
     return is_cut and part.laid is None

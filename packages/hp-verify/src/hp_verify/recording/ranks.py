@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def is_in_group() -> bool:
-    """Whether this process is one of a process group."""
+    """Tell whether this process is one of a process group."""
     return dist.is_available() and dist.is_initialized()
 
 

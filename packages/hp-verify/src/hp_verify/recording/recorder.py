@@ -392,7 +392,7 @@ class Recorder(ParameterRecorder):
             self._owners.forget()
 
     def _is_updated(self, optimizer: Optimizer, parameter: Tensor) -> bool:
-        """Whether an update may have changed it; of a model that was never called none does."""
+        """Say if an update may have changed it; of a model that was never called none does."""
         is_used = parameter.grad is not None or bool(optimizer.state.get(parameter))
         return is_used or bool(self._all_owners().parts(parameter))
 
@@ -436,5 +436,5 @@ class Recorder(ParameterRecorder):
 
 
 def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an optimizer was given what computes the loss, and was called before that."""
+    """Tell whether an optimizer was given what computes the loss, and was called before that."""
     return any(map(callable, (*args[1:], *kwargs.values())))

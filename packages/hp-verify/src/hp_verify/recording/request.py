@@ -71,5 +71,5 @@ def environment(request: Request) -> dict[str, str]:
 
 
 def requested() -> Request:
-    """What was asked of this process."""
+    """Return what was asked of this process."""
     return msgspec.json.decode(os.environ[VARIABLE], type=Request)

@@ -101,7 +101,7 @@ class Runs:
                     break
 
     def _guesses(self, before: _Found | None, after: _Found | None, size: int) -> Iterator[int]:
-        """Where a gap may go on from what is before it, and come to what is after it.
+        """Yield where a gap may go on from what is before it, and come to what is after it.
 
         Parameters may be laid in the model's order or against it, one by one.
         """
@@ -160,7 +160,7 @@ def _bits(values: Tensor) -> NDArray[np.int64]:
 
 
 def _common(here: NDArray[np.int64], there: NDArray[np.int64]) -> int:
-    """How many values from the first on are the same."""
+    """Return how many values from the first on are the same."""
     size = min(len(here), len(there))
     differs = here[:size] != there[:size]
     return int(differs.argmax()) if differs.any() else size

@@ -86,7 +86,7 @@ class Run:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the reference's sample is here."""
+        """Tell whether all of the reference's sample is here."""
         first, last = self.here
         return self.start == 0 and last - first == self.length
 
@@ -169,7 +169,7 @@ class Samples:
             self.runs, self.names = runs, runs[0].names
 
     def rows(self, step: int, phase: str) -> Rows:
-        """What the root module was given."""
+        """Return what the root module was given."""
         small = self.has_tokens and self._local.numel() <= _SMALL
         tokens = tuple(map(tuple, self._local.tolist())) if small else ()
         real = self._real if self._is_reference else ()

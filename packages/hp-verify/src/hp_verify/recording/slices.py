@@ -162,7 +162,7 @@ def _spans(places: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]
 
 
 def all_of(name: str, tensor: Tensor | Flat) -> list[Slice]:
-    """What a tensor is of the parameter that it is by its name."""
+    """Return what a tensor is of the parameter that it is by its name."""
     _, parts, _ = placed(tensor)
     return [replace(part, name=name) for part in parts]
 
@@ -203,7 +203,7 @@ def composed(slices: Sequence[Slice], run: Run) -> Iterator[Slice]:
 
 
 def _there(common: Box, part: Slice) -> Box:
-    """Where a part of a slice is in the reference's parameter.
+    """Return where a part of a slice is in the reference's parameter.
 
     Dims of one index may be more here or there: an expert alone and in a stack.
     """

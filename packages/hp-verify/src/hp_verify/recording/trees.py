@@ -38,7 +38,7 @@ def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_compared(output: Tensor) -> bool:
-    """Whether what a module gives is compared: not indices, and no single number, say a loss."""
+    """Say if what a module gives is compared: not indices, and no single number, say a loss."""
     return output.ndim > 0 and (output.is_floating_point() or output.is_complex())
 
 

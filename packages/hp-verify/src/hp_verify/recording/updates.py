@@ -27,7 +27,7 @@ class Updates:
     _then: list[list[float]] | None = None
 
     def are_made_by_hand(self) -> bool:
-        """Whether weights have other values than when this was asked last."""
+        """Tell whether weights have other values than when this was asked last."""
         if not self.are_by_hand:
             return False
         parts = [placed(weight)[0] for weight in self.weights]
@@ -37,5 +37,5 @@ class Updates:
 
 
 def updated(optimizer: Optimizer) -> list[Tensor]:
-    """What an optimizer updates."""
+    """Return what an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]

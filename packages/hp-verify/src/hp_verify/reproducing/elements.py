@@ -159,7 +159,7 @@ def _kind(  # noqa: PLR0917
     others: Mapping[str, Tensor],
     offsets: Mapping[str, Tensor],
 ) -> str:
-    """What the differing elements are; empty: nothing that is known."""
+    """Return what the differing elements are; empty: nothing that is known."""
     a, b = mine[differs], theirs[differs]
     if not bool(a.isfinite().all()):
         return "not finite"
@@ -204,7 +204,7 @@ def _by_rank(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
 
 
 def _untaken(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
-    """Whether ranks have terms of a sum or of a mean that was not taken."""
+    """Return whether ranks have terms of a sum or of a mean that was not taken."""
     by_box: dict[Box, dict[int, Tensor]] = defaultdict(dict)
     for part in parts:
         by_box[part.box].setdefault(part.rank, part.values.double())
@@ -221,7 +221,7 @@ def _untaken(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
 
 
 def _moved(mine: Tensor, theirs: Tensor, tolerance: float) -> str:
-    """Whether slices are the reference's in another order."""
+    """Return whether slices are the reference's in another order."""
     is_square = mine.ndim == 2 and mine.shape[0] == mine.shape[1]
     if is_square and not bool(_differs(mine, theirs.T, tolerance).any()):
         return "the reference's, transposed"
@@ -242,7 +242,7 @@ def _moved(mine: Tensor, theirs: Tensor, tolerance: float) -> str:
 
 
 def _shifted(mine: Tensor, theirs: Tensor, tolerance: float) -> str:
-    """Whether slices are the reference's at other places, others having come in at the end."""
+    """Tell whether slices are the reference's at other places, others having come in at the end."""
     for dim, size in enumerate(mine.shape):
         for by in range(1, min(_MOST_SHIFT, size // 2) + 1):
             for a, b, sign in ((mine, theirs, 1), (theirs, mine, -1)):
@@ -255,7 +255,7 @@ def _shifted(mine: Tensor, theirs: Tensor, tolerance: float) -> str:
 
 
 def _order(mine: Tensor, theirs: Tensor, tolerance: float) -> list[int] | None:
-    """Which slice of the reference each slice is; None: some are none of them."""
+    """Return which slice of the reference each slice is; None: some are none of them."""
     if not 2 <= len(mine) <= _MOST_SLICES:
         return None
     a, b = mine.reshape(len(mine), -1), theirs.reshape(len(mine), -1)
@@ -268,7 +268,7 @@ def _order(mine: Tensor, theirs: Tensor, tolerance: float) -> list[int] | None:
 
 
 def _offset(difference: Tensor, tolerance: float, offsets: Mapping[str, Tensor]) -> str:
-    """Whether it is off by the same row everywhere."""
+    """Return whether it is off by the same row everywhere."""
     if difference.ndim < 2:
         return ""
     rows = difference.flatten(0, -2)
@@ -293,7 +293,7 @@ def _rounded(a: Tensor, b: Tensor, tolerance: float) -> str:
 
 
 def mixture(value: Tensor, terms: Mapping[str, Tensor], bound: float) -> str:
-    """Which multiples of terms a tensor is the sum of; empty: none that are simple ratios.
+    """Return which multiples of terms a tensor is the sum of; empty: none that are simple ratios.
 
     Args:
         value: What is made of them.
@@ -320,7 +320,7 @@ def mixture(value: Tensor, terms: Mapping[str, Tensor], bound: float) -> str:
 
 
 def combinations(own: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What ranks' own tensors may have become: each of them, their sum, their mean.
+    """Yield what ranks' own tensors may have become: each of them, their sum, their mean.
 
     Args:
         own: Rank -> tensor of one shape.

@@ -199,7 +199,7 @@ def _offsets(kept: Kept, first: Place) -> dict[str, Tensor]:
 
 
 def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
-    """What a parameter's value may be in place of the reference's."""
+    """Return what a parameter's value may be in place of the reference's."""
     name, step, phase = first.name, first.step, first.phase
     found: dict[str, Tensor] = {}
     if phase == ev.GRADIENT:
@@ -242,7 +242,7 @@ def _terms(first: Place, pair: Pair, parts: list[Part]) -> dict[str, Tensor]:
 
 
 def _of_own(pair: Pair, first: Place, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
-    """What ranks' own gradients may have become, put together over the parts of a parameter."""
+    """Say what ranks' own gradients may have become, put together over the parts of a parameter."""
     found: dict[str, Tensor] = {}
     own = pair.actual.own(first.step, first.name)
     alone = {(part.rank, part.box): part.values for part in own}

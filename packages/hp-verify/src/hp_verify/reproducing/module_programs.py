@@ -78,7 +78,7 @@ _INPUTS, _WEIGHTS = "inputs", "weights"
 
 
 def blames_inputs(verdict: str) -> bool:
-    """Whether a program says that its module is right: what comes before it is wrong."""
+    """Tell whether a program says that its module is right: what comes before it is wrong."""
     return verdict.endswith(f"has other {_INPUTS}")
 
 
@@ -128,7 +128,7 @@ def _fitting(lines: Sequence[str]) -> list[str]:
 
 
 def classes_of(source: str) -> str:
-    """What of a program its classes need: imports, and what they name, and what that names.
+    """Return what of a program its classes need: imports, and what they name, and what that names.
 
     Args:
         source: The program.

@@ -175,7 +175,7 @@ class ModuleSides:
     def call(
         self, entry: Mapping[str, Any], file: str, *, of_job: bool, with_grads: bool
     ) -> dict[str, Any]:
-        """What one call of the module was given, and the gradients of what it gave.
+        """Return what one call of the module was given, and the gradients of what it gave.
 
         Args:
             entry: The reference's call.
@@ -237,7 +237,7 @@ class ModuleSides:
         return laid_like(samples, leaf["size"])
 
     def _raw(self, wanted: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
-        """What is not made of samples: of the same call, or the same in all calls."""
+        """Return what is not made of samples: of the same call, or the same in all calls."""
         found = [
             (other["rows"] == entry["rows"], leaf["raw"])
             for other in self._pair.actual.inputs
@@ -275,12 +275,12 @@ def farthest(whole: Whole, expected: Tensor) -> Tensor:
 
 
 def index_of_largest(expected: Tensor, actual: Tensor) -> tuple[int, ...]:
-    """Where two tensors are farthest apart."""
+    """Return where two tensors are farthest apart."""
     apart = (actual.double() - expected.double()).abs().nan_to_num(torch.inf)
     return tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
 
 
 def times_of(name: str) -> int:
-    """Which call of its module within one of the root an output is of."""
+    """Return which call of its module within one of the root an output is of."""
     _, _, times = name.partition("#")
     return int(times or 0)

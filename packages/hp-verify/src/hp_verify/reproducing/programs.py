@@ -112,7 +112,7 @@ def program(title: str, bound: float, body: str) -> str:
 
 
 def of_update(kind: tuple[str, str], result: str) -> str:
-    """What makes a parameter's update again, of an optimizer's module and class."""
+    """Return what makes a parameter's update again, of an optimizer's module and class."""
     return f"""{VALUES}
 from {kind[0]} import {kind[1]} as Optimizer
 

@@ -37,7 +37,7 @@ def _call(
     *,
     with_grads: bool = True,
 ) -> tuple[ModuleCall, dict[str, Any]]:
-    """What all programs of a module share; what they unpickle is copied into their folder."""
+    """Say what all programs of a module share; what they unpickle is copied into their folder."""
     settings, name = sides.settings(), sides.module or "the model"
     prepare = []
     if pair.float64:

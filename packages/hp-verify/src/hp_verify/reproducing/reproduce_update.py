@@ -161,7 +161,7 @@ def _update(place: Place, pair: Pair, _steps: tuple[Step, Step], title: str) -> 
 
 
 def _other(mine: dict[str, Any], theirs: dict[str, Any], bound: float) -> dict[str, Any]:
-    """What was not the reference's before an update: options, and errors of tensors."""
+    """Return what was not the reference's before an update: options, and errors of tensors."""
     options = theirs["options"]
     found: dict[str, Any] = {
         k: (v, options.get(k)) for k, v in mine["options"].items() if options.get(k) != v

@@ -30,7 +30,7 @@ class TensorMeta:
     requires_grad: bool | None = None
 
     def is_leaf_on(self, edge: Edge) -> bool:
-        """Whether the tensor is delivered as a leaf that requires grad."""
+        """Tell whether the tensor is delivered as a leaf that requires grad."""
         if self.requires_grad is None:
             return edge.is_forward and self.dtype.is_floating_point
         return self.requires_grad
@@ -87,7 +87,7 @@ class Workspace:
         self._tensor.record_stream(stream)
 
     def result(self, index: int) -> Tensor:
-        """What destination rank `index` keeps."""
+        """Return what destination rank `index` keeps."""
         own = self.units(*self._plan.destination_range(index))
         return own.contiguous().view(self._plan.destination_shape(index))
 
@@ -110,7 +110,7 @@ def pack(message: Message, workspaces: Sequence[Workspace]) -> Tensor:
 
 
 def receive_buffer(message: Message, workspaces: Sequence[Workspace]) -> Tensor:
-    """Where to receive a message: in place where it is one contiguous piece."""
+    """Return where to receive a message: in place where it is one contiguous piece."""
     first = message.pieces[0]
     target = workspaces[first.tensor].units(first.start, first.stop)
     if len(message.pieces) == 1 and target.is_contiguous():

@@ -124,7 +124,7 @@ def plan_edge(
 
 
 def _candidates(plan: TransferPlan, chunks: int | None) -> Iterator[TransferPlan]:
-    """What "auto" chooses from; chunks pay where an exchange follows that they can hide."""
+    """Yield what "auto" chooses from; chunks pay where an exchange follows that they can hide."""
     yield _with_steps(replace(plan, chunks=chunks or 1), "interval")
     if chunks is None and isinstance(plan.destination, Replicated) and plan.num_destinations > 1:
         for number in _CHUNKS:

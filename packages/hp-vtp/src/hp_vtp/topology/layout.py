@@ -166,7 +166,7 @@ class PipelineLayout:
         return self._find(rank)[2]
 
     def is_leader(self, rank: int) -> bool:
-        """Whether a global rank is the first of its replica. False for a rank of no stage."""
+        """Tell whether a global rank is the first of its replica. False for a rank of no stage."""
         return any(part[0] == rank for stage in self.stages for part in stage.replicas)
 
     def logical_stages_of(self, rank: int) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class Edge:
 
     @property
     def is_forward(self) -> bool:
-        """Whether activations go this way, rather than gradients."""
+        """Tell whether activations go this way, rather than gradients."""
         return self.destination > self.source
 
     def __str__(self) -> str:

@@ -213,7 +213,7 @@ def header_peers(edge: Edge, rank: int) -> list[int]:
 
 
 def _overlap(message: Message, arrival: Message) -> bool:
-    """Whether a message passes on something that another one brings."""
+    """Tell whether a message passes on something that another one brings."""
     return any(
         piece.tensor == other.tensor and piece.start < other.stop and other.start < piece.stop
         for piece in message.pieces

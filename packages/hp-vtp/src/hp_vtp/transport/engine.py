@@ -236,5 +236,5 @@ class EdgeEnd:
 
 
 def _version(x: Tensor) -> int | None:
-    """How often a tensor that is sent from where it lies has been changed in place."""
+    """Return how often a tensor that is sent from where it lies has been changed in place."""
     return x._version if x.is_contiguous() and not x.is_inference() else None  # noqa: SLF001

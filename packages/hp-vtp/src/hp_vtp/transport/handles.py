@@ -32,12 +32,12 @@ class Handle(ABC, Generic[T]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether `wait` would return at once; on CUDA, without making the stream wait."""
+        """Tell whether `wait` would return at once; on CUDA, without making the stream wait."""
 
     @property
     @abstractmethod
     def failed(self) -> bool:
-        """Whether the transfer is known to have failed; `wait` says why."""
+        """Tell whether the transfer is known to have failed; `wait` says why."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T:

@@ -82,7 +82,7 @@ def problems(config: Config, world: World | None = None) -> Iterator[str]:
 
 
 def allows_mesh(config: Config) -> bool:
-    """Whether the mesh of a config goes with its model, whatever pipeline and batch are.
+    """Tell whether the mesh of a config goes with its model, whatever pipeline and batch are.
 
     What has nothing to do with layouts, files above all, is not looked at, here and in
     `allows_pipeline`: they are for trying many.
@@ -91,7 +91,7 @@ def allows_mesh(config: Config) -> bool:
 
 
 def allows_pipeline(config: Config) -> bool:
-    """Whether pipeline and batch go with mesh and model, which go together.
+    """Tell whether pipeline and batch go with mesh and model, which go together.
 
     A rule with a key outside of mesh and model is one of these, as layouts are tried mesh by mesh.
     """
@@ -99,12 +99,12 @@ def allows_pipeline(config: Config) -> bool:
 
 
 def allows_batch(config: Config) -> bool:
-    """Whether the batch comes in whole microbatches on all ranks."""
+    """Tell whether the batch comes in whole microbatches on all ranks."""
     return next(batch_rules(config), None) is None
 
 
 def allows_stages(config: Config) -> bool:
-    """Whether sizes of single stages go with those of the mesh that all have in common."""
+    """Tell whether sizes of single stages go with those of the mesh that all have in common."""
     return next(stage_list_rules(config.mesh), None) is None
 
 

@@ -24,7 +24,7 @@ _OTHER_WEIGHTS = (
 
 
 def file_rules(config: Config) -> Iterator[str]:
-    """What is read must be there, and what is written must have a place."""
+    """Yield what is read must be there, and what is written must have a place."""
     run, data = config.run, config.data
     for path in () if has_tokens(run.resume) else data.paths:
         if not _is(path, Path.exists):
@@ -57,7 +57,7 @@ def file_rules(config: Config) -> Iterator[str]:
 
 
 def _model_files(config: Config) -> Iterator[str]:
-    """What a model is made of must be there."""
+    """Yield what a model is made of must be there."""
     code, _, function = config.model.factory.rpartition(":")
     if config.model.factory and not (code and function):
         yield (
@@ -112,7 +112,7 @@ def require_model_folder(path: str) -> None:
 
 
 def has_tokens(run: str) -> bool:
-    """Whether a run directory has the tokens that it goes on with, wherever the text is now."""
+    """Say if a run directory has the tokens that it goes on with, wherever the text is now."""
     return bool(run) and _is(f"{run}/data/index.json", Path.is_file)
 
 
@@ -125,7 +125,7 @@ def saving_rules(config: Config) -> Iterator[str]:
 
 
 def extra_rules(config: Config) -> Iterator[str]:
-    """What needs an optional package must find it."""
+    """Yield what needs an optional package must find it."""
     for extra, key, is_wanted in (
         ("tensorboard", "run.tensorboard", config.run.tensorboard),
         ("tokenizers", "data.tokenizer", config.data.tokenizer),
@@ -153,7 +153,7 @@ def _not_writable(path: str) -> str:
 
 
 def _is(path: str, is_so: Callable[[Path], bool]) -> bool:
-    """Whether something is so of a path; not of one that cannot be looked at, or is no name."""
+    """Say if something is so of a path; not of one that cannot be looked at, or is no name."""
     try:
         return is_so(Path(path))
     except (OSError, ValueError):

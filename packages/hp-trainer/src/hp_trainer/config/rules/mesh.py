@@ -73,7 +73,7 @@ def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
 
 
 def _own_model(config: Config) -> Iterator[str]:
-    """What needs to know the inside of a block cannot be asked of one of the user's own."""
+    """Yield what needs to know the inside of a block cannot be asked of one of the user's own."""
     name, tp = config.model.origin, max(config.mesh.tp_sizes)
     if tp > 1 and not config.model.transformers:
         yield f"mesh.tp ({tp}) must be 1 with {name}"

@@ -41,7 +41,7 @@ def part_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _own(config: Config) -> Iterator[str]:
-    """What needs to know the inside of a model cannot be asked of one of the user's own."""
+    """Yield what needs to know the inside of a model cannot be asked of one of the user's own."""
     name = config.model.origin
     if config.model.factory and config.model.transformers:
         yield f"model.transformers ({shown(config.model.transformers)}) must be empty with {name}"

@@ -125,7 +125,7 @@ def gather_rules(config: Config) -> Iterator[str]:
 
 
 def recompute_rules(config: Config) -> Iterator[str]:
-    """What runs again must be something whose inside is known and seen."""
+    """Yield what runs again must be something whose inside is known and seen."""
     train, model = config.train, config.model
     if model.is_own and train.recompute not in ("none", "full"):
         yield (

@@ -39,7 +39,7 @@ def size_rules(config: Config) -> Iterator[str]:
 
 
 def _profile_rules(config: Config) -> Iterator[str]:
-    """What profiles take is bounded."""
+    """Yield what profiles take is bounded."""
     train = config.train
     for key, values in (("profile", train.profile), ("profile_ranks", train.profile_ranks)):
         if len(values) > _MOST_PROFILED:

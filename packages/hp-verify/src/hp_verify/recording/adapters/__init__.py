@@ -38,7 +38,7 @@ class Listener(Protocol):
         """The norm by which gradients were clipped."""
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """What the model calls a parameter; None: it is of no model that was called."""
+        """Return what the model calls a parameter; None: it is of no model that was called."""
 
 
 class Adapter(Protocol):
