@@ -22,11 +22,11 @@ from hp_train.cli import main
 from hp_trainer.config import Config, ModelConfig
 from hp_trainer.config.options import resolve
 from hp_trainer.config.render import to_toml
-from hp_trainer.launch.original import keep_original
 from hp_trainer.launch.rundir import write_config
 from hp_trainer.model.shapes import model_shapes
 from hp_trainer.training.train import Trainer
 from hp_transformers.families import check_weights, save_weights
+from hp_transformers.original import keep_original
 from integration_tests.layouts import _whole, config_of, train_in, worker_of
 
 

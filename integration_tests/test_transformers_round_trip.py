@@ -22,9 +22,9 @@ from hp_platform.testing import run_distributed
 from hp_train.cli import main
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
-from hp_trainer.launch.original import keep_original
 from hp_trainer.launch.rundir import write_config
 from hp_trainer.training.train import Trainer
+from hp_transformers.original import keep_original
 from integration_tests.layouts import worker_of, write_corpus
 
 transformers = pytest.importorskip("transformers", reason="of `nox -s transformers`")

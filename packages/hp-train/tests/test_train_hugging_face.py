@@ -22,7 +22,6 @@ from hp_platform.testing import RankError, compare, run_distributed
 from hp_train.cli import main
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import resolve, shipped
-from hp_trainer.launch.original import Original
 from hp_trainer.model.shapes import model_shapes
 from hp_transformers.families import (
     check_weights,
@@ -35,6 +34,7 @@ from hp_transformers.families import (
 from hp_transformers.families.config import config_after
 from hp_transformers.families.handed_on import tokens_of
 from hp_transformers.families.load import opened_files
+from hp_transformers.original import Original
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

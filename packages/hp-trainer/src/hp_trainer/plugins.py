@@ -4,6 +4,7 @@
 |---|---|
 | `hp_trainer.models` | a class of stages, which has `tied_parameters` of a config |
 | `hp_trainer.weights` | a module with `load_weights` and `require_fit`, for `run.init_from` |
+| `hp_trainer.originals` | a function of a run directory and its config: keeps what comes along |
 | `hp_trainer.notes` | a function of a config: lines for the first lines of a run |
 | `hp_trainer.model_flops` | a function of a config and a vocabulary's size: operations per token |
 | `hp_trainer.step_sources` | a class that makes the steps of a run, by the name of `data.packing` |

@@ -10,17 +10,13 @@ from typing import TypeVar
 
 from hp_base.dtypes import BYTES
 from hp_plan.costs.kept import kept
-from hp_plan.costs.stored import StoredKernels, StoredModel
+from hp_plan.costs.stored import Key, StoredKernels, StoredModel
 from hp_plan.costs.work import BlockWork, Kernel, Kernels, ModelWork, Work, alike, together
 from hp_trainer.config import Config, ModelConfig
 from hp_trainer.layout.schedules import layers_of_stages, placement
 from hp_trainer.layout.vocabulary import logit_tile
 
 T = TypeVar("T", StoredModel, StoredKernels)
-Key = tuple[ModelConfig, int, int, str, int, int]
-"""What a run of the model depends on: its configuration, vocabulary, sequence length and dtype;
-and where it cuts itself, how many ranks share its matrices, and whether they share its experts: 2
-where they do, whatever their number."""
 
 
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:

@@ -7,6 +7,12 @@ from itertools import chain
 from msgspec import Struct
 
 from hp_plan.costs.work import BlockWork, Kernel, Kernels, ModelWork, Weight, Work
+from hp_trainer.config import ModelConfig
+
+Key = tuple[ModelConfig, int, int, str, int, int]
+"""What a run of the model depends on: its configuration, vocabulary, sequence length and dtype;
+and where it cuts itself, how many ranks share its matrices, and whether they share its experts: 2
+where they do, whatever their number."""
 
 
 class StoredModel(Struct, frozen=True):

@@ -23,7 +23,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -288,19 +288,34 @@ def explained(error: BaseException, first: FailureReport) -> BaseException:
     return error
 
 
+def _ask_nobody(error: BaseException) -> FailureReport | None:  # noqa: ARG001 - nobody is asked
+    return None
+
+
+_asker: Callable[[BaseException], FailureReport | None] = _ask_nobody
+
+
+def ask_by(asker: Callable[[BaseException], FailureReport | None]) -> None:
+    """Say how to find out whom an error is to be blamed on that nobody has reported.
+
+    Args:
+        asker: Asks the other ranks; see `hp_platform.failures.liveness`.
+    """
+    global _asker  # noqa: PLW0603 - one way of asking in a process
+    _asker = asker
+
+
 def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> FailureReport | None:
     # What ended the whole program breaks the groups of its parts as well.
     notes = [*notes, world_note()]
     if (told := _told(error)) is not None:
         return next(filter(None, (note.read() for note in notes)), told)
-    from hp_platform.failures.liveness import whom_to_blame  # noqa: PLC0415 - which needs this module
-
     deadline, suspected = time.monotonic() + _SETTLE_SECONDS, None
     while True:
         if found := next(filter(None, (note.read() for note in notes)), None):
             return found
         if suspected is None:  # at once, while whoever does not come is still seen not coming
-            suspected = whom_to_blame(error)
+            suspected = _asker(error)
         elif time.monotonic() > deadline:
             return suspected
         time.sleep(_LOOK_SECONDS)

@@ -27,6 +27,7 @@ from hp_platform.failures.failures import (
     WORLD_KEY,
     FailureNote,
     FailureReport,
+    ask_by,
     break_group,
     describe,
 )
@@ -267,3 +268,6 @@ def stop_watching() -> None:
 
 
 atexit.register(stop_watching)
+
+
+ask_by(whom_to_blame)

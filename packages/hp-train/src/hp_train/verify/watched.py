@@ -20,10 +20,9 @@ from hp_train.verify.recording import Part, Recorder
 from hp_trainer.config import Config
 from hp_trainer.launch.task import Worker
 from hp_trainer.model.parameters import Parameter
-from hp_trainer.training.batches import Batches, Share
+from hp_trainer.training.batches import Batches, PlannedStep, Share
 from hp_trainer.training.startup import connect, prepare_data
 from hp_trainer.training.state import checkpoint_buffers
-from hp_trainer.training.step_source import PlannedStep
 from hp_trainer.training.train import Losses, Trainer
 
 Kind = Literal["", "eval "]

@@ -31,9 +31,9 @@ from hp_trainer.launch.agent import (
 from hp_trainer.launch.hangs import end_when_stuck, print_report
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.last_word import leave_last_word
-from hp_trainer.launch.original import keep_original
 from hp_trainer.launch.rundir import (
     finished,
+    keep_sources,
     make_run_directory,
     open_run_directory,
     say_finished,
@@ -73,7 +73,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
     if done := finished(folder, config, rank=info.rank, world_size=info.world_size):
         return say_finished(folder, config, done) if info.rank == 0 else 0
     if info.rank == 0:
-        keep_original(folder, resolved)
+        keep_sources(folder, resolved)
         write_config(folder, resolved)
         if warning := why_no_node_is_replaced(os.environ):
             warn(f"warning: {warning}")

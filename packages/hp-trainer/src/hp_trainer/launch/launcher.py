@@ -29,11 +29,11 @@ from hp_trainer.config import Config
 from hp_trainer.config.options import Resolved
 from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.heartbeats import Heartbeats, State
-from hp_trainer.launch.original import keep_original
 from hp_trainer.launch.ranks import LOOPBACK, SERVER, Ranks, noticing_server, server_end
 from hp_trainer.launch.rundir import (
     CHECKPOINTS,
     finished,
+    keep_sources,
     locked,
     make_run_directory,
     open_run_directory,
@@ -116,7 +116,7 @@ def run(resolved: Resolved, *, _entry: str = _ENTRY) -> int:
     ):
         if done := finished(folder, config):
             return say_finished(folder, config, done)
-        keep_original(folder, resolved)
+        keep_sources(folder, resolved)
         write_config(folder, resolved)
         task = Task(config, folder.path, os.getpid(), _entry)
         return _run_ranks(task, folder, trap, resumable=True)

@@ -16,12 +16,14 @@ from hp_trainer.config import Config
 from hp_trainer.config.options import CONFIG, Resolved, for_saving
 from hp_trainer.config.render import to_toml
 from hp_trainer.config.rules.files import TOKENIZER
-from hp_trainer.launch.original import LISTING
 from hp_trainer.launch.task import ERRORS, HEARTBEAT
+from hp_trainer.plugins import plugins
 
 CHECKPOINTS, DATA = "checkpoints", "data"
 _LOCK = ".lock"
 _PICTURES = ("loss.svg", "timeline.svg", "timeline.json")
+ORIGINAL, LISTING = "original", "original.json"
+"""What a run keeps of the model that it starts from: a folder, and what is in it."""
 _FILES = (CONFIG, TOKENIZER, LISTING, _LOCK, HEARTBEAT, "metrics.jsonl", *_PICTURES)
 _FOLDERS = (CHECKPOINTS, DATA, ERRORS, "tensorboard")
 
@@ -169,3 +171,19 @@ def _require_writers(folder: Folder, descriptor: int) -> None:
     with suppress(PermissionError):  # of another user, who has made it so
         if stat.S_IMODE(os.fstat(descriptor).st_mode) != mode:
             os.fchmod(descriptor, mode)
+
+
+def keep_sources(folder: Folder, resolved: Resolved) -> None:
+    """Let packages keep what comes along with a new run, such as the files of its model.
+
+    Args:
+        folder: Directory of the run.
+        resolved: Config of the run.
+
+    Raises:
+        hp_base.errors.ConfigError: When a folder or a file that the config names cannot be read.
+    """
+    config = resolved.config
+    if config.model.transformers or config.run.init_from or config.data.tokenizer:
+        for keep in plugins("hp_trainer.originals"):
+            keep(folder, resolved)

@@ -6,19 +6,21 @@ Shape symbols: B sequences of a microbatch, S positions that attention sees on t
 from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hp_context import Documents
 from hp_data.dataset import Dataset
+from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_trainer.config import Config
 from hp_trainer.layout.mesh import Mesh
 from hp_trainer.layout.sequence import SequenceShare
 from hp_trainer.model import DropoutKey, Microbatch, look_ahead
 from hp_trainer.model.attention import Limits
-from hp_trainer.training.step_source import PlannedStep
+from hp_trainer.model.parallelize import Pipeline
+from hp_trainer.training.metrics import StepMetrics
 
 
 class Share(NamedTuple):
@@ -38,6 +40,41 @@ class Share(NamedTuple):
     targets: list[Tensor]
     num_targets: int
     places: Sequence[Tensor] = ()
+
+
+class PlannedDocument(Protocol):
+    """A document of a global batch, as far as a recorder of the run looks at it."""
+
+    @property
+    def sequence(self) -> int:
+        """Return the global index of its sequence in the data."""
+        ...
+
+
+class PlannedStep(Protocol):
+    """A step whose microbatches, ranks and order are its own."""
+
+    @property
+    def pieces(self) -> Sequence[PlannedDocument]:
+        """Return the documents of the global batch."""
+        ...
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """Return where documents of each sequence end there, by the sequence's global index."""
+        ...
+
+    def runner(self, pipeline: Pipeline, mesh: Mesh) -> PipelineScheduleRuntime:
+        """Return what runs the step on this rank."""
+        ...
+
+    def share(self, batches: "Batches", data: Dataset, *, step: int) -> Share:
+        """Return this rank's share of the global batch."""
+        ...
+
+    def told_in(self, metrics: StepMetrics) -> StepMetrics:
+        """Return metrics that also say what was planned."""
+        ...
 
 
 class Batches:

@@ -1,54 +1,14 @@
 """What gives the trainer its steps where `data.packing` names a package that makes them."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from hp_data.dataset import Dataset
 from hp_platform import Runtime
-from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_trainer.config import Config
 from hp_trainer.layout.mesh import Mesh
-from hp_trainer.model.parallelize import Pipeline
 from hp_trainer.plugins import plugin
-from hp_trainer.training.metrics import StepMetrics
-
-if TYPE_CHECKING:
-    from hp_trainer.training.batches import Batches, Share
-
-
-class Documents(Protocol):
-    """A document of a global batch, as far as a recorder of the run looks at it."""
-
-    @property
-    def sequence(self) -> int:
-        """Return the global index of its sequence in the data."""
-        ...
-
-
-class PlannedStep(Protocol):
-    """A step whose microbatches, ranks and order are its own."""
-
-    @property
-    def pieces(self) -> Sequence[Documents]:
-        """Return the documents of the global batch."""
-        ...
-
-    @property
-    def ends(self) -> dict[int, int]:
-        """Return where documents of each sequence end there, by the sequence's global index."""
-        ...
-
-    def runner(self, pipeline: Pipeline, mesh: Mesh) -> PipelineScheduleRuntime:
-        """Return what runs the step on this rank."""
-        ...
-
-    def share(self, batches: "Batches", data: Dataset, *, step: int) -> "Share":
-        """Return this rank's share of the global batch."""
-        ...
-
-    def told_in(self, metrics: StepMetrics) -> StepMetrics:
-        """Return metrics that also say what was planned."""
-        ...
+from hp_trainer.training.batches import PlannedStep
 
 
 class StepSource(Protocol):

@@ -39,7 +39,7 @@ from hp_trainer.model.loss import loss_of
 from hp_trainer.model.parallelize import build_pipeline
 from hp_trainer.plugins import weights_of
 from hp_trainer.training.banner import banner
-from hp_trainer.training.batches import Batches, Share
+from hp_trainer.training.batches import Batches, PlannedStep, Share
 from hp_trainer.training.checkpointer import Checkpointer
 from hp_trainer.training.finiteness import Skips, describe_not_finite
 from hp_trainer.training.garbage import garbage_collection
@@ -57,7 +57,7 @@ from hp_trainer.training.state import (
     checkpoint_tensors,
     set_optimizer_steps,
 )
-from hp_trainer.training.step_source import PlannedStep, StepSource, step_source
+from hp_trainer.training.step_source import StepSource, step_source
 from hp_trainer.training.utilization import Utilization
 from hp_trainer.training.waiting import Stopped
 

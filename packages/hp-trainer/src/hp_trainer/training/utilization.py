@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from hp_base.data_sheets import peak_flops
-from hp_platform import Runtime, all_gather_json
+from hp_platform import Runtime, all_gather_json, is_dry
 from hp_trainer.config import Config
 from hp_trainer.plugins import plugins
 
@@ -45,10 +45,11 @@ class Utilization:
             vocab_size: Rows of the embedding.
 
         Returns:
-            None on a CPU, on GPUs of unknown peak, and where nobody counts operations.
+            None on a CPU, on GPUs that only pretend or whose peak is not known, and where nobody
+            counts operations.
         """
         count = next(plugins("hp_trainer.model_flops"), None)
-        if runtime.device.type != "cuda" or count is None:
+        if runtime.device.type != "cuda" or count is None or is_dry():
             return None
         properties = torch.cuda.get_device_properties(runtime.device)
         told = (properties.name, str(properties.uuid))

@@ -24,7 +24,6 @@ from hp_trainer.config.options import build
 from hp_trainer.config.render import to_toml
 from hp_trainer.config.rules.files import TOKENIZER
 from hp_trainer.config.schema import fields
-from hp_trainer.launch.original import SETTINGS, Original, kept_original, original_of
 from hp_transformers.families.config import (
     config_after,
     hf_config,
@@ -45,6 +44,7 @@ from hp_transformers.families.handed_on import (
 )
 from hp_transformers.families.load import check_weights
 from hp_transformers.families.save import write_model
+from hp_transformers.original import SETTINGS, Original, kept_original, original_of
 
 _PREFIX = "model."
 _SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less
@@ -119,7 +119,7 @@ def export_hf(
 
     One chunk of the checkpoint is in memory at a time, and is compared with its hash. All other
     files of the model that the run started from come along: see Note [files that come along] in
-    :mod:`hp_trainer.launch.original`.
+    :mod:`hp_transformers.original`.
 
     Args:
         run: Run directory.

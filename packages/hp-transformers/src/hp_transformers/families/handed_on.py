@@ -15,11 +15,11 @@ from hp_checkpoint.weight_files import first_of
 from hp_data import load_tokenizer
 from hp_trainer.config import Config
 from hp_trainer.config.rules.files import TOKENIZER
-from hp_trainer.launch.original import INDEX, OTHER_WEIGHTS, SETTINGS, Original
 from hp_transformers.families.config import as_text
 from hp_transformers.families.family import Json
 from hp_transformers.families.files import Before
 from hp_transformers.families.load import FLOATS
+from hp_transformers.original import INDEX, OTHER_WEIGHTS, SETTINGS, Original
 
 _TOKENIZER_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")

@@ -13,9 +13,8 @@ from hp_base.errors import CheckpointError, ConfigError
 from hp_base.folder import MOST_BYTES
 from hp_trainer.config.options import resolve
 from hp_trainer.launch import launcher
-from hp_trainer.launch.original import (
-    LISTING,
-    ORIGINAL,
+from hp_trainer.launch.rundir import LISTING, ORIGINAL
+from hp_transformers.original import (
     OTHER_WEIGHTS,
     Original,
     kept_original,
@@ -36,7 +35,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def _ranks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "hp-trainer" / "tests")
 
 
 @pytest.fixture

@@ -39,8 +39,8 @@ from hp_base.folder import (
 from hp_base.messages import shown
 from hp_trainer.config.options import Resolved
 from hp_trainer.config.rules.files import TOKENIZER
+from hp_trainer.launch.rundir import LISTING, ORIGINAL
 
-ORIGINAL, LISTING = "original", "original.json"
 SETTINGS, INDEX = "config.json", "model.safetensors.index.json"
 
 OTHER_WEIGHTS = "weights"
