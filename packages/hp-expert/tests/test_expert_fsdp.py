@@ -14,14 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hp_dry import active_device, run_ranks
-from hp_dry.trace import Collective
 from hp_expert import (
     BaseExpertParallel,
     ExpertParallel,
     ExpertTensorParallel,
     GroupedExperts,
-    LocalDispatcher,
     MoE,
     TopKRouter,
     clip_grad_norm_,
@@ -29,7 +26,7 @@ from hp_expert import (
     fully_shard_experts,
     reduce_expert_gradients,
 )
-from hp_platform import initialize, set_fsdp_gather_dtype
+from hp_platform import set_fsdp_gather_dtype
 from hp_platform.testing import compare, run_distributed
 
 EXPERTS, DIM, HIDDEN = 8, 8, 8
@@ -144,39 +141,6 @@ def test_experts_may_have_copies_beside_shards(
 ) -> None:
     size = copies * shards
     assert run_distributed(with_copies, copies, shards, dtype, world_size=size) == [""] * size
-
-
-def reduced_by(copies: int, shards: int, dtype: str) -> dict[str, list[str]]:
-    """By operation between ranks: the reductions that NCCL would be asked for."""
-    initialize(device_type="cuda")
-    names = ("copies", "efsdp")
-    mesh = init_device_mesh("cuda", (copies, shards), mesh_dim_names=names)
-    experts = GroupedExperts(EXPERTS, DIM, HIDDEN, device="cuda", dtype=getattr(torch, dtype))
-    fully_shard_experts(
-        experts, mesh if copies > 1 else mesh["efsdp"], divide_gradients_by=copies * shards
-    )
-    x = torch.randn(4, DIM, device="cuda", dtype=experts.w1.dtype)
-    chosen = torch.zeros(4, 2, device="cuda", dtype=torch.int64)
-    _, batch = LocalDispatcher(EXPERTS).prepare(x, chosen)
-    first = len(active_device().trace.events)
-    experts(batch).sum().backward()
-    found: dict[str, list[str]] = {}
-    for event in active_device().trace.events[first:]:
-        if isinstance(event, Collective) and event.op != "all_gather":
-            found.setdefault(event.op, []).append(event.detail)
-    return found
-
-
-@pytest.mark.parametrize(("copies", "shards"), [(1, 2), (2, 1), (2, 2)])
-def test_gradients_of_experts_are_summed_on_gpus_and_scaled_apart(copies: int, shards: int) -> None:
-    summed = {"all_reduce": ["sum"]} if copies > 1 else {}
-    summed |= {"reduce_scatter": ["sum"]} if shards > 1 else {}
-    size = copies * shards
-    classes = {0: range(size)}
-    run = run_ranks(
-        reduced_by, copies, shards, "bfloat16", world_size=size, representatives=classes
-    )
-    assert run.results[0] == summed
 
 
 def experts_inside(efsdp: int) -> set[int]:

@@ -1,15 +1,12 @@
 """Experts that are all here: what the host reads, and what it does not."""
 
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from hp_dry import DryDevice, Gpu
-from hp_dry.trace import Fault, HostWait
-from hp_expert import GroupedExperts, LocalDispatcher, MoE, TopKRouter, batch
+from hp_expert import GroupedExperts, LocalDispatcher, batch
 from hp_expert.experts import swiglu
 from hp_expert.experts.grouped import Grouped
 from hp_expert.testing import host_reads
@@ -65,26 +62,3 @@ def test_an_expert_that_does_not_exist_is_no_silent_zero(wrong: int) -> None:
         pytest.raises(RuntimeError, match=r"experts must be in \[0, num_experts \(8\)\)"),
     ):
         run(experts)
-
-
-def host_waits(gpu: Gpu, dtype: torch.dtype) -> list[str]:
-    """Where the host waits in forward and backward of an MoE layer on a GPU, without one."""
-    with DryDevice(gpu=gpu) as device:
-        moe: Any = MoE(TopKRouter(DIM, EXPERTS, TOP_K), GroupedExperts(EXPERTS, DIM, HIDDEN))
-        moe = moe.to(device="cuda", dtype=dtype)
-        x = torch.randn(TOKENS, DIM, device="cuda", dtype=dtype, requires_grad=True)
-        before = len(device.trace.events)
-        y, _ = moe(x)
-        y.sum().backward()
-        events = device.trace.events[before:]
-        assert not [event for event in events if isinstance(event, Fault)]
-        return [event.what for event in events if isinstance(event, HostWait)]
-
-
-def test_on_an_h100_in_bf16_nothing_waits_for_the_device() -> None:
-    assert host_waits(Gpu(), torch.bfloat16) == []
-
-
-def test_before_sm_90_or_in_fp32_the_counts_are_read_once() -> None:
-    assert len(host_waits(Gpu(name="A100", capability=(8, 0)), torch.bfloat16)) == 1
-    assert len(host_waits(Gpu(), torch.float32)) == 1

@@ -40,6 +40,7 @@ from hp_trainer.training.train import start
 _STEPS, _MICROBATCHES, _ROUNDS = 6, 4, 60
 _SMALL, _LARGE = 1 << 10, 1 << 22
 _FIRST, _LONGEST = 2, 3  # rounds that are not counted
+_ATTEMPTS = 4
 _RESULT = "measured.json"
 _MOST_FIXED = 0.9
 """Share of a microbatch's time that layers take by themselves, at most."""
@@ -253,8 +254,8 @@ def time_link(config: Config, *, worker: Worker) -> int:
     tokens = config.train.microbatch_size * config.data.seq_len
     left = torch.ones(tokens, config.model.dim, device=runtime.device)
     right = torch.ones(config.model.dim, config.model.dim, device=runtime.device)
-    result = {}
-    for name, size in (("small", _SMALL), ("large", _LARGE)):
+
+    def mean_seconds(size: int) -> float:
         message = torch.zeros(2, size, dtype=torch.uint8, device=runtime.device)
         seconds = []
         for index in range(_ROUNDS):
@@ -269,8 +270,13 @@ def time_link(config: Config, *, worker: Worker) -> int:
         sums = torch.tensor(seconds[_FIRST:], dtype=torch.float64)
         dist.all_reduce(sums, group=runtime.control)
         # Most waits are short, and training pays for all; the longest are of other programs.
-        result[name] = statistics.fmean(sorted((sums / 2).tolist())[:-_LONGEST])
-    if result["large"] <= result["small"]:
+        return statistics.fmean(sorted((sums / 2).tolist())[:-_LONGEST])
+
+    for _ in range(_ATTEMPTS):  # other programs may be busy during one of them
+        result = {"small": mean_seconds(_SMALL), "large": mean_seconds(_LARGE)}
+        if result["large"] > result["small"]:
+            break
+    else:
         raise HpError(f"{_LARGE} bytes took no longer than {_SMALL}: measure again")
     if runtime.info.rank == 0:
         (worker.run_dir / _RESULT).write_text(json.dumps(result))
