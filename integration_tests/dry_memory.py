@@ -30,13 +30,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_data import load_tokenizer
 from hp_dry import active_device, run_ranks
+from hp_dry.rehearsal import run_classes
 from hp_dry.report.summary import summarize
 from hp_plan.costs.routing import parse_skew
 from hp_platform import RankInfo, doing, initialize
 from hp_platform.testing import run_distributed
 from hp_train.dry_run.command import dry_config
 from hp_train.dry_run.rank import Job, run_rank
-from hp_train.dry_run.rehearsal import run_classes
 from hp_trainer.config import Config
 from hp_trainer.training.train import Trainer
 from integration_tests.layouts import config_of, prepare_run, worker_of

@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,22 @@ from msgspec.structs import replace
 
 from hp_data import load_tokenizer
 from hp_dry import same_program
+from hp_dry.rehearsal import held_by, run_classes, summary_of
+from hp_dry.script import ANSWERS
 from hp_dry.trace import Collective, Trace
 from hp_plan.costs.routing import parse_skew
 from hp_train.cli import main
+from hp_train.dry_run.answers import evenly
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.command import dry_config, fit_to
 from hp_train.dry_run.made_up import write_tokens
 from hp_train.dry_run.rank import Job, run_rank
-from hp_train.dry_run.rehearsal import held_by, run_classes, summary_of
 from hp_trainer.config.options import resolve
 from hp_trainer.config.space import with_keys
 from hp_trainer.layout.communicators import held
 from hp_trainer.model import model_shapes
 from hp_vtp.pipeline import StageTransport
 
-SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = (
     *("model.num_layers=2", "data.seq_len=32"),
     *("train.global_batch_size=4", "train.microbatch_size=1"),
@@ -254,87 +256,6 @@ def test_auto_gathers_by_what_fits_and_takes_less_time(
         assert layout.endswith(f", gathered by {how}")
 
 
-def test_a_strangers_fsdp_loop_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["dry-run", "--gpus", "2", "--", str(SCRIPTS / "fsdp_loop.py"), "--steps", "2"]) == 0
-    )
-    assert "no problems" in capfd.readouterr().out
-
-
-def test_a_strangers_pipeline_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["dry-run", "--gpus", "2", "--", str(SCRIPTS / "pipeline_loop.py")]) == 0
-    assert "no problems" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(("per_node", "peers"), [(8, 2), (1, 1)])
-def test_peers_of_a_script_on_other_machines_share_a_buffer(
-    per_node: int, peers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "exchange.py"
-    script.write_text(
-        "import os, torch\n"
-        "import torch.distributed as dist\n"
-        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
-        "dist.init_process_group('nccl')\n"
-        "x = torch.ones(3, device='cuda')\n"
-        "dist.all_to_all_single(torch.empty_like(x), x)\n"
-    )
-    where = "--gpus", "3", "--gpus-per-node", str(per_node)
-    assert main(["dry-run", *where, "--json", "--", str(script)]) == 0
-    assert json.loads(capfd.readouterr().out)["peers"] == peers
-
-
-def test_a_rank_that_skips_a_collective_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["dry-run", "--gpus", "2", "--", str(SCRIPTS / "fsdp_loop.py"), "--skip", "1"]) == 10
-    )
-    out, err = capfd.readouterr()
-    assert "fsdp_loop.py" in out
-    # What begins with a rank is a warning that torch logs.
-    error = next(line for line in err.splitlines() if not line.startswith("[rank"))
-    assert error.startswith("error: ")
-    assert "all_reduce" in error
-
-
-def test_a_script_that_fails_is_told_where(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import torch\nx = torch.ones(2, device='cuda')\nx @ torch.ones(3)\n")
-    assert main(["dry-run", "--", str(script)]) == 10
-    assert "script.py:3" in capfd.readouterr().out
-
-
-TWO_ORDERS = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
-groups = [dist.new_group(), dist.new_group()]
-x = [torch.ones(2, device="cuda"), torch.ones(2, device="cuda")]
-works = [
-    dist.all_reduce(x[i], group=groups[i], async_op=True)
-    for i in ((0, 1) if dist.get_rank() == 0 else (1, 0))
-]
-for work in works:
-    work.wait()
-"""
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_two_orders_of_launches_are_a_fault_where_nccl_keeps_none(
-    is_kept: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TWO_ORDERS)
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", str(int(is_kept)))
-    assert main(["dry-run", "--gpus", "2", "--", str(script)]) == (0 if is_kept else 10)
-    assert ("launch order" in capfd.readouterr().out) != is_kept
-
-
 HELD = {
     "replicated over both nodes": ("mesh.dp_replicate=2", "mesh.dp_shard=2", "mesh.ep=4"),
     "ring": ("mesh.cp=4", "mesh.cp_ring=true"),
@@ -363,8 +284,11 @@ def test_the_plan_counts_what_ranks_hold_of_nccl(name: str, tmp_path: Path) -> N
         assert planned == [held_by(run.traces[rank], node_size=node_size) for rank in ranks]
 
 
-def test_a_script_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dry-run", "debug-qwen3", "--", str(SCRIPTS / "fsdp_loop.py")]) == 2
-    assert main(["dry-run", "--", "nowhere.py"]) == 2
-    assert main(["dry-run", "--gpus", "64", "--", str(SCRIPTS / "fsdp_loop.py")]) == 2
-    assert "first stands for the others" in capsys.readouterr().err
+def test_a_script_is_run_by_hp_dry(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", "--gpus", "2", "--", "train.py"]) == 2
+    assert "hp-dry [FLAGS] -- SCRIPT runs a script" in capsys.readouterr().err
+
+
+def test_experts_of_a_script_get_as_much_as_each_other() -> None:
+    [each] = entry_points(group=ANSWERS)
+    assert each.load() is evenly

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hp_base.beside_tensors import GPU_MARGIN, Held
 from hp_base.dtypes import BYTES
-from hp_plan.costs.machine import GPU_MARGIN
 from hp_plan.costs.memory import (
     buffer_bytes,
     local_elements,
@@ -37,7 +37,7 @@ from hp_schedule import Precedence, Schedule, simulate
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
 from hp_trainer.config.space import with_keys
-from hp_trainer.layout.communicators import Held, held
+from hp_trainer.layout.communicators import held
 from hp_trainer.layout.parameter import ParameterSpec
 from hp_trainer.layout.ranks import Layout, StageLayout
 from hp_trainer.layout.schedules import KINDS

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from train_layouts import enumerate_layouts
 
+from hp_base.beside_tensors import GPU_MARGIN, Held
 from hp_base.errors import ConfigError
-from hp_plan.costs.machine import GPU_MARGIN
 from hp_plan.layouts import MACHINES, Machine, Spread, choose, estimate
 from hp_plan.layouts.candidate import Candidate
 from hp_plan.layouts.choose import _in_words, plan_axes
@@ -23,7 +23,7 @@ from hp_train.cli import main
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import resolve
 from hp_trainer.config.space import Axis, enumerate_meshes, with_keys
-from hp_trainer.layout.communicators import Held, held
+from hp_trainer.layout.communicators import held
 from hp_trainer.layout.schedules import placement
 
 VOCAB = 256

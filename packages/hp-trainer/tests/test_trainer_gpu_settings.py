@@ -17,8 +17,7 @@ from hp_trainer.training.banner import banner
 from hp_trainer.training.gpu_settings import (
     Versions,
     in_force,
-    keeps_launch_order,
-    loads_eagerly,
+    in_run,
     settings,
 )
 
@@ -72,30 +71,28 @@ def test_modules_are_loaded_early_where_a_second_thread_launches(keys: dict[str,
     assert settings(config, {}, NEW)["CUDA_MODULE_LOADING"] == "EAGER"
     assert "CUDA_MODULE_LOADING" not in settings(STAGES, {}, NEW)
     assert "CUDA_MODULE_LOADING" not in settings(config, {"CUDA_MODULE_LOADING": "LAZY"}, NEW)
-    assert loads_eagerly({}, config)
-    assert not loads_eagerly({"CUDA_MODULE_LOADING": "LAZY"}, config)
-    assert not loads_eagerly({}, STAGES)
+    assert in_run({}, config)["CUDA_MODULE_LOADING"] == "EAGER"
+    assert in_run({"CUDA_MODULE_LOADING": "LAZY"}, config)["CUDA_MODULE_LOADING"] == "LAZY"
+    assert "CUDA_MODULE_LOADING" not in in_run({}, STAGES)
     assert in_force({"CUDA_MODULE_LOADING": "EAGER"}) == ["CUDA_MODULE_LOADING=EAGER"]
 
 
 def test_a_dry_run_knows_whether_nccl_will_keep_the_order() -> None:
     uneven, off = with_keys(STAGES, {"mesh.stage_tp": (1, 2)}), {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
-    assert keeps_launch_order({}, STAGES)
-    assert not keeps_launch_order(off, STAGES)
-    assert not keeps_launch_order({}, uneven)
-    assert keeps_launch_order({"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, uneven)
-    assert not keeps_launch_order({})
+    order = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    assert in_run({}, STAGES)[order] == "1"
+    assert in_run(off, STAGES)[order] == "0"
+    assert order not in in_run({}, uneven)
+    assert in_run({order: "1"}, uneven)[order] == "1"
 
 
 def test_a_dry_run_knows_whether_segments_will_grow() -> None:
-    assert gpu_settings.grows_segments({}, ALONE)
-    assert not gpu_settings.grows_segments({})
-    options = "max_split_size_mb:512, expandable_segments:true"
-    assert gpu_settings.grows_segments({"PYTORCH_CUDA_ALLOC_CONF": options})
-    assert not gpu_settings.grows_segments({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, ALONE)
-    assert not gpu_settings.grows_segments({"PYTORCH_ALLOC_CONF": ""}, ALONE)
+    growing = "expandable_segments:True"
+    assert in_run({}, ALONE)["PYTORCH_ALLOC_CONF"] == growing
+    for own in ("max_split_size_mb:512", ""):
+        assert in_run({"PYTORCH_ALLOC_CONF": own}, ALONE)["PYTORCH_ALLOC_CONF"] == own
     registering = {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}
-    assert not gpu_settings.grows_segments(registering, ALONE)
+    assert "PYTORCH_ALLOC_CONF" not in in_run(registering, ALONE)
 
 
 @pytest.mark.parametrize("allocator", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -60,13 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     _refuse_moved(argv)
-    argv, script = _without_script(argv)
     overrides, rest = split_overrides(_joined(argv))
     parser, commands = _parser()
     _refuse_bare_keys(rest, commands)
     options = parser.parse_args(rest)
-    if script:
-        return dry_run.run_script(script, options, overrides)
     if options.command in _WITHOUT_CONFIG and overrides:
         raise ConfigError(f"hp {options.command} takes no --{overrides[0][0]}")
     if options.command == "doctor":
@@ -86,7 +83,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _refuse_moved(argv: Sequence[str]) -> None:
-    """Name the command that compares what `hp verify` does not.
+    """Name the command that does what `hp verify` and `hp dry-run` do not.
 
     Raises:
         ConfigError: When one is asked for.
@@ -95,6 +92,8 @@ def _refuse_moved(argv: Sequence[str]) -> None:
         flags = ("--checkpoint", "--manifest", "--curves", "--")
         if asked := next((flag for flag in flags if flag in argv), None):
             raise ConfigError(f"hp verify takes a config; {asked} is of the command hp-verify")
+    if argv[:1] == ["dry-run"] and "--" in argv:
+        raise ConfigError("hp dry-run takes a config; hp-dry [FLAGS] -- SCRIPT runs a script")
 
 
 def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -> int:
@@ -291,16 +290,6 @@ def _refuse_bare_keys(arguments: Sequence[str], commands: Mapping[str, Parser]) 
         raise ConfigError(f"{flag} is not a known option{hint}")
 
 
-def _without_script(argv: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Part what follows ``--`` of ``hp dry-run``: a script, with arguments that are its own."""
-    if argv[:1] == ["dry-run"] and "--" in argv:
-        end = list(argv).index("--")
-        if not argv[end + 1 :]:
-            raise ConfigError("-- must be followed by a script")
-        return argv[:end], list(argv[end + 1 :])
-    return argv, []
-
-
 def _joined(argv: Sequence[str]) -> list[str]:
     """Join ``--against`` and its value, which may look like an override."""
     joined = list(argv)
@@ -348,7 +337,7 @@ _MEASURING: tuple[tuple[str, Callable[[Parser], None], str, str], ...] = (
         "dry-run",
         dry_run.add_arguments,
         "run the real code of every kind of rank of a cluster, without a GPU",
-        " After -- a torch script and its arguments, in place of a config.",
+        " A script of torch alone: hp-dry -- SCRIPT.",
     ),
 )
 """Commands of this package with flags of their own: name, flags, what they do, and more of that."""

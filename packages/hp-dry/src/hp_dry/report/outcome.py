@@ -20,7 +20,7 @@ def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace)
     Args:
         summary: What the dry run found.
         traces: Traces of the ranks that were run.
-        options: Parsed flags of `hp_train.dry_run.command.add_arguments`.
+        options: Parsed flags of `hp_dry.flags.add_flags`.
 
     Returns:
         0: nothing is wrong.

@@ -66,7 +66,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         beside: Bytes that are no tensors, of the rank that has most of them: `"context"`,
             `"communicators"` and `"peer buffers"`.
         communicators: NCCL communicators that this rank holds, see
-            `hp_trainer.layout.communicators.Held`.
+            `hp_base.beside_tensors.Held`.
         peers: Peers that it sends to or receives from one by one, likewise.
         ranks: Summary of one rank for each class and each model of the routing.
         problems: What would go wrong between ranks or on a device; none is a proof.

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from hp_base.beside_tensors import GPU_MARGIN
 from hp_base.data_sheets import REACHED, SHEETS, Sheet, sheet_named
 
 _MAY_BE_ZERO = frozenset(
@@ -119,21 +120,6 @@ class Machine:
         """The same machine with the values that are not None."""
         given = {name: value for name, value in values.items() if value is not None}
         return replace(self, **given)  # type: ignore[arg-type]
-
-
-GPU_MARGIN: Mapping[str, float] = {
-    "context_memory": 1.0e9,
-    "communicator_memory": 0.2e9,
-    "peer_memory": 0.47e9,
-    "fragmentation": 0.05,
-}
-"""What a GPU gives to others than tensors, as others have measured it; docs/hp-plan/plan.md.
-
-Context: 1.06 GB beside torch's tensors on an H100 whose communicator has done nothing yet
-(NVIDIA/nccl #1685). Communicators: 544 to 688 MB each on four A100 (NVIDIA/nccl #964), of which
-NCCL leaves two parts of seven since 2.22, which connects what is used alone. Peers: 3.28 GB more
-after the first all-to-all with seven of them (NVIDIA/nccl #1685). Fragmentation is assumed.
-"""
 
 
 def of_sheet(sheet: Sheet, reached: Mapping[str, float] = REACHED) -> Machine:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from hp_base.command_line import require_files, require_folder
 from hp_base.environment import require_unstarted
 from hp_base.errors import ConfigError
 from hp_base.numbers import whole
+from hp_dry.flags import add_flags, require_places
 from hp_plan.costs.machine import machine_found
 from hp_plan.costs.routing import parse_skew
 from hp_plan.layouts.command import known_vocab_size, lengths_plugin
@@ -19,33 +19,15 @@ from hp_trainer.config import Config, rules
 from hp_trainer.config.options import COMMAND_LINE, resolve
 from hp_trainer.config.space import with_keys
 
-_MOST_DEVICES = 2**20
 _STEPS = 2
 _PATIENCE = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument(
-        "--gpus",
-        type=whole("--gpus", least=1, largest=_MOST_DEVICES),
-        metavar="N",
-        help="devices of the cluster: mesh.dp_shard is what fills them (default: of the mesh)",
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=whole("--gpus-per-node", least=1, largest=_MOST_DEVICES),
-        default=8,
-        metavar="N",
-        help="devices of a machine (default: 8)",
-    )
-    parser.add_argument(
-        "--rank",
-        type=whole("--rank", least=0, largest=_MOST_DEVICES),
-        action="append",
-        default=[],
-        metavar="R",
-        help="run this rank too, whatever class it is of; may be given again",
+    add_flags(
+        parser,
+        gpus="devices of the cluster: mesh.dp_shard is what fills them (default: of the mesh)",
     )
     parser.add_argument(
         "--skew",
@@ -72,10 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_STEPS,
         help=f"updates of the weights; the last one is looked at (default: {_STEPS})",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--html", metavar="FILE", help="write a page that stands alone")
-    parser.add_argument("--svg", metavar="FILE", help="draw the memory over the step")
-    parser.add_argument("--traces", metavar="DIR", help="keep what every rank did, in a folder")
 
 
 def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int:
@@ -102,7 +80,7 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
         raise ConfigError(
             f"--documents ({options.documents}) must be at most data.seq_len ({most})"
         )
-    _require_places(options)
+    require_places(options)
     require_possible(resolved.config, options.rank)
     skews = [parse_skew(text, resolved.config.model) for text in options.skew or ["uniform"]]
     from hp_dry.report.outcome import show  # noqa: PLC0415
@@ -136,45 +114,6 @@ def _typical(config: Config, options: argparse.Namespace) -> Mapping[str, Sequen
         options.lengths, seq_len=config.data.seq_len
     )
     return {f", {options.lengths} {label}": lengths for label, lengths in found.items()}
-
-
-def run_script(
-    script: Sequence[str], options: argparse.Namespace, given: Sequence[tuple[str, object]]
-) -> int:
-    """Rehearse a torch script as `torchrun` would start it.
-
-    Args:
-        script: Path of the script and its arguments.
-        options: Parsed flags of `add_arguments`.
-        given: Overrides from the command line; a script takes none before ``--``.
-
-    Returns:
-        0: all ranks came to their end and fit together.
-
-    Raises:
-        ConfigError: When it cannot be rehearsed.
-        RehearsalError: When a run would fail.
-    """
-    if given or options.config:
-        raise ConfigError(f"-- {script[0]} takes the place of a config: give neither that nor keys")
-    if not Path(script[0]).is_file():
-        raise ConfigError(f"-- {script[0]} must be a Python script")
-    _require_places(options)
-    from hp_dry.report.outcome import show  # noqa: PLC0415
-    from hp_train.dry_run.script import rehearse_script  # noqa: PLC0415 - imports torch
-
-    found = rehearse_script(
-        script,
-        num_ranks=options.gpus or 1,
-        ranks=options.rank,
-        gpus_per_node=options.gpus_per_node,
-    )
-    return show(*found, options)
-
-
-def _require_places(options: argparse.Namespace) -> None:
-    require_files(options, "html", "svg")
-    require_folder("--traces", options.traces)
 
 
 def fit_to(gpus: int | None) -> Callable[[Config, Mapping[str, str]], Mapping[str, object]]:

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from hp_base.dtypes import BYTES
 from hp_base.signals import StopFlag
 from hp_checkpoint import sources_of
 from hp_data import load_tokenizer
 from hp_data.tokenizer import vocab_size_of
-from hp_dry import active_device, check_streams, late_loads, replay
+from hp_dry import active_device
 from hp_dry.report.labels import PARAMETERS, add_labels
-from hp_dry.report.summary import RankSummary, Saved, summarize
-from hp_dry.trace import Fault, Trace
+from hp_dry.report.ranks import report_of
+from hp_dry.report.summary import Saved
+from hp_dry.settings import grows_segments, keeps_launch_order, loads_eagerly
 from hp_plan.costs.routing import Skew
 from hp_platform import RankInfo, doing, failing_together
 from hp_platform.host_reads import answering
@@ -28,12 +27,7 @@ from hp_trainer.launch.task import Worker
 from hp_trainer.layout.vocabulary import LOSS, logit_tile
 from hp_trainer.model.parallelize import vocabulary_of
 from hp_trainer.training.banner import gathered_by
-from hp_trainer.training.gpu_settings import (
-    grows_segments,
-    keeps_launch_order,
-    launches_from_one_thread,
-    loads_eagerly,
-)
+from hp_trainer.training.gpu_settings import in_run, launches_from_one_thread
 from hp_trainer.training.startup import connect
 from hp_trainer.training.train import Trainer
 
@@ -53,26 +47,6 @@ class Job:
     skew: Skew
     data: Path
     steps: int
-
-
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank did, besides its trace.
-
-    Attributes:
-        summary: Summary of its trace.
-        problems: Faults and hazards of the device, a line each.
-        stopped: Where a script ended before its end; empty: it did not.
-        keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
-        loads_eagerly: Whether torch's kernels are loaded before anything is launched.
-        gathered: How parameters are gathered, as a clause behind a layout.
-    """
-
-    summary: RankSummary
-    problems: tuple[str, ...]
-    gathered: str = ""
-    stopped: str = ""
-    keeps_launch_order: bool = False
-    loads_eagerly: bool = False
 
 
 def run_rank(job: Job) -> Any:
@@ -113,70 +87,18 @@ def _train(job: Job, worker: Worker) -> Any:
     tile = logit_tile(tokens, width, size=BYTES[config.train.dtype])
     tile_widths = () if tile is None else (tile.rows, width % tile.rows)
     add_labels(device.trace, logits_width=width, tile_widths=tile_widths, loss_place=LOSS)
+    env = in_run(os.environ, config)
     return report_of(
         device.trace,
         skew=job.skew.name,
         num_parameters=sum(p.local.numel() for p in trainer.parameters),
         saved=saved,
-        keeps_launch_order=keeps_launch_order(os.environ, config),
-        loads_eagerly=loads_eagerly(os.environ, config),
+        keeps_launch_order=keeps_launch_order(env),
+        loads_eagerly=loads_eagerly(env),
         from_one_thread=launches_from_one_thread(config),
-        expandable_segments=grows_segments(os.environ, config),
+        expandable_segments=grows_segments(env),
         gathered=gathered_by(trainer.config, trainer.mesh.layout),
     )
-
-
-def report_of(
-    trace: Trace,
-    *,
-    skew: str = "",
-    num_parameters: int = -1,
-    saved: Saved | None = None,
-    stopped: str = "",
-    keeps_launch_order: bool = False,
-    loads_eagerly: bool = False,
-    from_one_thread: bool = True,
-    expandable_segments: bool = False,
-    gathered: str = "",
-) -> Any:
-    """Look at what a rank did; returns a `RankReport` as plain values.
-
-    Args:
-        trace: Trace of the rank, with labels.
-        skew: Name of the model of the routing.
-        num_parameters: Elements of the parameters of this rank; -1: not counted.
-        saved: What a checkpoint of this rank would hold; None: not asked.
-        stopped: Where a script ended before its end; empty: it did not.
-        keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
-        loads_eagerly: Whether torch's kernels are loaded before anything is launched.
-        from_one_thread: Whether threads that launch take turns.
-        expandable_segments: Whether torch's allocator takes memory in segments that grow.
-        gathered: See `RankReport`.
-    """
-    summary = summarize(
-        trace,
-        skew=skew,
-        usage=replay(trace, expandable_segments=expandable_segments),
-        expandable_segments=expandable_segments,
-        num_parameters=num_parameters,
-        saved=saved,
-    )
-    faults = (
-        f"rank {trace.rank}: {event.place}: {event.at}: {event.what}"
-        for event in trace
-        if isinstance(event, Fault)
-    )
-    hazards = (f"rank {trace.rank}: {hazard}" for hazard in check_streams(trace))
-    loads = [] if from_one_thread else map(str, late_loads(trace, eager=loads_eagerly))
-    report = RankReport(
-        summary=summary,
-        problems=tuple(dict.fromkeys((*faults, *hazards, *loads))),
-        stopped=stopped,
-        keeps_launch_order=keeps_launch_order,
-        loads_eagerly=loads_eagerly,
-        gathered=gathered,
-    )
-    return msgspec.to_builtins(report)
 
 
 def _plan_of_save(trainer: Trainer) -> Saved:

@@ -6,11 +6,12 @@ nothing is ever sent, share one, as every group costs threads, memory and time t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from hp_base.beside_tensors import Held
 from hp_base.dtypes import BYTES
 from hp_trainer.layout.ranks import Axis, Layout, StageLayout
 from hp_trainer.layout.schedules import KINDS, layers_of_stages, placement
@@ -65,35 +66,6 @@ def pipeline_layout(layout: Layout, stage_to_rank: Sequence[int]) -> PipelineLay
     # Stages that follow each other on the same ranks hand over without a message.
     chain = tuple(rank for rank, _ in groupby(stage_to_rank))
     return PipelineLayout(tuple(stages), chain)
-
-
-class Held(NamedTuple):
-    """What a rank holds of NCCL while a run lasts.
-
-    Attributes:
-        communicators: Number of those of more than one rank that NCCL has connected: the default
-            one, since it is given its device, and all others of a run, which sum a number when they
-            are made.
-        peers: Ranks that it sends to or receives from one by one, in exchanges and along edges of
-            the pipeline, each of them in each communicator; those on other nodes share a buffer
-            and count as one.
-    """
-
-    communicators: int
-    peers: int
-
-    @classmethod
-    def of(cls, rank: int, exchanges: Iterable[Sequence[int]], *, node_size: int) -> Held:
-        """Count what a rank holds.
-
-        Args:
-            rank: Global rank that holds them.
-            exchanges: For each of its communicators the ranks that it sends to or receives from
-                one by one; itself may be among them.
-            node_size: Devices of a node.
-        """
-        numbers = [_num_peers(rank, ranks, node_size) for ranks in exchanges]
-        return cls(len(numbers), sum(numbers))
 
 
 def held(config: Config, rank: int, *, node_size: int) -> Held:
@@ -222,9 +194,3 @@ def _group(place: StageLayout, rank: int, *axes: Axis) -> Sequence[int]:
 @lru_cache(maxsize=64)
 def _edges(layout: Layout, stage_to_rank: tuple[int, ...]) -> Sequence[Edge]:
     return pipeline_layout(layout, stage_to_rank).edges
-
-
-def _num_peers(rank: int, ranks: Sequence[int], node_size: int) -> int:
-    others = {*ranks} - {rank}
-    here = sum(other // node_size == rank // node_size for other in others)
-    return here + int(here < len(others))

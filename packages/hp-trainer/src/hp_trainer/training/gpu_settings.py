@@ -37,7 +37,6 @@ _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _REGISTERING = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 _ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA = (2, 26), (12, 3)
 _LOADING, _EAGER = "CUDA_MODULE_LOADING", "EAGER"
-_OFF = ("", "0")
 
 
 class Versions(NamedTuple):
@@ -98,49 +97,15 @@ def installed() -> Versions:
     return Versions(nccl, (int(major), int(rest.partition(".")[0])), _driver())
 
 
-def keeps_launch_order(env: Mapping[str, str], config: Config | None = None) -> bool:
-    """Tell whether NCCL keeps operations in the order of the host; see the note above.
-
-    Args:
-        env: Environment variables of a rank.
-        config: Config of a run that sets what it needs, on a machine of which no version is too
-            old; None: the environment is all there is.
-    """
-    return _in_run(env, config).get(_ORDER, "0") not in _OFF
-
-
-def loads_eagerly(env: Mapping[str, str], config: Config | None = None) -> bool:
-    """Tell whether torch's kernels are loaded before anything is launched.
-
-    Args:
-        env: Same as of `keeps_launch_order`.
-        config: Likewise.
-    """
-    return _in_run(env, config).get(_LOADING, "").upper() == _EAGER
-
-
-def grows_segments(env: Mapping[str, str], config: Config | None = None) -> bool:
-    """Tell whether torch's allocator takes memory of the device in segments that grow.
-
-    Args:
-        env: Same as of `keeps_launch_order`.
-        config: Likewise.
-    """
-    found = _in_run(env, config)
-    options = next((found[name] for name in _ALLOCATOR if name in found), "")
-    values = dict(option.partition(":")[::2] for option in options.replace(" ", "").split(","))
-    return values.get("expandable_segments", "").lower() == "true"
-
-
 def in_force(env: Mapping[str, str]) -> list[str]:
     """Return what is set, whoever has set it, as `NAME=value`."""
     return [f"{k}={env[k]}" for k in (*_ALLOCATOR, _CONNECTIONS, _ORDER, _LOADING) if k in env]
 
 
-def _in_run(env: Mapping[str, str], config: Config | None) -> dict[str, str]:
-    """Environment of a rank, with what a run adds on a machine of which no version is too old."""
+def in_run(env: Mapping[str, str], config: Config) -> dict[str, str]:
+    """Return an environment with what a run adds on a machine of which no version is too old."""
     newest = Versions(_ORDERED_SINCE_NCCL, _OVERLAPS_SINCE_CUDA, _OVERLAPS_SINCE_CUDA)
-    return {**env, **({} if config is None else settings(config, env, newest))}
+    return {**env, **settings(config, env, newest)}
 
 
 def launches_from_one_thread(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""A stranger's script on devices that compute nothing, under the variables that torchrun sets."""
+"""A torch script on devices that compute nothing, under the variables that torchrun sets."""
 
 import os
 import runpy
@@ -6,27 +6,30 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hp_base.errors import ConfigError
-from hp_dry import active_device
+from hp_dry.cuda.current import active
+from hp_dry.rehearsal import run_classes, summary_of
 from hp_dry.report.labels import GRADIENTS, PARAMETERS, add_labels
+from hp_dry.report.ranks import report_of
 from hp_dry.report.summary import Summary
+from hp_dry.settings import grows_segments, keeps_launch_order
 from hp_dry.trace import Trace
-from hp_plan.costs.routing import Skew
-from hp_platform.host_reads import answering
-from hp_train.dry_run.answers import Answers
-from hp_train.dry_run.rank import report_of
-from hp_train.dry_run.rehearsal import run_classes, summary_of
-from hp_trainer.training.gpu_settings import grows_segments, keeps_launch_order
+from hp_platform.host_reads import Answer, answering
 
 MOST_PROCESSES = 16
 """Ranks that are all run, each by itself; of more, some have to be named."""
+ANSWERS = "hp_dry.answers"
+"""Entry points: functions that take what `hp_platform.host_reads.Answer` takes, and answer it."""
 
 
 def rehearse_script(
@@ -69,7 +72,7 @@ def _run(command: list[str]) -> Any:
     handle = register_optimizer_step_post_hook(_label)
     stopped = ""
     try:
-        with answering(Answers(Skew("uniform"))):
+        with answering(_answer):
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
@@ -78,7 +81,7 @@ def _run(command: list[str]) -> Any:
         stopped = _where(error, command[0])
     finally:
         handle.remove()
-    trace = active_device().trace
+    trace = active().trace
     add_labels(trace)
     return report_of(
         trace,
@@ -88,14 +91,26 @@ def _run(command: list[str]) -> Any:
     )
 
 
+def _answer(copy: Tensor, purpose: object) -> Tensor:
+    """Let libraries that know a purpose answer it; what nobody knows stays zero."""
+    for answer in _installed():
+        copy = answer(copy, purpose)
+    return copy
+
+
+@cache
+def _installed() -> Sequence[Answer]:
+    return [each.load() for each in entry_points(group=ANSWERS)]
+
+
 def _label(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Say what the memory of an optimizer is for, after its step."""
-    device = active_device()
+    device = active()
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     device.label(tensors, PARAMETERS)
     device.label((t.grad for t in tensors if t.grad is not None), GRADIENTS)
     states = optimizer.state.values()
-    found = (x for state in states for x in state.values() if isinstance(x, torch.Tensor))
+    found = (x for state in states for x in state.values() if isinstance(x, Tensor))
     device.label(found, "optimizer")
 
 

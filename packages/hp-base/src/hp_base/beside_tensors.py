@@ -1,0 +1,63 @@
+"""What a GPU gives to others than tensors: context, communicators of NCCL, peers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+GPU_MARGIN: Mapping[str, float] = {
+    "context_memory": 1.0e9,
+    "communicator_memory": 0.2e9,
+    "peer_memory": 0.47e9,
+    "fragmentation": 0.05,
+}
+"""What a GPU gives to others than tensors, as others have measured it; docs/hp-plan/plan.md.
+
+Context: 1.06 GB beside torch's tensors on an H100 whose communicator has done nothing yet
+(NVIDIA/nccl #1685). Communicators: 544 to 688 MB each on four A100 (NVIDIA/nccl #964), of which
+NCCL leaves two parts of seven since 2.22, which connects what is used alone. Peers: 3.28 GB more
+after the first all-to-all with seven of them (NVIDIA/nccl #1685). Fragmentation is assumed.
+"""
+
+
+class Held(NamedTuple):
+    """What a rank holds of NCCL while a run lasts.
+
+    Attributes:
+        communicators: Number of those of more than one rank that NCCL has connected: the default
+            one, since it is given its device, and all others of a run, which sum a number when they
+            are made.
+        peers: Ranks that it sends to or receives from one by one, in exchanges and along edges of
+            the pipeline, each of them in each communicator; those on other nodes share a buffer
+            and count as one.
+    """
+
+    communicators: int
+    peers: int
+
+    @classmethod
+    def of(cls, rank: int, exchanges: Iterable[Sequence[int]], *, node_size: int) -> Held:
+        """Count what a rank holds.
+
+        Args:
+            rank: Global rank that holds them.
+            exchanges: For each of its communicators the ranks that it sends to or receives from
+                one by one; itself may be among them.
+            node_size: Devices of a node.
+        """
+        numbers = [_num_peers(rank, ranks, node_size) for ranks in exchanges]
+        return cls(len(numbers), sum(numbers))
+
+    def in_bytes(self) -> dict[str, int]:
+        """Return the memory of a GPU that no tensor has, by what has it."""
+        return {
+            "context": int(GPU_MARGIN["context_memory"]),
+            "communicators": int(self.communicators * GPU_MARGIN["communicator_memory"]),
+            "peer buffers": int(self.peers * GPU_MARGIN["peer_memory"]),
+        }
+
+
+def _num_peers(rank: int, ranks: Sequence[int], node_size: int) -> int:
+    others = {*ranks} - {rank}
+    here = sum(other // node_size == rank // node_size for other in others)
+    return here + int(here < len(others))

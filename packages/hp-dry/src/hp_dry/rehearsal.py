@@ -1,0 +1,122 @@
+"""A dry run: one process for each class of ranks, and what their traces prove for all of them."""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from hp_base.beside_tensors import Held
+from hp_base.errors import RehearsalError
+from hp_dry.gpu import Gpu
+from hp_dry.proof.order import prove
+from hp_dry.report.ranks import RankReport
+from hp_dry.report.summary import Summary
+from hp_dry.run import DryRun, DryRunError, run_ranks
+from hp_dry.trace import Collective, Trace
+
+SECONDS = 3600.0
+"""That a dry run may take."""
+PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint")
+"""Modules that programs of several ranks import sooner or later."""
+
+
+def run_classes(
+    function: Callable[..., Any],
+    *args: Any,
+    classes: Mapping[int, Sequence[int]],
+    gpus_per_node: int,
+) -> DryRun:
+    """Call a function in a process for each class, each a rank of a dry world.
+
+    Args:
+        function: Function at the top level of a module, called in every process.
+        *args: Its arguments.
+        classes: Rank of each process -> ranks that it represents.
+        gpus_per_node: Devices of a machine.
+
+    Raises:
+        RehearsalError: When a rank fails, or waits for what never comes.
+    """
+    world_size = sum(map(len, classes.values()))
+    for module in PRELOADED:  # once, and not by every process
+        importlib.import_module(module)
+    try:
+        return run_ranks(
+            function,
+            *args,
+            world_size=world_size,
+            representatives=classes,
+            timeout=SECONDS,
+            local_world_size=min(gpus_per_node, world_size),
+        )
+    except DryRunError as error:
+        raise RehearsalError(str(error).partition("\n")[0]) from error
+
+
+def summary_of(
+    run: DryRun,
+    classes: Mapping[int, Sequence[int]],
+    *,
+    name: str,
+    gpus_per_node: int,
+    layout: str = "",
+) -> Summary:
+    """Put together what the processes did, for all ranks.
+
+    Args:
+        run: The traces of all processes, and a `RankReport` of each.
+        classes: Rank of each process -> ranks that it represents.
+        name: Name of the config or the script.
+        layout: Parallel layout in words.
+        gpus_per_node: Devices of a machine.
+    """
+    gpu = Gpu()
+    reports = [msgspec.convert(result, RankReport) for result in run.results.values()]
+    stopped = [f"rank {r.summary.rank} stopped {r.stopped}" for r in reports if r.stopped]
+    own = [line for report in reports for line in report.problems]
+    counts = [held_by(trace, node_size=gpus_per_node) for trace in run.traces.values()]
+    nccl = max(counts, key=lambda each: sum(each.in_bytes().values()))
+    in_order = all(report.keeps_launch_order for report in reports)
+    eager = all(report.loads_eagerly for report in reports)
+    between = prove(
+        run.traces, classes=classes, launch_order_implicit=in_order, eager_loading=eager
+    )
+    return Summary(
+        name=name,
+        layout=layout + reports[0].gathered,
+        world_size=sum(map(len, classes.values())),
+        gpu=gpu.name,
+        gpu_bytes=gpu.memory_bytes,
+        beside=nccl.in_bytes(),
+        communicators=nccl.communicators,
+        peers=nccl.peers,
+        ranks=tuple(
+            replace(each.summary, stands_for=tuple(classes[each.summary.rank])) for each in reports
+        ),
+        problems=(*stopped, *map(str, between), *own),
+    )
+
+
+def held_by(trace: Trace, *, node_size: int) -> Held:
+    """Count what a rank holds of NCCL, by what it did; see `hp_base.beside_tensors.Held`.
+
+    Args:
+        trace: Trace of the rank.
+        node_size: Devices of a node.
+    """
+    exchanges = {name: set[int]() for name in trace.connected if len(trace.groups[name]) > 1}
+    for event in trace:
+        if isinstance(event, Collective) and event.group in exchanges:
+            exchanges[event.group].update(_peers(event, trace.groups[event.group]))
+    return Held.of(trace.rank, map(tuple, exchanges.values()), node_size=node_size)
+
+
+def _peers(event: Collective, ranks: Sequence[int]) -> Iterable[int]:
+    """Ranks that an operation has NCCL send to or receive from one by one; without rows to none."""
+    if event.op != "all_to_all":
+        return () if event.peer < 0 else (event.peer,)
+    one_each = (1,) * len(ranks)
+    sent, received = event.input_splits or one_each, event.output_splits or one_each
+    return (rank for rank, *rows in zip(ranks, sent, received, strict=True) if any(rows))

@@ -1,0 +1,100 @@
+"""`hp-dry`: scripts of strangers, which know nothing of it and have nothing else of ours."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hp_dry.cli import main
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def test_a_strangers_fsdp_loop_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpus", "2", "--", str(SCRIPTS / "fsdp_loop.py"), "--steps", "2"]) == 0
+    assert "no problems" in capfd.readouterr().out
+
+
+def test_a_strangers_pipeline_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpus", "2", "--", str(SCRIPTS / "pipeline_loop.py")]) == 0
+    assert "no problems" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("per_node", "peers"), [(8, 2), (1, 1)])
+def test_peers_of_a_script_on_other_machines_share_a_buffer(
+    per_node: int, peers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "exchange.py"
+    script.write_text(
+        "import os, torch\n"
+        "import torch.distributed as dist\n"
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
+        "dist.init_process_group('nccl')\n"
+        "x = torch.ones(3, device='cuda')\n"
+        "dist.all_to_all_single(torch.empty_like(x), x)\n"
+    )
+    where = "--gpus", "3", "--gpus-per-node", str(per_node)
+    assert main([*where, "--json", "--", str(script)]) == 0
+    assert json.loads(capfd.readouterr().out)["peers"] == peers
+
+
+def test_a_rank_that_skips_a_collective_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--gpus", "2", "--", str(SCRIPTS / "fsdp_loop.py"), "--skip", "1"]) == 10
+    out, err = capfd.readouterr()
+    assert "fsdp_loop.py" in out
+    # What begins with a rank is a warning that torch logs.
+    error = next(line for line in err.splitlines() if not line.startswith("[rank"))
+    assert error.startswith("error: ")
+    assert "all_reduce" in error
+
+
+def test_a_script_that_fails_is_told_where(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nx = torch.ones(2, device='cuda')\nx @ torch.ones(3)\n")
+    assert main(["--", str(script)]) == 10
+    assert "script.py:3" in capfd.readouterr().out
+
+
+TWO_ORDERS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+groups = [dist.new_group(), dist.new_group()]
+x = [torch.ones(2, device="cuda"), torch.ones(2, device="cuda")]
+works = [
+    dist.all_reduce(x[i], group=groups[i], async_op=True)
+    for i in ((0, 1) if dist.get_rank() == 0 else (1, 0))
+]
+for work in works:
+    work.wait()
+"""
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_two_orders_of_launches_are_a_fault_where_nccl_keeps_none(
+    is_kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TWO_ORDERS)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", str(int(is_kept)))
+    assert main(["--gpus", "2", "--", str(script)]) == (0 if is_kept else 10)
+    assert ("launch order" in capfd.readouterr().out) != is_kept
+
+
+def test_a_command_line_that_cannot_be_is_refused_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["debug-qwen3", "--", str(SCRIPTS / "fsdp_loop.py")]) == 2
+    assert main([]) == 2
+    assert main(["--", "nowhere.py"]) == 2
+    assert main(["--gpus", "2", "--rank", "2", "--", str(SCRIPTS / "fsdp_loop.py")]) == 2
+    assert main(["--gpus", "64", "--", str(SCRIPTS / "fsdp_loop.py")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("error: ") == len(told.splitlines()) == 5
+    assert "first stands for the others" in told
