@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hp_base.command_line import write_named
 from hp_base.errors import HpError
 from hp_packing.costs_file import read_costs
 from hp_packing.generators import read_lengths
@@ -185,7 +184,6 @@ def test_a_recording_ends_where_its_last_whole_line_does(tmp_path: Path) -> None
         ("dry-run --html {}/none/x", "--html ({}/none/x) must be a file that can be written"),
         ("dry-run --svg {}", "--svg ({}) must be a file that can be written: Is a directory"),
         ("dry-run --traces {}/file/x", "--traces ({}/file/x) must be a writable folder"),
-        ("dry-run --svg {}/file/x -- {}/file", "--svg ({}/file/x) must be a file that can be"),
         ("dry-run --documents 129", "--documents (129) must be at most data.seq_len (128)"),
         ("step-plan --plan {}", "--plan ({}) must be a file that can be written: Is a directory"),
         ("step-plan --svg {}/none/x", "--svg ({}/none/x) must be a file that can be written"),
@@ -201,16 +199,3 @@ def test_what_cannot_be_written_in_the_end_is_refused_at_the_start(
     assert err.count("\n") == 1
     assert out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_named_file_is_written_whole_and_what_is_no_file_is_written_through(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "page.html"
-    path.write_text("old")
-    write_named("--page", str(path), "new")
-    assert path.read_text() == "new"
-    write_named("--page", "/dev/null", "new")
-    assert Path("/dev/null").is_char_device()
-    with pytest.raises(HpError, match=r"--page \(.*\) must be a file that can be written: No such"):
-        write_named("--page", str(tmp_path / "none" / "x"), "new")

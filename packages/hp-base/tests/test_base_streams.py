@@ -13,11 +13,17 @@ _STREAMS = "from hp_base.streams import endure, own_streams; own_streams(); "
 
 _COMMAND = """
 import sys
-from hp_base import ConfigError, run_command
+from hp_base import ConfigError, DataError, run_command
 
 def run(arguments):
     if arguments == ["refused"]:
         raise ConfigError("no")
+    if arguments == ["no data"]:
+        raise DataError("there is none")
+    if arguments == ["stopped"]:
+        raise KeyboardInterrupt
+    if arguments == ["broken"]:
+        open("/nowhere/at/all")
     print("an answer")
     return 0
 
@@ -57,6 +63,19 @@ def test_a_refusal_that_cannot_be_said_has_its_status() -> None:
     for redirect in ("2> /dev/full", "2>&-", "<&- >&- 2>&-"):
         end = shell(redirect, _COMMAND, "refused")
         assert (end.returncode, end.stdout, end.stderr) == (2, b"", b"")
+
+
+def test_a_command_that_ends_early_says_so_in_one_line() -> None:
+    for given, says, status in (
+        ("refused", b"error: no\n", 2),
+        ("no data", b"error: there is none\n", 3),
+        ("broken", b"error: FileNotFoundError: ", 11),
+        ("stopped", b"", 130),
+    ):
+        end = shell("", _COMMAND, given)
+        assert (end.returncode, end.stdout) == (status, b"")
+        assert end.stderr.startswith(says)
+        assert end.stderr.count(b"\n") == bool(says)
 
 
 def test_a_current_folder_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from hp_base.atomic_write import remove_unfinished, replace_file
 from hp_base.errors import ConfigError, DataError
 from hp_data import load_tokenizer
 from hp_data.corpus import find_sources
@@ -96,10 +95,8 @@ def test_what_a_killed_start_left_is_removed_and_that_of_a_living_one_stays(
     tmp_path: Path,
 ) -> None:
     corpus, run = _corpus(tmp_path / "corpus"), tmp_path / "run"
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(run / "data"), corpus], timeout=60, check=False
-    )
-    assert killed.returncode == -signal.SIGKILL
+    program = [sys.executable, "-c", _KILLED_BEFORE_THE_RENAME, str(run / "data"), corpus]
+    assert subprocess.run(program, timeout=60, check=False).returncode == -signal.SIGKILL
     assert [path.suffix for path in run.iterdir()] == [".tmp"]
     living = run / f"data.{'0' * 32}.tmp"
     living.mkdir()
@@ -113,27 +110,21 @@ def test_what_a_killed_start_left_is_removed_and_that_of_a_living_one_stays(
     assert [path.name for path in run.iterdir()] == ["data"]
 
 
-def test_whoever_cleans_takes_nothing_from_whoever_writes(tmp_path: Path) -> None:
-    """A draft may be taken for a leftover between its beginning and its lock."""
-    ended = threading.Event()
+_KILLED_BEFORE_THE_RENAME = """
+import os, signal, sys
+from pathlib import Path
+from hp_data import load_tokenizer
+from hp_data.preparation import prepare
 
-    def write() -> None:
-        for number in range(400):
-            replace_file(tmp_path / "file", str(number).encode())
+directory, corpus = Path(sys.argv[1]), sys.argv[2]
 
-    def clean() -> None:
-        while not ended.is_set():
-            remove_unfinished(tmp_path)
+def kill(event, arguments):
+    if event == "os.rename" and str(arguments[1]) == str(directory):
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    with ThreadPoolExecutor(3) as pool:
-        cleaners = [pool.submit(clean) for _ in range(2)]
-        try:
-            pool.submit(write).result()
-        finally:
-            ended.set()
-        for cleaner in cleaners:
-            cleaner.result()
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["399"]
+sys.addaudithook(kill)
+prepare(directory, paths=[corpus], tokenizer=load_tokenizer(""), eval_fraction=0.2)
+"""
 
 
 def test_prepared_data_survives_a_change_of_its_sources(tmp_path: Path) -> None:
