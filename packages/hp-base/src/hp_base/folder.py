@@ -6,10 +6,6 @@ device. So the path that a person gives is opened once, and may be or lead throu
 name below it is opened from that descriptor, is never followed, and must be a regular file or a
 directory. What is written is always a new file that is given its name when it is made, so that
 nobody's other name for the old one (a hard link) sees a byte of it.
-
-Note [opened without torch]. Configs, run directories and data are read before torch is loaded,
-which `hp_platform` does. So the functions at the end stand in `hp_checkpoint.files` too; what
-reads tensors takes those, with their DamageError.
 """
 
 import errno

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from hp_base.messages import shown
+
 MAX_EXTRA_BYTES = 1 << 20
 
 
@@ -44,10 +46,12 @@ def decode_extra(text: bytes) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: refuse an object that has a key twice."""
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("an object must not have a key twice")
+    """Make an object for `json.loads`, and refuse one that has a key twice."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"key {shown(key)} is given twice")
+        values[key] = value
     return values
 
 

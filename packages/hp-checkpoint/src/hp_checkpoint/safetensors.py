@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hp_base.errors import CheckpointError
-from hp_base.folder import read_into
+from hp_base.folder import open_named, read_into, why_not
 from hp_checkpoint.boxes import Box
 from hp_checkpoint.manifest import DTYPES, NAME_OF, RESERVED, framed
 from hp_platform.failures.messages import as_form, bytes_of
@@ -113,14 +112,10 @@ def open_regular(path: Path) -> int:
         CheckpointError: When it cannot be opened, or is of another kind.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_named(path)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = why_not(error)
         raise CheckpointError(f"{_shown(str(path))} must be readable: {reason}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{_shown(str(path))} must be a plain file")
-    return descriptor
 
 
 def layout_of(

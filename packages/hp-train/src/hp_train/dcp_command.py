@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-import hp_checkpoint as store
 from hp_base.errors import CheckpointError, ConfigError
 from hp_base.folder import DamageError, Folder, opened_directory, read_whole
-from hp_checkpoint.dcp.metadata import StoredTensor, read_metadata
-from hp_checkpoint.dcp.planner import write_sources
-from hp_checkpoint.dcp.tensors import read_box
-from hp_checkpoint.extra import MAX_EXTRA_BYTES
+from hp_checkpoint.boxes import Box
+from hp_checkpoint.dcp import read_sources, sources_in, write_sources
+from hp_checkpoint.extra import MAX_EXTRA_BYTES, decode_extra, encode_extra
 from hp_checkpoint.files import failed
-from hp_checkpoint.manifest import DTYPES
 from hp_checkpoint.runs.directory import newest_checkpoint
 from hp_checkpoint.runs.save import save_step
 from hp_checkpoint.runs.verify import open_checkpoint
+from hp_checkpoint.save import Source
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import Resolved
 from hp_trainer.config.schema import fields
@@ -56,18 +54,9 @@ def export_dcp(run: Path, folder: Path, *, step: int | None) -> int:
     rules.require_run_directory(str(run))
     path = newest_checkpoint(run / "checkpoints", step=step)
     checkpoint = open_checkpoint(path)
-    sources = {
-        name: store.Source(
-            DTYPES[tensor.dtype],
-            tensor.shape,
-            tuple(chunk.box for chunk in tensor.chunks),
-            partial(_chunk, checkpoint, name),
-        )
-        for name, tensor in checkpoint.manifest.tensors.items()
-    }
     _make_new(folder)
     try:
-        write_sources(sources, FileSystemWriter(folder, single_file_per_rank=True))
+        write_sources(sources_in(checkpoint), FileSystemWriter(folder, single_file_per_rank=True))
         (folder / EXTRA).write_bytes(checkpoint.manifest.extra)
     except OSError as error:
         raise failed("write", folder, error) from None
@@ -93,15 +82,14 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
         ConfigError: When there is no config, or `run` is there.
         CheckpointError: When the checkpoint is hostile or damaged, or a file cannot be written.
     """
+    sources, left_out = read_sources(folder)
     try:
-        stored = read_metadata(folder)
         extra = _extra(folder)
     except DamageError as damage:
         raise CheckpointError(f"{folder}: {damage}") from None
     except OSError as error:
         raise failed("read", folder, error) from None
     config = _resolved(folder, resolved, extra)
-    sources = {name: _source(folder, name, tensor) for name, tensor in stored.tensors.items()}
     if not any(name.startswith("optimizer.") for name in sources):
         sources |= _new_moments(sources)
         extra = {"is_new": True} | {k: v for k, v in extra.items() if k == "config"}
@@ -114,7 +102,7 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
             run / "checkpoints",
             lambda: sources,
             step=extra["step"],
-            extra=store.encode_extra(extra),
+            extra=encode_extra(extra),
             group=None,
             keep=1,
         )
@@ -123,39 +111,25 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         raise
-    for name in stored.left_out:
+    for name in left_out:
         sys.stdout.write(f"left out {name}: not a tensor, and pickled\n")
     sys.stdout.write(f"wrote {run}, step {extra['step']}; go on with: hp train --resume {run}\n")
     return 0
 
 
-def _chunk(checkpoint: store.Checkpoint, name: str, box: store.Box) -> Tensor:
-    return checkpoint.chunk(name, box.offsets)
-
-
-def _source(folder: Path, name: str, tensor: StoredTensor) -> store.Source:
-    def read(box: store.Box) -> Tensor:
-        try:
-            return read_box(folder, tensor.boxes[box], dtype=tensor.dtype, sizes=box[1])
-        except DamageError as damage:
-            raise CheckpointError(f"{folder}: tensor {name}: {damage}") from None
-
-    return store.Source(DTYPES[tensor.dtype], tensor.shape, tuple(tensor.boxes), read)
-
-
-def _new_moments(sources: Mapping[str, store.Source]) -> dict[str, store.Source]:
+def _new_moments(sources: Mapping[str, Source]) -> dict[str, Source]:
     """Zeros beside every weight: what Adam starts with."""
     moments = {}
     for name, source in sources.items():
         if not name.startswith("model.") or name.endswith(".correction_bias"):
             continue
-        zeros = store.Source(source.dtype, source.shape, source.boxes, partial(_zeros, source))
+        zeros = Source(source.dtype, source.shape, source.boxes, partial(_zeros, source))
         for moment in _MOMENTS:
             moments[f"optimizer.{moment}.{name.removeprefix('model.')}"] = zeros
     return moments
 
 
-def _zeros(source: store.Source, box: store.Box) -> Tensor:
+def _zeros(source: Source, box: Box) -> Tensor:
     return torch.zeros(box[1], dtype=source.dtype)
 
 
@@ -165,7 +139,7 @@ def _extra(folder: Path) -> dict[str, Any]:
             return {}
         text = read_whole(directory, EXTRA, limit=MAX_EXTRA_BYTES)
     try:
-        return store.decode_extra(text)
+        return decode_extra(text)
     except ValueError as error:
         raise DamageError(f"{EXTRA}: {error}") from None
 

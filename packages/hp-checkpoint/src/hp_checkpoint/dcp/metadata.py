@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_base.folder import DamageError, opened, opened_directory, read_whole
-from hp_checkpoint import Box, coverage_error
+from hp_checkpoint.boxes import Box, coverage_error
 from hp_checkpoint.dcp.pickled import Called, Named, read_pickle
 from hp_checkpoint.manifest import DTYPES, unfit_name
 

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from hp_checkpoint import Box, Source
+from hp_checkpoint.boxes import Box
+from hp_checkpoint.save import Source
 
 
 def write_sources(sources: Mapping[str, Source], writer: StorageWriter) -> None:

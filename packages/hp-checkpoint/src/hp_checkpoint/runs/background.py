@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from hp_base.errors import CheckpointError
 from hp_platform import Event
 
-import hp_checkpoint as store
-from hp_checkpoint.collective import agree_all, silent
+from hp_checkpoint.collective import OnProgress, agree_all, silent
+from hp_checkpoint.extra import encode_extra
 from hp_checkpoint.runs.save import check_arguments, save_step
+from hp_checkpoint.save import sources_of
 
 _LOOK_SECONDS = 0.05
 
@@ -83,7 +84,7 @@ class BackgroundSaver:
         if self._thread is not None:
             raise RuntimeError("a save must be finished before another one is started")
         check_arguments(step=step, keep=self._keep, keep_every=self._keep_every)
-        text = store.encode_extra(extra)
+        text = encode_extra(extra)
         copied, error = [], None
         try:
             copied = self._copy(tensors)
@@ -99,7 +100,7 @@ class BackgroundSaver:
                     event.synchronize()
                 self._path = save_step(
                     self._directory,
-                    lambda: store.sources_of(named, self._copies),
+                    lambda: sources_of(named, self._copies),
                     step=step,
                     extra=text,
                     group=self._group,
@@ -115,7 +116,7 @@ class BackgroundSaver:
         self._thread = threading.Thread(target=work, name=f"save step {step}", daemon=True)
         self._thread.start()
 
-    def finish(self, *, on_progress: store.OnProgress = silent) -> Path:
+    def finish(self, *, on_progress: OnProgress = silent) -> Path:
         """Wait until the save under way has ended.
 
         Args:

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import hp_checkpoint as store
-from hp_checkpoint import load
-from hp_checkpoint.collective import on_rank_zero, silent, verify_together
+from hp_checkpoint.checkpoint import Checkpoint
+from hp_checkpoint.collective import OnProgress, on_rank_zero, silent, verify_together
+from hp_checkpoint.extra import decode_extra
+from hp_checkpoint.load import load
 from hp_base.folder import DamageError
 from hp_checkpoint.manifest import Manifest, decode, encode
 from hp_checkpoint.runs.directory import (
@@ -46,7 +47,7 @@ def load_latest(
     *,
     tensors: Mapping[str, Tensor],
     group: ProcessGroup,
-    on_progress: store.OnProgress = silent,
+    on_progress: OnProgress = silent,
 ) -> Loaded | None:
     """Load the newest good checkpoint into tensors. Every rank of `group` calls.
 
@@ -83,7 +84,7 @@ def load_latest(
             damage = verify_together(path, manifest, group=group, on_progress=on_progress)
             if not damage:
                 _fill(path, manifest, tensors, group, on_progress)
-                return Loaded(manifest.step, store.decode_extra(manifest.extra), path, skipped)
+                return Loaded(manifest.step, decode_extra(manifest.extra), path, skipped)
         aside = on_rank_zero(lambda: str(quarantine(path)), of=str, group=group)  # noqa: B023
         skipped.append((Path(aside), damage))
     if skipped:
@@ -117,9 +118,9 @@ def _fill(
     manifest: Manifest,
     tensors: Mapping[str, Tensor],
     group: ProcessGroup,
-    on_progress: store.OnProgress,
+    on_progress: OnProgress,
 ) -> None:
-    checkpoint = store.Checkpoint(path, manifest, on_read=lambda: on_progress("read"))
+    checkpoint = Checkpoint(path, manifest, on_read=lambda: on_progress("read"))
     try:
         load(checkpoint, tensors, group=group)
     except CheckpointError as error:

@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import hp_checkpoint as store
 from hp_platform.failures.agreement import agreeing
-from hp_checkpoint import save
-from hp_checkpoint.collective import is_first, silent
+from hp_checkpoint.collective import OnProgress, is_first, silent
+from hp_checkpoint.extra import encode_extra
 from hp_checkpoint.runs.directory import (
     commit,
     purge,
     remove_leftovers,
     step_name,
 )
+from hp_checkpoint.save import Source, save, sources_of
 
 
 def save_checkpoint(
@@ -29,7 +29,7 @@ def save_checkpoint(
     group: ProcessGroup,
     keep: int,
     keep_every: int = 0,
-    on_progress: store.OnProgress = silent,
+    on_progress: OnProgress = silent,
 ) -> Path:
     """Save tensors as `directory/step-<step>`. Every rank of `group` calls; blocking.
 
@@ -62,10 +62,10 @@ def save_checkpoint(
     on_progress("plan", waiting=True)
     with agreeing(group=group, where="saving a checkpoint"):
         check_arguments(step=step, keep=keep, keep_every=keep_every)
-        text = store.encode_extra(extra)
+        text = encode_extra(extra)
     return save_step(
         directory,
-        lambda: store.sources_of(tensors),
+        lambda: sources_of(tensors),
         step=step,
         extra=text,
         group=group,
@@ -77,14 +77,14 @@ def save_checkpoint(
 
 def save_step(
     directory: Path,
-    sources: Callable[[], Mapping[str, store.Source]],
+    sources: Callable[[], Mapping[str, Source]],
     *,
     step: int,
     extra: bytes,
     group: ProcessGroup | None,
     keep: int,
     keep_every: int = 0,
-    on_progress: store.OnProgress = silent,
+    on_progress: OnProgress = silent,
 ) -> Path:
     """Write, read back and commit one checkpoint, then remove older ones; see `save_checkpoint`.
 
@@ -102,7 +102,7 @@ def save_step(
         The path of the checkpoint.
 
     Raises:
-        hp_base.CheckpointError: On all ranks.
+        CheckpointError: On all ranks.
         RuntimeError: If a rank is gone.
     """
     if is_first(group):

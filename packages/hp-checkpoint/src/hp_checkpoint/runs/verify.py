@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import hp_checkpoint as store
-from hp_checkpoint.checkpoint import read_manifest
+from hp_checkpoint.checkpoint import Checkpoint, read_manifest
 from hp_base.folder import DamageError
 from hp_checkpoint.files import failed
 from hp_checkpoint.manifest import MANIFEST, Manifest
@@ -11,14 +10,14 @@ from hp_checkpoint.runs.directory import parse_step_name
 from hp_base.errors import CheckpointError
 
 
-def open_checkpoint(path: Path) -> store.Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest of a checkpoint; its files are not opened.
 
     Raises:
         CheckpointError: In one line, if it is damaged or cannot be read.
     """
     try:
-        return store.Checkpoint(path, manifest_of_step(path))
+        return Checkpoint(path, manifest_of_step(path))
     except DamageError as damage:
         raise CheckpointError(f"{path}: {damage}") from None
     except OSError as error:
