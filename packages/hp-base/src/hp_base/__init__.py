@@ -1,7 +1,7 @@
 """What every package stands on, without torch: whole files, strangers' folders, one-line errors."""
 
-from hp_base.atomic_write import replace_file, replacing
-from hp_base.command_line import Parser, say, warn
+from hp_base.atomic_write import remove_unfinished, replace_file, replacing
+from hp_base.command_line import Parser, say, warn, write_named
 from hp_base.errors import (
     PREEMPTED,
     CheckpointError,
@@ -17,7 +17,17 @@ from hp_base.errors import (
     RunDirectoryError,
     RunFailedError,
 )
-from hp_base.folder import DamageError, Folder, read_named
+from hp_base.folder import (
+    DamageError,
+    Folder,
+    open_directory,
+    open_file,
+    opened,
+    opened_directory,
+    read_named,
+    read_whole,
+    why_not,
+)
 from hp_base.lazy import lazily
 from hp_base.process import run_command
 from hp_base.scratch import scratch
@@ -43,12 +53,20 @@ __all__ = [
     "__version__",
     "derive_seed",
     "lazily",
+    "open_directory",
+    "open_file",
+    "opened",
+    "opened_directory",
     "read_named",
+    "read_whole",
+    "remove_unfinished",
     "replace_file",
     "replacing",
     "run_command",
     "say",
     "scratch",
     "warn",
+    "why_not",
+    "write_named",
 ]
 __version__ = "0.1.0"

@@ -12,17 +12,24 @@ from typing import TYPE_CHECKING
 from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
-    from hp_data.dataset import Batch, Dataset
-    from hp_data.preparation import prepare
-    from hp_data.tokenizer import Tokenizer, load_tokenizer
+    from hp_data.cache import Cache
+    from hp_data.corpus import look_at
+    from hp_data.dataset import Batch, Dataset, Piece
+    from hp_data.preparation import is_prepared, prepare
+    from hp_data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 
 __all__ = [
     "Batch",
+    "Cache",
     "Dataset",
+    "Piece",
     "Tokenizer",
     "__version__",
+    "is_prepared",
     "load_tokenizer",
+    "look_at",
     "prepare",
+    "vocab_size_of",
 ]
 __version__ = "0.1.0"
 
@@ -30,9 +37,14 @@ __getattr__ = lazily(
     __name__,
     {
         "Batch": "hp_data.dataset",
+        "Cache": "hp_data.cache",
         "Dataset": "hp_data.dataset",
+        "Piece": "hp_data.dataset",
         "Tokenizer": "hp_data.tokenizer",
+        "is_prepared": "hp_data.preparation",
         "load_tokenizer": "hp_data.tokenizer",
+        "look_at": "hp_data.corpus",
         "prepare": "hp_data.preparation",
+        "vocab_size_of": "hp_data.tokenizer",
     },
 )

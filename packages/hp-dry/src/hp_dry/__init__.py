@@ -1,4 +1,4 @@
-"""A device that computes nothing: the real code of a rank on CUDA and NCCL, without a GPU.
+"""The real code of a torch program on GPUs that are not there: memory, launches, deadlocks.
 
 Names load what they need when they are asked for: what reads traces needs no torch.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hp_dry.proof.order import prove, same_program
     from hp_dry.proof.streams import check_streams
     from hp_dry.run import DryRun, DryRunError, run_ranks
+    from hp_dry.script import rehearse_script
 
 __all__ = [
     "Classes",
@@ -37,6 +38,7 @@ __all__ = [
     "late_loads",
     "least_bytes",
     "prove",
+    "rehearse_script",
     "replay",
     "run_ranks",
     "same_program",
@@ -61,6 +63,7 @@ __getattr__ = lazily(
         "late_loads": "hp_dry.proof.loads",
         "least_bytes": "hp_dry.memory.allocator",
         "prove": "hp_dry.proof.order",
+        "rehearse_script": "hp_dry.script",
         "replay": "hp_dry.memory.allocator",
         "run_ranks": "hp_dry.run",
         "same_program": "hp_dry.proof.order",

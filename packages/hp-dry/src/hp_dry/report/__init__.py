@@ -1,1 +1,32 @@
-"""What a dry run found, for people: memory, work, traffic, tables, a page."""
+"""What a dry run found: memory, work and traffic of classes of ranks, as data, words and a page.
+
+Nothing here needs torch: a trace that was kept is looked at on any machine.
+"""
+
+from hp_dry.report.curve import curve_svg
+from hp_dry.report.labels import add_labels
+from hp_dry.report.page import page
+from hp_dry.report.report import report
+from hp_dry.report.summary import RankSummary, Saved, Summary, from_json, summarize, to_json
+from hp_dry.report.traffic import Traffic, traffic_of
+from hp_dry.report.usage import Memory, memory_of
+from hp_dry.report.work import Work, work_of
+
+__all__ = [
+    "Memory",
+    "RankSummary",
+    "Saved",
+    "Summary",
+    "Traffic",
+    "Work",
+    "add_labels",
+    "curve_svg",
+    "from_json",
+    "memory_of",
+    "page",
+    "report",
+    "summarize",
+    "to_json",
+    "traffic_of",
+    "work_of",
+]
