@@ -4,26 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
-from hp_base import Folder, replace_file
-from hp_base.atomic_write import remove_unfinished, replacing
-
-
-def fail_halfway(directory: int) -> None:
-    with replacing(directory, "file") as file:
-        file.write(b"half")
-        raise RuntimeError
-
-
-def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    replace_file(tmp_path / "file", b"old")
-    with Folder.open(tmp_path) as folder, pytest.raises(RuntimeError):
-        fail_halfway(folder.descriptor)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_bytes() == b"old"
-    replace_file(tmp_path / "file", b"new")
-    assert (tmp_path / "file").read_bytes() == b"new"
+from hp_base import remove_unfinished, replace_file
 
 
 def test_whoever_cleans_takes_nothing_from_whoever_writes(tmp_path: Path) -> None:

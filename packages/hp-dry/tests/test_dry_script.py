@@ -1,6 +1,10 @@
 """`hp-dry`: scripts of strangers, which know nothing of it and have nothing else of ours."""
 
 import json
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from hp_dry.cli import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
+README = Path(__file__).parent.parent / "README.md"
 
 
 def test_a_strangers_fsdp_loop_runs(capfd: pytest.CaptureFixture[str]) -> None:
@@ -98,3 +103,45 @@ def test_a_command_line_that_cannot_be_is_refused_in_a_line(
     told = capsys.readouterr().err
     assert told.count("error: ") == len(told.splitlines()) == 5
     assert "first stands for the others" in told
+
+
+def test_the_command_prints_a_report_and_writes_a_page(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("hp-dry")), "--gpus", "64", "--rank", "0"]
+    command += ["--html", str(tmp_path / "page.html"), "--", str(SCRIPTS / "fsdp_loop.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert "error: " not in done.stderr
+    head, fits, problems, *tables = done.stdout.splitlines()
+    assert head.startswith("fsdp_loop.py: 64 ranks in 1 class")
+    assert fits.startswith("NVIDIA H100 80GB HBM3: fits: rank 0 needs ")
+    assert problems == "no problems between ranks or on a device"
+    assert "reduce_scatter" in "\n".join(tables)
+    assert "fsdp_loop.py" in (tmp_path / "page.html").read_text()
+
+
+def test_the_command_says_what_is_wrong_before_torch_is_imported() -> None:
+    program = "import sys, hp_dry.cli; print(hp_dry.cli.main(['--']), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "2 False\n"
+    assert done.stderr == "error: -- must be followed by a script: hp-dry --gpus 2 -- train.py\n"
+
+
+def test_examples_of_the_readme_run(tmp_path: Path) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    said = []
+    for example in examples:
+        program = tmp_path / "example.py"
+        program.write_text(example)
+        done = subprocess.run(
+            [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=True
+        )
+        said.append(done.stdout)
+    assert "MiB reserved" in said[0]
+    assert said[0].endswith("no GPU\n")
+
+
+def test_no_trainer_of_ours_is_needed() -> None:
+    names = {re.split(r"[<>=\[ ;]", text)[0] for text in requires("hp-dry") or ()}
+    assert names == {"hp-base", "hp-platform", "torch", "msgspec"}
