@@ -133,7 +133,7 @@ def test_no_kernel_is_loaded_while_messages_of_another_thread_wait(
     assert (ours == names) == (fault != "modules of torch too")
 
 
-def test_how_a_rank_gathers_is_decided_before_it_starts(
+def test_how_ranks_gather_is_decided_before_they_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # where nothing is known yet
@@ -144,7 +144,7 @@ def test_how_a_rank_gathers_is_decided_before_it_starts(
     write_tokens(data, load_tokenizer(""), [config.data.seq_len])
     skew = parse_skew("uniform", config.model)
     decided = dry_config(with_keys(config, {"mesh.gather": "auto"}))
-    assert decided.mesh.gather in ("stage", "block")
+    assert decided.mesh.gather in ("block", "stage")
     job = Job(config=decided, skew=skew, data=data, steps=1)
     everyone = classes_of(config, skew, vocab_size=256)
     run = run_classes(run_rank, job, classes=everyone, gpus_per_node=8)
