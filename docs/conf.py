@@ -66,7 +66,14 @@ napoleon_use_ivar = True
 nitpicky = True
 # What is documented elsewhere: torch and the libraries beside it, the standard library, and the
 # type variables of our own signatures.
-_ELSEWHERE = ["torch", "numpy", "tokenizers", "safetensors", *sorted(sys.stdlib_module_names)]
+_ELSEWHERE = [
+    "torch",
+    "numpy",
+    "msgspec",
+    "tokenizers",
+    "safetensors",
+    *sorted(sys.stdlib_module_names),
+]
 _OF_RESULTS = ["Store", "Belonging", "Header", "Manifest", "WeightCasts", "Places", "CountedSlice"]
 _OF_RESULTS += [
     "Cache",
@@ -82,6 +89,7 @@ _OF_RESULTS += [
 ]
 _OF_RESULTS += ["Seconds", "Spread", "Team", "TokenFile", "Transfer"]
 _OF_RESULTS += ["TurnHolder", "Held", "Repeat", "Kept", "Parameter", "Balanced"]
+_OF_RESULTS += ["Packs", "TokenFile", "Index", "GpuRates"]
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),
     ("py:.*", r"(.*\.)?([A-Z]|\w+T)(_co)?"),

@@ -28,8 +28,8 @@ def read_sources(folder: Path) -> tuple[dict[str, Source], tuple[str, ...]]:
         what is left out: no tensors, and pickled.
 
     Raises:
-        CheckpointError: When the checkpoint is hostile or damaged, or a file cannot be read. So may
-            a source, when its values are read.
+        hp_checkpoint.CheckpointError: When the checkpoint is hostile or damaged, or a file cannot
+            be read. So may a source, when its values are read.
     """
     try:
         stored = read_metadata(folder)

@@ -45,7 +45,7 @@ def save_checkpoint(
         tensors: What this rank holds, by global name. A plain tensor with the same name on several
             ranks has the same value on all of them and is saved once; a DTensor (placements Shard
             and Replicate) is saved in parts.
-        extra: JSON for the `extra` of `Loaded`; that of the first rank is saved.
+        extra: JSON for `Loaded.extra`; that of the first rank is saved.
         group: CPU group. One of the default group's or a part of it.
         keep: Checkpoints to keep, at least 1; older ones are removed when this one is in place.
         keep_every: Those of steps that are a multiple of it are kept besides. 0: none.
