@@ -34,7 +34,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(directory: int, name: str) -> Iterator[IO[bytes]]:
-    """A new file that gets its name at the end, whoever else does so, if nothing is raised.
+    """Give a new file that gets its name at the end, whoever else does so, if nothing is raised.
 
     Readers see all of the old content or all of the new one, under every name that the old one has.
 
@@ -58,7 +58,7 @@ def replacing(directory: int, name: str) -> Iterator[IO[bytes]]:
 
 
 def new_unfinished(directory: int, name: str) -> tuple[str, IO[bytes]]:
-    """A new and empty file under another name, locked, so that nobody takes it for a leftover."""
+    """Make an empty file under another name, locked, so that nobody takes it for a leftover."""
     while True:
         unfinished = f"{name}.{uuid4().hex}.tmp"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -117,7 +117,7 @@ def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
 
 
 def lock_holder(descriptor: int) -> str:
-    """Say who holds the lock of an open file, in words; empty where the system does not tell.
+    """Name the holder of the lock of an open file, in words; empty where the system does not tell.
 
     Another node of a network file system, for example, or a process of another container.
     """
@@ -137,7 +137,7 @@ def lock_holder(descriptor: int) -> str:
 
 @contextmanager
 def closed_at_end(descriptor: int) -> Iterator[int]:
-    """An open file or directory, which is closed at the end."""
+    """Give an open file or directory, which is closed at the end."""
     try:
         yield descriptor
     finally:
@@ -145,5 +145,5 @@ def closed_at_end(descriptor: int) -> Iterator[int]:
 
 
 def names_in(directory: int) -> list[str]:
-    """Return what stands in an open directory."""
+    """List the names in an open directory."""
     return os.listdir(directory)

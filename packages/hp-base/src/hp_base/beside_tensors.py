@@ -1,4 +1,4 @@
-"""What a GPU gives to others than tensors: context, communicators of NCCL, peers. No torch."""
+"""Memory of a GPU that no tensor has: context, communicators of NCCL, peers. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ after the first all-to-all with seven of them (NVIDIA/nccl #1685). Fragmentation
 
 
 class Held(NamedTuple):
-    """What a rank holds of NCCL while a run lasts.
+    """Communicators and buffers of NCCL that a rank holds while a run lasts.
 
     Attributes:
         communicators: Number of those of more than one rank that NCCL has connected: the default

@@ -1,4 +1,4 @@
-"""What data sheets of GPUs promise, and what part of it programs reach."""
+"""Rates that data sheets of GPUs promise, and the part of them that programs reach."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -37,7 +37,7 @@ such. What is not listed is not known: a T4 has no bf16.
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Operations per second that a data sheet promises; None where that is not known.
+    """Return the operations per second that a data sheet promises; None where that is not known.
 
     Of several entries the longest counts that is whole words of the name:
 
@@ -74,7 +74,7 @@ launches a kernel.
 
 
 class Sheet(NamedTuple):
-    """What a data sheet says of a GPU and its usual links.
+    """Rates of a GPU and its usual links, by its data sheet.
 
     Attributes:
         teraflops: Dense peak in bfloat16.

@@ -5,5 +5,5 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 def dtype_name(dtype: object) -> str:
-    """Name of one of torch's dtypes, without ``torch.``."""
+    """Return the name of one of torch's dtypes, without ``torch.``."""
     return str(dtype).removeprefix("torch.")

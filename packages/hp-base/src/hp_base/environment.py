@@ -1,4 +1,4 @@
-"""What torchrun or Slurm put into the environment, read without torch."""
+"""Variables that torchrun or Slurm put into the environment, read without torch."""
 
 import os
 import re
@@ -38,7 +38,7 @@ class World:
 
 
 def external_world(env: Mapping[str, str] = os.environ) -> World | None:
-    """The processes started by torchrun or ``srun``; None where this one is to start them.
+    """Return the processes started by torchrun or ``srun``; None where this one is to start them.
 
     A Slurm batch script is one process, whatever number of tasks its job asked for, and starts
     the others itself; so does the one task of a step, a shell on a node for example.
@@ -88,7 +88,7 @@ def require_meeting_point(env: Mapping[str, str]) -> None:
 
 
 def speaks_for_node(env: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether what all processes of a machine have to say is said by this one."""
+    """Tell whether this process says what all processes of its machine have to say."""
     try:
         is_alone = external_world(env) is None  # whatever another job has left in the variables
     except ConfigError:
@@ -97,7 +97,7 @@ def speaks_for_node(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
-    """Where the processes of a Slurm step meet: the first host, and a port that the job decides.
+    """Find where the processes of a Slurm step meet: the first host, and a port of the job.
 
     Returns:
         Values of ``MASTER_ADDR`` and ``MASTER_PORT`` that are not set already.

@@ -1,4 +1,4 @@
-"""What can end a run early, and the exit status that says so to a shell or a scheduler.
+"""Errors that end a run early, and the exit status that says so to a shell or a scheduler.
 
 ::
 
@@ -23,7 +23,7 @@ PREEMPTED = 75
 
 
 def told(error: Exception, most: int) -> str:
-    """Kind and message of somebody else's error in one line, cut to a number of characters."""
+    """Say kind and message of somebody else's error in one line, cut to a number of characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 

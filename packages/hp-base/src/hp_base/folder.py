@@ -34,7 +34,7 @@ _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class DamageError(Exception):
-    """What was found on storage must not be used; the message says why, in one line."""
+    """Tells that a thing on storage must not be used, and why, in one line."""
 
 
 class Folder:
@@ -72,7 +72,7 @@ class Folder:
 
     @property
     def is_here(self) -> bool:
-        """Tell whether its path still leads to it: it was neither removed nor renamed."""
+        """Tells whether its path still leads to it: it was neither removed nor renamed."""
         try:
             there = self.path.stat()
         except OSError:
@@ -81,7 +81,7 @@ class Folder:
 
     @property
     def gone(self) -> str:
-        """Return what to say when it is not."""
+        """Message for when its path leads elsewhere."""
         return f"the run directory ({self.path}) is gone: it was removed or renamed"
 
     def sub(self, name: str, *, make: bool = False) -> "Folder":
@@ -102,7 +102,7 @@ class Folder:
         return self._about(name) is not None
 
     def size(self, name: str) -> int | None:
-        """Bytes of what has that name; None if there is nothing."""
+        """Return the bytes of what has that name; None if there is nothing."""
         about = self._about(name)
         return None if about is None else about.st_size
 
@@ -120,12 +120,12 @@ class Folder:
             self.require_file(name)
 
     def open_file(self, name: str, flags: int = os.O_RDONLY, *, mode: int = 0o666) -> int:
-        """Descriptor of a regular file; see :func:`open_file`."""
+        """Return the descriptor of a regular file; see :func:`open_file`."""
         with self._told("open", name):
             return open_file(self.descriptor, name, flags, mode=mode)
 
     def read(self, name: str, *, limit: int) -> bytes:
-        """All bytes of a small file."""
+        """Return all bytes of a small file."""
         with self._told("read", name):
             return read_whole(self.descriptor, name, limit=limit)
 
@@ -135,7 +135,7 @@ class Folder:
             os.unlink(name, dir_fd=self.descriptor)
 
     def fresh(self, name: str) -> IO[bytes]:
-        """A new and empty file, to be read and written, in place of the one that had the name."""
+        """Make an empty file, to be read and written, in place of the one that had the name."""
         with self._told("write", name):
             self.require_file(name)
             draft, file = new_unfinished(self.descriptor, name)
@@ -180,7 +180,7 @@ class Folder:
 
 
 def open_directory(path: str | Path, parent: int | None = None) -> int:
-    """Descriptor of a directory.
+    """Return the descriptor of a directory.
 
     Raises:
         DamageError: If it is missing, a symbolic link or no directory.
@@ -201,7 +201,7 @@ def opened_directory(path: str | Path, parent: int | None = None) -> AbstractCon
 
 
 def open_file(directory: int, name: str, flags: int = os.O_RDONLY, *, mode: int = 0o666) -> int:
-    """Descriptor of a regular file in an open directory.
+    """Return the descriptor of a regular file in an open directory.
 
     Args:
         directory: Descriptor of the directory.
@@ -232,7 +232,7 @@ def opened(directory: int, name: str) -> AbstractContextManager[int]:
 
 
 def read_whole(directory: int, name: str, *, limit: int) -> bytes:
-    """All bytes of a small file.
+    """Return all bytes of a small file.
 
     Raises:
         DamageError: If it is missing, not a regular file or longer than `limit`.
@@ -248,7 +248,7 @@ def read_whole(directory: int, name: str, *, limit: int) -> bytes:
 
 
 def open_named(path: Path) -> int:
-    """Descriptor of a regular file that a person names, which may be a link to one.
+    """Return the descriptor of a regular file that a person names, which may be a link to one.
 
     A pipe would be waited for, and a device has no end.
 
@@ -264,7 +264,7 @@ def open_named(path: Path) -> int:
 
 
 def read_named(path: Path, *, limit: int = MOST_BYTES) -> bytes:
-    """All bytes of a file that a person names; see `open_named`.
+    """Return all bytes of a file that a person names; see `open_named`.
 
     Args:
         path: Path of the file.
@@ -282,13 +282,13 @@ def read_named(path: Path, *, limit: int = MOST_BYTES) -> bytes:
 
 
 def why_not(error: Exception) -> str:
-    """Why a file cannot be read or parsed, in words that fit into a line."""
+    """Say why a file cannot be read or parsed, in words that fit into a line."""
     told = error.strerror if isinstance(error, OSError) else None
     return " ".join((told or str(error)).split())[:120]
 
 
 def read_span(descriptor: int, begin: int, end: int) -> bytes:
-    """Bytes of a part of a file; fewer where the file ends before."""
+    """Return the bytes of a part of a file; fewer where the file ends before."""
     data = os.pread(descriptor, end - begin, begin)
     while len(data) < end - begin:
         more = os.pread(descriptor, end - begin - len(data), begin + len(data))

@@ -10,7 +10,7 @@ _SHOWN = 60
 
 
 def shown(value: object, *, limit: int = _SHOWN) -> str:
-    """A value for a one-line message: as TOML writes it, cut to a number of characters."""
+    """Return a value for a one-line message: as TOML writes it, cut to a number of characters."""
     if isinstance(value, dict):
         return "a table"
     plain = isinstance(value, str | int | float | list | tuple | NoneType)
@@ -24,12 +24,12 @@ def shown(value: object, *, limit: int = _SHOWN) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path for a one-line message, which names most of them whole."""
+    """Return a path for a one-line message, which names most of them whole."""
     return shown(str(path), limit=250)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint to append to a message; empty where nothing is close.
+    """Return a hint to append to a message; empty where nothing is close.
 
     >>> did_you_mean("steeps", ["steps", "seed"])
     '; did you mean steps?'

@@ -81,7 +81,7 @@ def own_temporary_folder(env: MutableMapping[str, str]) -> None:
 
 
 def why_not_kept() -> str:
-    """Why compiled code is not kept from run to run; empty: it is."""
+    """Say why compiled code is not kept from run to run; empty: it is."""
     try:
         make_own(user_cache(FOLDER))
     except OSError as error:
@@ -90,7 +90,7 @@ def why_not_kept() -> str:
 
 
 def why_unsafe(path: Path) -> str:
-    """Why code must not be loaded from a folder; empty: only this user can change what it holds."""
+    """Say why code must not be loaded from a folder; empty: only this user can change it."""
     mine = {0, os.geteuid(), *_unmapped()}
     for folder in (path, *path.parents):
         about = folder.lstat()
@@ -107,7 +107,7 @@ def why_unsafe(path: Path) -> str:
 
 
 def _named(name: str, value: str) -> str:
-    """The path without links of a folder that a variable names."""
+    """Return the path without links of a folder that a variable names."""
     path = Path(os.path.realpath(value))
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def _own_folder_in(shared: str) -> str:
 
 
 def _passing(folder: str | None, prefix: str) -> str:
-    """A new folder that ends with this process."""
+    """Return a new folder that ends with this process."""
     try:
         made = tempfile.mkdtemp(prefix=prefix, dir=folder)
     except OSError as error:
@@ -158,7 +158,7 @@ def _remove(folder: str, owner: int) -> None:
 
 
 def _unmapped() -> set[int]:
-    """Say how users of the machine look that have no number in this container, root among them."""
+    """Find the number that users of the machine have who have none in this container."""
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
             return set()

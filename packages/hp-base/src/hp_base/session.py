@@ -65,7 +65,7 @@ def _signal(group: int, number: int) -> None:
 
 
 def last_lines(log: Path) -> str:
-    """The end of what a command printed; and what was raised first, of which torchrun says less."""
+    """Cut out the end of what a command printed, and what was raised first."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))

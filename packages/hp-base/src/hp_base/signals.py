@@ -20,7 +20,7 @@ ONE_REQUEST_SECONDS = 0.5
 
 
 def name_of(number: int) -> str:
-    """Name of a signal, such as ``SIGKILL``, or ``signal 64`` for one that has none."""
+    """Return the name of a signal, such as ``SIGKILL``, or ``signal 64`` for one that has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -28,12 +28,12 @@ def name_of(number: int) -> str:
 
 
 def ending(status: int) -> str:
-    """How a program ended, by its exit status; a negative one: minus the signal that killed it."""
+    """Say how a program ended, by its exit status; below 0: minus the signal that killed it."""
     return f"ended with status {status}" if status >= 0 else f"was killed by {name_of(-status)}"
 
 
 class StopFlag:
-    """Whether this process, or the whole run, was asked to stop.
+    """Remembers that this process, or the whole run, was asked to stop.
 
     A second request ends the process at once with 128 + the signal's number.
 
@@ -47,7 +47,7 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
-        """Tell whether to stop. Cheap enough to be asked at every step."""
+        """Tells whether to stop. Cheap enough to be asked at every step."""
         return self._first > 0 or (self._passed_on is not None and self._passed_on())
 
     def install(self) -> None:

@@ -98,7 +98,7 @@ def _lose(number: int, error: OSError) -> None:
 
 
 def _as_bytes(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Bytes of a path that are no text go out as they came; other letters become escapes."""
+    """Let bytes of a path that are no text go out as they came; make escapes of other letters."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     told = b"".join(map(_byte_or_escape, error.object[error.start : error.end]))

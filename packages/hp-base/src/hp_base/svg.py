@@ -1,4 +1,4 @@
-"""What pictures are drawn with: text, and round numbers along an axis. No torch."""
+"""Parts of pictures: text, and round numbers along an axis. No torch."""
 
 import math
 from html import escape
@@ -19,7 +19,7 @@ def text(x: float, y: float, what: str, anchor: str = "start", style: str = "") 
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within [low, high], about `count` of them."""
+    """List multiples of 1, 2 or 5 times a power of ten in [low, high], about `count` of them."""
     wanted = max(high - low, 1e-9) / count
     power = 10.0 ** math.floor(math.log10(wanted))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted)

@@ -12,7 +12,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def user_cache(name: str) -> Path:
-    """Path of a folder for what any run may take instead of making it again.
+    """Return the path of a folder for what any run may take instead of making it again.
 
     A user without a home has none: what this names then is not there, and cannot be made.
     """
@@ -37,7 +37,7 @@ def make_own(path: Path) -> None:
 
 @contextmanager
 def opened_own(path: Path) -> Iterator[int | None]:
-    """Descriptor of a folder; None where it is not there, not this user's own or open to others."""
+    """Open a folder; give None where it is not there, not this user's own or open to others."""
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError:

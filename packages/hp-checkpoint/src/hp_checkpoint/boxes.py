@@ -26,7 +26,7 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
     def overlap(self, other: Box) -> Box | None:
-        """The box that both have, which lies in the same tensor; None: there is none."""
+        """Return the box that both have, which lies in the same tensor; None: there is none."""
         begins = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + n, b + m) - begin
@@ -35,7 +35,7 @@ class Box(NamedTuple):
         return Box(begins, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The index of this box in a tensor that has `outer` alone."""
+        """Return the index of this box in a tensor that has `outer` alone."""
         return tuple(
             slice(begin - first, begin - first + size)
             for begin, size, first in zip(*self, outer.offsets, strict=True)
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one rank has of a tensor: a box of it.
+    """Box of a tensor that one rank has, with its values.
 
     Attributes:
         local: The values that are here.
@@ -75,7 +75,7 @@ class Part:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """Say what is here of a tensor: of a `DTensor` with any sharding its part, else all of it.
+        """Take what is here of a tensor: of a `DTensor` with any sharding its part, else all of it.
 
         Raises:
             ValueError: If the part of a `DTensor` is not what its placements give.

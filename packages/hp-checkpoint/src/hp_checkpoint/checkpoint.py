@@ -111,7 +111,7 @@ class Checkpoint:
                     part.local[both.within(part.box)] = values[both.within(entry.chunk.box)]
 
     def chunk(self, tensor: str, offsets: tuple[int, ...]) -> Tensor:
-        """One saved chunk, in new memory.
+        """Return one saved chunk, in new memory.
 
         Raises:
             CheckpointError: When it cannot be read or is not what was saved.
@@ -123,7 +123,7 @@ class Checkpoint:
             return self._read(directory, entry, problem="is not what was saved").clone()
 
     def _read(self, directory: int, entry: Entry, *, problem: str) -> Tensor:
-        """A saved chunk; valid until the next call."""
+        """Return a saved chunk; valid until the next call."""
         file, nbytes = entry.chunk.file, entry.nbytes
         name = self.manifest.files[file].name
         if len(self._buffer) < nbytes:
@@ -212,7 +212,7 @@ def verify_entries(
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of tensors for a message: the first ones, and how many more."""
+    """Return the names of tensors for a message: the first ones, and how many more."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 8} more" if len(ordered) > 8 else ""
     return f"tensors {', '.join(ordered[:8])}{more}"
@@ -239,7 +239,7 @@ def _check_header(descriptor: int, name: str, header: bytes, nbytes: int) -> Non
 
 
 def _damage_or(error: OSError, name: str) -> Exception:
-    """An error of the medium is damage; one of permissions or of this process is not."""
+    """Tell errors of the medium, which are damage, from those of permissions and processes."""
     if error.errno == errno.EIO:
         return DamageError(f"{name}: {error.strerror}")
     return error

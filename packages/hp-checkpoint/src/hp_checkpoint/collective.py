@@ -1,4 +1,4 @@
-"""What ranks do together around a checkpoint, so that all of them go on or all of them raise."""
+"""Steps that ranks take together around a checkpoint, so that all go on or all raise."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _told(error: BaseException | None) -> str:
 
 
 def share_of(manifest: Manifest, *, rank: int, world_size: int) -> list[Entry]:
-    """Consecutive chunks for one rank to check: all ranks get about as many bytes."""
+    """Return the consecutive chunks for one rank to check: all ranks get about as many bytes."""
     entries = [entry for of_file in manifest.entries for entry in of_file]
     total = sum([entry.nbytes for entry in entries])
     mine, before = [], 0

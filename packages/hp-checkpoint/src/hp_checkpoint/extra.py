@@ -1,4 +1,4 @@
-"""What the caller saves beside the tensors: JSON that comes back as it went in."""
+"""JSON that the caller saves beside the tensors, and that comes back as it went in."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ PIECE_BYTES = 1 << 20
 
 
 def failed(verb: str, path: Path, error: OSError) -> CheckpointError:
-    """One line for an error of the storage."""
+    """Return one line for an error of the storage."""
     return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}")
 
 
 @contextmanager
 def opened_parent(directory: Path) -> Iterator[int]:
-    """Descriptor of the directory that checkpoints are in; closed at the end.
+    """Give the descriptor of the directory that checkpoints are in; closed at the end.
 
     Raises:
         CheckpointError: If it is missing, a symbolic link or no directory.
@@ -49,7 +49,7 @@ def opened_parent(directory: Path) -> Iterator[int]:
 def hash_span(
     descriptor: int, begin: int, nbytes: int, buffer: memoryview, *, keep: bool = False
 ) -> str:
-    """SHA-256 of a part of a file; of what there is if the file ends before.
+    """Return the SHA-256 of a part of a file; of what there is if the file ends before.
 
     Args:
         descriptor: Descriptor of the file.
@@ -118,7 +118,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def staging_name(name: str) -> str:
-    """Return what a directory is called while it is written, or removed: nobody else's name."""
+    """Name a directory while it is written, or removed, as nobody else names one."""
     return f"{name}.tmp-{uuid4().hex}"
 
 

@@ -161,7 +161,7 @@ class Manifest:
 
     @cached_property
     def headers(self) -> list[bytes]:
-        """Return what each file begins with."""
+        """First bytes of each file."""
         return [file_header(self.save_id, self.step, entries) for entries in self.entries]
 
 
@@ -230,7 +230,7 @@ def decode(text: bytes) -> Manifest:
 
 
 def file_header(save_id: str, step: int, entries: list[Entry]) -> bytes:
-    """Length and JSON that a safetensors file with these chunks starts with."""
+    """Return the length and JSON that a safetensors file with these chunks starts with."""
     header: dict[str, Any] = {RESERVED: {"format": "pt", "save_id": save_id, "step": str(step)}}
     for _, dtype, key, chunk, nbytes in entries:
         span = [chunk.begin, chunk.begin + nbytes]
@@ -239,14 +239,14 @@ def file_header(save_id: str, step: int, entries: list[Entry]) -> bytes:
 
 
 def framed(header: dict[str, Any]) -> bytes:
-    """A header of safetensors with its length before it, padded so that the data are aligned."""
+    """Write a header of safetensors behind its length, padded so that the data are aligned."""
     text = _json(header)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def digest_line(manifest: bytes) -> bytes:
-    """Return what `manifest.sha256` holds; `sha256sum --check` understands it."""
+    """Write the line of `manifest.sha256`, which `sha256sum --check` understands."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
@@ -264,7 +264,7 @@ def _json(value: object) -> bytes:
 
 
 def _check_numbers(manifest: Manifest) -> None:
-    """Sizes and places are numbers that a tensor or file can have, hashes and names are such."""
+    """Require sizes and places that tensors and files can have, and hashes and names of theirs."""
     chunks = [chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks]
     lists = [tensor.shape for tensor in manifest.tensors.values()]
     lists += [sizes for chunk in chunks for sizes in (chunk.offsets, chunk.sizes)]

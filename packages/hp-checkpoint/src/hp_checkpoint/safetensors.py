@@ -31,7 +31,7 @@ _MOST_DIMS = 8
 
 
 class _Stated(NamedTuple):
-    """What a header says of a tensor."""
+    """Entry of a tensor in a header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class FileTensor:
     file: str
 
     def read(self, box: Box) -> Tensor:
-        """Values of a box, in new memory and in the file's dtype, one that `DTYPES` has.
+        """Return the values of a box, in new memory and in the file's dtype, one that `DTYPES` has.
 
         Raises:
             CheckpointError: When the file has become shorter.
@@ -121,7 +121,7 @@ def open_regular(path: Path) -> int:
 def layout_of(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> tuple[bytes, dict[str, int], int]:
-    """What a file with these tensors begins with, where each begins in it, and its size in bytes.
+    """Lay out a file of these tensors: its header, where each tensor begins, its size in bytes.
 
     Args:
         tensors: Dtype and shape by name.
@@ -139,7 +139,7 @@ def layout_of(
 
 
 def index_of(file_of: Mapping[str, str], num_bytes: int) -> bytes:
-    """The index of a folder: which file has which tensor.
+    """Return the index of a folder: which file has which tensor.
 
     Args:
         file_of: Names of files by name of tensor.
@@ -156,7 +156,7 @@ def _write(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def _runs(shape: tuple[int, ...], box: Box, item: int) -> Iterator[tuple[int, int, int]]:
-    """Runs of bytes of a box: where in the tensor, where in the box, how many."""
+    """Yield the runs of bytes of a box: where in the tensor, where in the box, how many."""
     offsets, sizes = box
     if prod(sizes) == 0:
         return

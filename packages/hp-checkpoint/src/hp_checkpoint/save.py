@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a rank can save of a tensor.
+    """Gives a save what a rank has of a tensor.
 
     Attributes:
         dtype: Dtype of the tensor.
@@ -77,12 +77,12 @@ class Source:
 
     @classmethod
     def of(cls, part: Part, *, kind: str = "Tensor") -> Source:
-        """A part that is there."""
+        """Return a part that is there."""
         return cls(part.local.dtype, part.shape, (part.box,), lambda _: part.local, kind)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """Return what is here of tensors that can be saved or loaded.
+    """Take what is here of tensors that can be saved or loaded.
 
     Args:
         tensors: Tensors by global name; placements of a `DTensor` are `Shard` and `Replicate`.
@@ -105,7 +105,7 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 def sources_of(
     tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor] | None = None
 ) -> dict[str, Source]:
-    """Tensors as what can be saved of them; see :func:`parts_of`.
+    """Return the tensors as what can be saved of them; see :func:`parts_of`.
 
     Args:
         tensors: Tensors by global name, as for :func:`parts_of`.
@@ -132,12 +132,12 @@ class _Offer(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Return what a rank takes the tensor for, in words."""
+        """Dtype, shape and kind that a rank takes the tensor for, in words."""
         return f"{self.kind} {list(self.shape)} {DTYPES[self.dtype]}"
 
 
 class _Orders(NamedTuple):
-    """Where all write, under which identity, and which of its chunks each rank."""
+    """Tells every rank where to write, under which identity, and which of its chunks."""
 
     staging: str
     save_id: str
@@ -401,7 +401,7 @@ def _offers(sources: Mapping[str, Source]) -> list[tuple[_Offer, Source]]:
 
 
 def _shared_out(offers: Sequence[Sequence[_Offer]]) -> list[list[int]]:
-    """Return which of its chunks each rank writes, if the ranks agree what the tensors are.
+    """Share chunks out to the ranks that have them, if the ranks agree what the tensors are.
 
     Every chunk once: of several ranks that have it, by the one with the least to write so far.
     """

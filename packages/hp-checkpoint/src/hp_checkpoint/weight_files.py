@@ -1,4 +1,4 @@
-"""Which files of a folder are the weights of its model: one set of them, or the folder is refused.
+"""Files of a folder that are the weights of its model: one set of them, or it is refused.
 
 transformers takes `model.safetensors` where there is one, and else what the index names. Where a
 folder has both, or files of neither, one of the sets is out of date, and nobody knows which.
@@ -64,7 +64,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Names of the files that have what the index lists."""
+    """Return the names of the files that have what the index lists."""
     listed = read_json(folder / INDEX, most_bytes=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(listed, dict):
         raise ConfigError(f"{INDEX}: weight_map ({shown(listed)}) must be an object")

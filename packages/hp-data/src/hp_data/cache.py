@@ -32,7 +32,7 @@ _RULES = 3
 def key_of(
     source: str | None, tokenizer: str | None, separator: int, eval_fraction: float | None
 ) -> str:
-    """Name of an entry: of the text, the tokenizer, its separator and the share held out."""
+    """Name an entry by the text, the tokenizer, its separator and the share held out."""
     decides = (_RULES, source, tokenizer, separator, eval_fraction)
     return hashlib.blake2b(repr(decides).encode(), digest_size=16).hexdigest()
 
@@ -53,12 +53,12 @@ class Cache:
 
     @classmethod
     def of_user(cls, *, limit_bytes: int) -> "Cache | None":
-        """The cache of this user, ``$XDG_CACHE_HOME/hp-train``; None if it may hold nothing."""
+        """Open this user's cache, ``$XDG_CACHE_HOME/hp-train``; None if it may hold nothing."""
         return cls(user_cache("hp-train"), limit_bytes=limit_bytes) if limit_bytes else None
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether there is nothing to find."""
+        """Tells whether there is nothing to find."""
         with self._opened() as folder:
             return folder is None or not any(folder.iterdir())
 
@@ -97,7 +97,7 @@ class Cache:
 
     @contextmanager
     def _opened(self) -> Iterator[Path | None]:
-        """The folder by its descriptor; None where it is not this user's alone."""
+        """Give the folder by its descriptor; None where it is not this user's alone."""
         with opened_own(self._folder) as descriptor:
             yield None if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
 

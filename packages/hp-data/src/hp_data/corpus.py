@@ -79,17 +79,17 @@ class Piece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Tell whether the file ends with it."""
+        """Tells whether the file ends with it."""
         return self.end >= self.source.size
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether it is all of the file."""
+        """Tells whether it is all of the file."""
         return self.begin == 0 and self.is_last
 
 
 class _Line(msgspec.Struct):
-    """What a line of jsonl must have; all else is left alone."""
+    """Line of jsonl, of which the text is read and all else left alone."""
 
     text: str
 
@@ -119,7 +119,7 @@ def find_sources(paths: Sequence[str]) -> Iterator[Source]:
 
 
 def left_out(paths: Sequence[str]) -> str:
-    """Say how many files of which names are not read in the folders among some paths; empty: none.
+    """Count the files by suffix that are not read in the folders among some paths; empty: none.
 
     Raises:
         DataError: When a folder cannot be read.
@@ -164,13 +164,13 @@ def look_at(paths: Sequence[str]) -> None:
 
 
 def pieces_of(source: Source) -> Iterator[Piece]:
-    """The pieces of a file, in order; none of an empty one."""
+    """Yield the pieces of a file, in order; none of an empty one."""
     for begin in range(0, source.size, PIECE_BYTES):
         yield Piece(source, begin, min(begin + PIECE_BYTES, source.size))
 
 
 def read_piece(piece: Piece) -> tuple[int, bytes]:
-    """Return where a piece begins, and its bytes.
+    """Read a piece: where it begins, and its bytes.
 
     Raises:
         DataError: When the file cannot be read, or has become shorter.
@@ -185,7 +185,7 @@ def read_piece(piece: Piece) -> tuple[int, bytes]:
 
 
 def texts_of(source: Source, begin: int, raw: bytes) -> Iterator[str]:
-    """The texts in a piece: of a jsonl file one per line that is not blank, else one.
+    """Yield the texts in a piece: of a jsonl file one per line that is not blank, else one.
 
     Args:
         source: The file.
@@ -207,7 +207,7 @@ def texts_of(source: Source, begin: int, raw: bytes) -> Iterator[str]:
 
 
 def printable(path: str | Path) -> str:
-    """A path for a message of one line."""
+    """Return a path for a message of one line."""
     return "".join(c if c.isprintable() else "?" for c in str(path))
 
 
@@ -219,7 +219,7 @@ def _standard_library() -> Iterator[Source]:
 
 
 def _kind_of(path: Path) -> Literal["text", "jsonl"]:
-    """Return how a file is read, by its name.
+    """Choose how a file is read, by its name.
 
     Raises:
         DataError: When that is not the name of text.
@@ -284,7 +284,7 @@ def _source(path: Path, kind: Literal["text", "jsonl", "library"]) -> Source:
 
 @contextmanager
 def opened_source(path: str) -> Iterator[int]:
-    """Descriptor of a regular file; a pipe that took its place does not block."""
+    """Give the descriptor of a regular file; a pipe that took its place does not block."""
     try:
         with closed_at_end(open_named(Path(path))) as descriptor:
             yield descriptor
@@ -327,7 +327,7 @@ def _plain_text(source: Source, begin: int, raw: bytes) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """Text whose lines end with a newline, whoever wrote it."""
+    """Return the text whose lines end with a newline, whoever wrote it."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -389,7 +389,7 @@ def _look_at_beginning(source: Source) -> None:
 
 
 def _cut_off(raw: bytes) -> int:
-    """Return how many bytes at the end belong to a character that goes on."""
+    """Count the bytes at the end that belong to a character that goes on."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(raw)
     return len(decoder.getstate()[0])

@@ -58,7 +58,7 @@ class Piece(NamedTuple):
     has_next: bool
 
     def num_targets(self, *, ahead: int = 0) -> int:
-        """How many of its targets are to be learned, so much further ahead than the next token."""
+        """Count the targets that are to be learned, so much further ahead than the next token."""
         return max(0, self.length - (not self.has_next) - ahead)
 
 
@@ -158,7 +158,7 @@ class Dataset:
         return Batch(tokens, targets, self._lengths(rows[:, :-1]))
 
     def num_targets(self, sequence_index: range, *, ahead: int = 0) -> int:
-        """Return how many targets of some sequences are to be learned.
+        """Count the targets of some sequences that are to be learned.
 
         Args:
             sequence_index: Global indices.
@@ -197,7 +197,7 @@ class Dataset:
         return ids[: piece.length].astype(np.int64), targets
 
     def _pieces_at(self, packs: Packs, sequence: int, place: int) -> Iterator[Piece]:
-        """The pieces of a sequence of the split, which has some global index."""
+        """Yield the pieces of a sequence of the split, which has some global index."""
         pieces, start = packs.pieces(place), 0
         of_each = (packs.begins[pieces], packs.lengths[pieces], packs.has_next[pieces])
         for begin, length, more in zip(*(array.tolist() for array in of_each), strict=True):
@@ -205,7 +205,7 @@ class Dataset:
             start += length
 
     def _tokens(self, sequence_index: range) -> Iterator[NDArray[Any]]:
-        """The tokens of each sequence and the one after it, as they are stored."""
+        """Return the tokens of each sequence and the one after it, as they are stored."""
         places, length = self._places(sequence_index), self.seq_len + 1
         starts = [place * self.seq_len for place in places]
         if isinstance(self.tokens, TokenFile):
@@ -213,7 +213,7 @@ class Dataset:
         return (self.tokens[start : start + length] for start in starts)
 
     def _places(self, sequence_index: range) -> list[int]:
-        """Return which sequences of the split these are."""
+        """Find the sequences of the split that these are."""
         epochs, offsets = np.divmod(np.asarray(sequence_index), self.num_sequences)
         places = np.empty_like(offsets)
         # numpy's unique would import its masked arrays, in every rank.
@@ -223,7 +223,7 @@ class Dataset:
         return found
 
     def _packed(self, packs: Packs, sequence_index: range) -> Batch:
-        """Sequences of whole documents; what they leave is separators, from which none learns."""
+        """Read sequences of whole documents; separators that nobody learns from fill the rest."""
         assert self.separator is not None
         shape = len(sequence_index), self.seq_len
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, -1, np.int64)
@@ -242,7 +242,7 @@ class Dataset:
         )
 
     def _lengths(self, rows: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
-        """Lengths of the documents of sequences [B, S], separators included."""
+        """Return the lengths of the documents of sequences [B, S], separators included."""
         is_last = rows == self.separator
         is_last[:, -1] = True
         # Sequences follow each other, and each ends with a document.

@@ -53,7 +53,7 @@ _TRIAL = "It's 1 caf\u00e9 (e\u0301). " + "".join(
 
 
 class Encoded(NamedTuple):
-    """What became of a piece.
+    """Tokens of a piece, and facts about it.
 
     Attributes:
         piece: The piece.
@@ -69,7 +69,7 @@ class Encoded(NamedTuple):
 
 
 def count_processes(total_bytes: int, tokenizer: Tokenizer) -> int:
-    """Processes worth starting for so much text; 0: none beside this one."""
+    """Return the processes worth starting for so much text; 0: none beside this one."""
     if tokenizer.is_cheap:
         return 0
     return max(1, min(len(os.sched_getaffinity(0)), total_bytes // _BYTES_PER_PROCESS))
@@ -238,7 +238,7 @@ class _Helper:
         return Encoded(self._given.popleft(), digest, tokens, num_empty)
 
     def _answer(self) -> tuple[bytes, int, bytes]:
-        """The next answer: a digest, a count and a content."""
+        """Return the next answer: a digest, a count and a content."""
         for _ in range(_WATCHED_SECONDS):
             if select.select([self._from], [], [], _LOOK_SECONDS)[0]:
                 break

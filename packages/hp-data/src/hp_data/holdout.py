@@ -1,4 +1,4 @@
-"""Which tokens are held out for evaluation.
+"""Tokens that are held out for evaluation.
 
 Note [held-out tokens]: the text is one stream of tokens, files in their order. Of every window of
 it, and of the shorter one that is left at its end, the last `fraction` is held out. Windows are so

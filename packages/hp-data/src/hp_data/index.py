@@ -1,4 +1,4 @@
-"""What says of a folder of tokens what they are: ``index.json``, typed and in bounds."""
+"""Index of a folder of tokens, ``index.json``: typed, and in bounds."""
 
 import hashlib
 from pathlib import Path
@@ -35,7 +35,7 @@ class Split(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Index(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the tokens of a folder are.
+    """Facts about the tokens of a folder.
 
     Attributes:
         format: Version of the folder's format.
@@ -63,7 +63,7 @@ class Index(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder, every field of the right type and in its bounds.
+    """Return the index of a folder, every field of the right type and in its bounds.
 
     Raises:
         DataError: Where it is anything else.
@@ -89,7 +89,7 @@ def _decoded(text: bytes) -> Index:
 
 
 def sealed(index: Index) -> Index:
-    """The same index with a digest of what it says, so that no field changes unnoticed."""
+    """Return the same index with a digest of what it says, so that no field changes unnoticed."""
     plain = msgspec.structs.replace(index, seal="")
     digest = hashlib.blake2b(msgspec.json.encode(plain), digest_size=16).hexdigest()
     return msgspec.structs.replace(plain, seal=digest)

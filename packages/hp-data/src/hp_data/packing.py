@@ -23,7 +23,7 @@ LOOK_AHEAD = 1024
 
 @dataclass(frozen=True, eq=False)
 class Packs:
-    """Which pieces of the split each sequence has.
+    """Tells which pieces of the split each sequence has.
 
     Attributes:
         begins: First token of each piece in the split, int64 [P], sequence after sequence.
@@ -41,7 +41,7 @@ class Packs:
 
     @property
     def num_sequences(self) -> int:
-        """Return how many sequences there are, Q."""
+        """Number of sequences, Q."""
         return self.first.size - 1
 
     @property
@@ -50,18 +50,18 @@ class Packs:
         return int(self.lengths.sum()) / max(1, self.num_sequences * self.seq_len)
 
     def digest(self, of_tokens: str) -> str:
-        """What stands for all sequences, where `of_tokens` stands for the tokens of the split."""
+        """Digest all sequences, where `of_tokens` stands for the tokens of the split."""
         hasher = hashlib.blake2b(f"{of_tokens} {self.seq_len}\n".encode(), digest_size=16)
         for array in (self.begins, self.lengths, self.first):
             hasher.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         return hasher.hexdigest()
 
     def pieces(self, sequence: int) -> slice:
-        """The pieces of a sequence."""
+        """Return the pieces of a sequence."""
         return slice(int(self.first[sequence]), int(self.first[sequence + 1]))
 
     def num_targets(self, sequence: int, *, ahead: int) -> int:
-        """Return how many targets of a sequence are to be learned.
+        """Count the targets of a sequence that are to be learned.
 
         Args:
             sequence: Its index.

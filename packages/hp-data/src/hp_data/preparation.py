@@ -97,7 +97,7 @@ def is_prepared(directory: Path) -> bool:
 
 
 def digest_of_text(paths: Sequence[str]) -> str:
-    """Return what stands for the text of some files and folders, see `Index.source`.
+    """Digest the text of some files and folders, see `Index.source`.
 
     Raises:
         DataError: When it cannot be read.

@@ -1,4 +1,4 @@
-"""How far work has come, told in a line every few seconds."""
+"""Progress of work, told in a line every few seconds."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Progress:
         self._began = self._told = clock()
 
     def add(self, nbytes: int) -> None:
-        """So many more are done; tells so if it has not for a while."""
+        """Count bytes that are done, and tell so if nothing was told for a while."""
         self._done += nbytes
         now = self._clock()
         if now - self._told < _EVERY_SECONDS:

@@ -1,4 +1,4 @@
-"""Where a document that is too long to be encoded as a whole is cut, so that its ids stay the same.
+"""Cuts of a document that is too long to be encoded whole, so that its ids stay the same.
 
 Note [seams]. A tokenizer may begin a text with a space, join two newlines to one token, or take all
 text for one word. So a document is cut where it shows that this makes no difference:
@@ -29,7 +29,7 @@ _PLACES = (rb"[A-Za-z](?= [A-Za-z])", rb"(?<=\S)\n(?=[A-Za-z\xc3-\xf4])")
 
 
 def cut_text(piece: Piece, tokenizer: Tokenizer) -> tuple[int, bytes]:
-    """Say where the part of a document begins that is encoded for a piece, and its bytes, if any.
+    """Find where the part of a document begins that is encoded for a piece, and its bytes, if any.
 
     Raises:
         DataError: When the file cannot be read, or must be cut and cannot.
@@ -43,7 +43,7 @@ def cut_text(piece: Piece, tokenizer: Tokenizer) -> tuple[int, bytes]:
 
 
 def _seam(descriptor: int, at: int, source: Source, tokenizer: Tokenizer, *, step: int) -> int:
-    """The first place from a byte on where the document is cut, or its end.
+    """Return the first place from a byte on where the document is cut, or its end.
 
     Of the last piece, which is shorter than the others, no step is looked at.
     """
@@ -62,7 +62,7 @@ def _seam(descriptor: int, at: int, source: Source, tokenizer: Tokenizer, *, ste
 
 
 def _seams_from(descriptor: int, at: int, tokenizer: Tokenizer, *, step: int) -> Iterator[int]:
-    """Places in the next bytes where the text may be cut."""
+    """Yield the places in the next bytes where the text may be cut."""
     first = max(0, at - 4 * _AROUND)
     last = at + min(_SCAN_BYTES, step)
     raw = read_span(descriptor, first, last + 4 * _AROUND)

@@ -1,4 +1,4 @@
-"""Which token ends documents, and how text is kept from holding it.
+"""Token that ends documents, which text is kept from holding.
 
 Note [special tokens in text]: what a tokenizer calls special (`<|endoftext|>`, `<s>`, ...) is put
 between texts by programs and never read out of them: where they stand in a document they are
@@ -41,7 +41,7 @@ _LISTED = 8
 
 
 def separator_of(path: Path, content: Mapping[str, Any], wanted: str) -> str:
-    """Name of the token that ends documents.
+    """Return the name of the token that ends documents.
 
     That is the one asked for; else the `eos_token` of the file beside; else a special token that is
     called as ends usually are; else, where no token is special, any token that is.
@@ -77,7 +77,7 @@ def separator_of(path: Path, content: Mapping[str, Any], wanted: str) -> str:
 
 
 def special_of(content: Mapping[str, Any]) -> list[str]:
-    """Names of the tokens that a file calls special."""
+    """Return the names of the tokens that a file calls special."""
     return [token["content"] for token in content["added_tokens"] if token["special"]]
 
 
@@ -108,13 +108,13 @@ def without_special(content: dict[str, Any], names: Iterable[str]) -> dict[str, 
 
 
 def _vocab_of(content: Mapping[str, Any]) -> Iterable[str]:
-    """Names of the tokens of a file's model."""
+    """Return the names of the tokens of a file's model."""
     vocab = content["model"]["vocab"]
     return vocab if isinstance(vocab, dict) else (name for name, _ in vocab)
 
 
 def _end_of_config(path: Path) -> str:
-    """What the config of a tokenizer calls the end of a sequence; empty if it does not say so."""
+    """Read the end of a sequence from the config of a tokenizer; empty if it names none."""
     try:
         config = json.loads(read_named(path))
         end = config.get("eos_token")

@@ -19,7 +19,7 @@ _LARGEST_VOCABULARY = 1 << 24
 
 
 class Tokenizer(Protocol):
-    """What the rest of the system needs of a tokenizer.
+    """Turns text into ids and back; any object with these attributes will do.
 
     Attributes:
         vocab_size: One more than the largest id.
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
     is_cheap: bool
 
     def encode(self, text: str, *, goes_on: bool = False) -> TokenArray:
-        """Ids of a text, one-dimensional; see Note [special tokens in text].
+        """Return the ids of a text, one-dimensional; see Note [special tokens in text].
 
         Args:
             text: The text.
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; what is not text is shown replaced, never an error."""
+        """Return the text of ids; what is not text is shown replaced, never an error."""
 
     def joins(self, left: str, right: str) -> bool:
         """Tell whether a text may be cut here: its ids are those of both sides."""
@@ -72,7 +72,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the bytes."""
+        """Return the text of the bytes."""
         return bytes(ids).decode("utf-8", errors="replace")
 
     def joins(self, left: str, right: str) -> bool:  # noqa: ARG002 - everywhere
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer:
         return np.array(self._encoding(text, goes_on=goes_on).ids, dtype=self.dtype)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids."""
+        """Return the text of the ids."""
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text.replace(MARK, "")
 
@@ -147,7 +147,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: str, separator: str = "") -> Tokenizer:
-    """The tokenizer of ``data.tokenizer`` and ``data.separator``; bytes when the first is empty."""
+    """Load the tokenizer of a file, with its token that ends documents; no path: bytes."""
     return HuggingFaceTokenizer(Path(path), separator) if path else ByteTokenizer()
 
 
@@ -171,7 +171,7 @@ def vocab_size_of(tokenizer: Tokenizer, rows: int = 0) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return what stands in a file, so far typed that its tokens can be read, and its bytes."""
+    """Read a file, typed as far as its tokens need, and its bytes."""
     try:
         raw = read_named(path)
         content = json.loads(raw.decode())
@@ -193,7 +193,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _token(token: Any) -> dict[str, Any]:
-    """An added token with the fields that are looked at."""
+    """Return an added token with the fields that are looked at."""
     return {
         **token,
         "content": str(token["content"]),
@@ -203,7 +203,7 @@ def _token(token: Any) -> dict[str, Any]:
 
 
 def _backend_of(path: Path, content: dict[str, Any], separator: str) -> Any:
-    """The library's tokenizer, which gives no id of a special token for text."""
+    """Return the library's tokenizer, which gives no id of a special token for text."""
     from tokenizers import Tokenizer as Backend  # noqa: PLC0415 - optional extra
 
     # A special token that merges make of text keeps its name; the separator must not be one.

@@ -139,7 +139,7 @@ class TokenFile:
         self._seen = np.zeros(num_chunks, dtype=bool)
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
-        """Ids of a range, one-dimensional, read-only.
+        """Return the ids of a range, one-dimensional, read-only.
 
         Raises:
             DataError: Naming file and chunk, where they are not what was written.
@@ -148,7 +148,7 @@ class TokenFile:
         return next(self.rows([first], last - first))
 
     def rows(self, starts: Iterable[int], length: int) -> Iterator[NDArray[Any]]:
-        """Ranges of one length, as they are asked for; each as `__getitem__` reads it.
+        """Yield the ranges of one length, as they are asked for; each as `__getitem__` reads it.
 
         Args:
             starts: First token of each range.
@@ -171,7 +171,7 @@ class TokenFile:
             yield np.frombuffer(self._read(begin, begin + nbytes), dtype=self._dtype)
 
     def places_of(self, token: int) -> NDArray[np.int64]:
-        """Where a token is in the whole file, ascending; every chunk is compared with its digest.
+        """Find a token in the whole file, ascending; every chunk is compared with its digest.
 
         Raises:
             DataError: Naming file and chunk, where they are not what was written.
@@ -186,11 +186,11 @@ class TokenFile:
 
     @property
     def num_chunks(self) -> int:
-        """Return how many digests there are."""
+        """Number of digests."""
         return int(self._seen.size)
 
     def verified(self, chunk: int) -> bytes:
-        """The bytes of a chunk, compared with its digest now.
+        """Return the bytes of a chunk, compared with its digest now.
 
         Raises:
             DataError: When it is another.
@@ -225,5 +225,5 @@ class TokenFile:
 
 
 def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: "np.dtype[Any]") -> str:
-    """Return what stands for all tokens of a split: of their number, their type and all chunks."""
+    """Digest all tokens of a split: their number, their type and all chunks."""
     return new_hasher(f"{tokens} {dtype}\n".encode() + sums).hexdigest()

@@ -1,4 +1,4 @@
-"""Which ranks run the same program, and which one of them has a process."""
+"""Classes of ranks that run the same program, one of which has a process."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class Classes:
         return cls(found, tuple(by_rank[rank] for rank in range(world_size)))
 
     def size(self, rank: int) -> int:
-        """Return how many ranks a representative stands for."""
+        """Count the ranks that a representative stands for."""
         return len(self.members[rank])

@@ -1,4 +1,4 @@
-"""What kind of GPU a dry run pretends to have."""
+"""The kind of GPU that a dry run pretends to have."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class DryRunError(RuntimeError):
 
 @dataclass(frozen=True)
 class DryRun:
-    """What the processes of a dry run have done.
+    """Results and traces of the processes of a dry run.
 
     Attributes:
         results: What `function` returned in each process, as JSON carries it, by representative.
@@ -214,7 +214,7 @@ def _child(
     args: Sequence[Any],
     timeout: float,
 ) -> None:
-    """One rank: call the function, and leave its result and its trace in the folder."""
+    """Be one rank: call the function, and leave its result and its trace in the folder."""
     gc.freeze()  # what was imported before the fork, or each rank searches and copies it
     _inherited.extend(known_groups())
     os.setpgid(0, 0)
@@ -268,7 +268,7 @@ def _words(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Innermost line of the caller's own program that the exception has passed."""
+    """Return the innermost line of the caller's own program that the exception has passed."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
     own = [frame for frame in frames if not frame.filename.startswith(inside)] or frames[-1:]

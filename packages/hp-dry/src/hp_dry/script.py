@@ -115,7 +115,7 @@ def _label(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _where(error: BaseException, script: str) -> str:
-    """The innermost line of the script that an error came through, and what it says."""
+    """Return the innermost line of the script that an error came through, and what it says."""
     frames = traceback.extract_tb(error.__traceback__)
     name = os.path.realpath(script)
     lines = [frame for frame in frames if os.path.realpath(frame.filename) == name] or frames

@@ -1,4 +1,4 @@
-"""What CUDA, NCCL and torch's allocator would read from the environment of a rank. No torch."""
+"""Settings that CUDA, NCCL and torch's allocator would read from the environment. No torch."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What one rank did in a dry run: events in the order in which its host issued them. No torch.
+"""Trace of one rank in a dry run: events in the order in which its host issued them. No torch.
 
 A trace is what is looked at: memory is replayed from it, the order of streams and of ranks is
 proven on it, and it is what reports are drawn from. Blocks are pieces of device memory (storages),
@@ -40,7 +40,7 @@ Shapes: TypeAlias = "tuple[tuple[tuple[int, ...], str], ...]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What all events have.
+    """Attributes that all events have.
 
     Attributes:
         at: `file:line` of the innermost line outside torch and of its callers, joined by `" < "`.
@@ -98,7 +98,7 @@ class Borrow(Event):
 
 @dataclass(frozen=True, slots=True)
 class Label(Event):
-    """What a block is for, one of `KINDS`; the last label counts."""
+    """Says what a block is for, one of `KINDS`; the last label counts."""
 
     block: int
     kind: str
@@ -179,7 +179,7 @@ class RecordEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class WaitEvent(Event):
-    """What `stream` is given from now on waits for `event`, as it was recorded last."""
+    """Has what `stream` is given from now on wait for `event`, as it was recorded last."""
 
     event: int
     stream: int
@@ -227,7 +227,7 @@ class Collective(Event):
 
 @dataclass(frozen=True, slots=True)
 class WaitWork(Event):
-    """What `stream` is given from now on waits for an operation between ranks.
+    """Has what `stream` is given from now on wait for an operation between ranks.
 
     The host does not, on NCCL; -1 stands for the host, which waits for a `HostMessage`.
     """
@@ -261,7 +261,7 @@ class HostMessage(Event):
 
 @dataclass(frozen=True, slots=True)
 class Fault(Event):
-    """What the device would refuse, found while it was issued: operands on two devices and such."""
+    """Names what the device would refuse, as it was issued: operands on two devices and such."""
 
     what: str
 
@@ -302,7 +302,7 @@ _NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES.v
 
 @dataclass(slots=True)
 class Trace:
-    """What one rank did.
+    """Tells what one rank did.
 
     Attributes:
         rank: Global rank.

@@ -50,7 +50,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a box is stored.
+    """Place of a box in the files of a checkpoint.
 
     Attributes:
         file: Name in the folder.
@@ -194,7 +194,7 @@ def _state(value: Any, name: str) -> dict[str, Any]:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """A torch.Size, or a tuple."""
+    """Return a torch.Size, or a tuple."""
     if isinstance(value, Called) and value.name == _SIZE and len(value.args) == 1:
         [value] = value.args
     if not isinstance(value, tuple) or len(value) > _MAX_DIMS:

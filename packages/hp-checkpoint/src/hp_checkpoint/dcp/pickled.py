@@ -18,14 +18,14 @@ _MAX_MEMO = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a pickle refers to by module and name: ``torch.float32``."""
+    """Reference of a pickle by module and name, such as ``torch.float32``."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
 class Called:
-    """What a pickle wants called or made, and did not get."""
+    """Call that a pickle asks for, and does not get."""
 
     name: str
     args: tuple[Any, ...]
@@ -148,7 +148,7 @@ class _Machine:
 
 
 def _as_key(key: Any) -> Any:
-    """Notes are compared by identity, all else that is no string or number is refused."""
+    """Compare notes by identity, and refuse all else that is no string or number."""
     if not isinstance(key, str | int | Called):
         raise TypeError("a key must be a string, a number or an object")
     return key

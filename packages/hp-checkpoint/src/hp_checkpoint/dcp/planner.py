@@ -57,7 +57,7 @@ class _SourcePlanner(DefaultSavePlanner):
 
 
 def _items(name: str, tensor: TensorStorageMetadata) -> Iterator[WriteItem]:
-    """One for every box of a tensor."""
+    """Yield one for every box of a tensor."""
     for number, chunk in enumerate(tensor.chunks):
         data = TensorWriteData(chunk, tensor.properties, tensor.size)
         index = MetadataIndex(name, chunk.offsets, number)

@@ -90,7 +90,7 @@ def _tensor(data: bytearray, dtype: str, sizes: tuple[int, ...]) -> Tensor:
 
 
 def _described(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
-    """Key of the storage, dtype, offset, shape and strides of a pickled tensor."""
+    """Return the key of the storage, dtype, offset, shape and strides of a pickled tensor."""
     if not isinstance(value, Called) or value.name not in _REBUILD or value.state is not None:
         raise DamageError("must be a tensor")
     storage, offset, shape, strides, *rest = value.args

@@ -59,12 +59,12 @@ class BackgroundSaver:
 
     @property
     def is_under_way(self) -> bool:
-        """Tell whether a save was started that was not finished."""
+        """Tells whether a save was started that was not finished."""
         return self._thread is not None
 
     @property
     def is_written(self) -> bool:
-        """Say if a save is under way whose end :meth:`finish` would tell at once on this rank."""
+        """Tells whether :meth:`finish` would return at once on this rank."""
         return self._thread is not None and not self._thread.is_alive()
 
     def start(self, *, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:

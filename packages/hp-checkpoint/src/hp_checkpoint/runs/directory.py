@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 def step_name(step: int, attempt: int = 0) -> str:
-    """Name of a complete checkpoint."""
+    """Return the name of a complete checkpoint."""
     return f"step-{step:08d}" + (f".{attempt}" if attempt else "")
 
 
 def parse_step_name(name: str) -> tuple[int, int] | None:
-    """Step and attempt; None if it is not what :func:`step_name` gives."""
+    """Return the step and attempt; None if it is not what :func:`step_name` gives."""
     match = _COMPLETE.match(name)
     if match is None:
         return None
@@ -45,13 +45,13 @@ def parse_step_name(name: str) -> tuple[int, int] | None:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Those with the name of a complete one, newest first. Nothing is opened."""
+    """Return those with the name of a complete one, newest first. Nothing is opened."""
     found = [(key, name) for name in _names(directory) if (key := parse_step_name(name))]
     return [directory / name for _, name in sorted(found, reverse=True)]
 
 
 def newest_checkpoint(directory: Path, *, step: int | None = None) -> Path:
-    """The newest complete one, of all or of one step. Nothing is opened.
+    """Return the newest complete one, of all or of one step. Nothing is opened.
 
     Raises:
         CheckpointError: If there is none.
@@ -66,7 +66,7 @@ def newest_checkpoint(directory: Path, *, step: int | None = None) -> Path:
 
 
 def bad_checkpoints(directory: Path) -> list[Path]:
-    """Those that were set aside as damaged."""
+    """Return those that were set aside as damaged."""
     return [directory / name for name in sorted(_names(directory)) if _BAD.match(name)]
 
 

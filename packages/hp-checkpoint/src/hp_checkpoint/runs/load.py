@@ -26,7 +26,7 @@ from hp_base.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded, besides the tensors.
+    """Facts of a checkpoint that was loaded, besides the tensors.
 
     Attributes:
         step: Number of training steps done.

@@ -33,7 +33,7 @@ aten: Any = torch.ops.aten
 
 
 def kernels(gpu: Gpu) -> dict[str, Callable[..., Any]]:
-    """Return what stands for operators of aten, by their names."""
+    """Make the functions that stand for operators of aten, by their names."""
     found: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": partial(_attention, gpu.capability),
         "dropout": _dropout,
@@ -123,7 +123,7 @@ def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The bias [B, H, Q, K] with rows that begin where the kernel wants it."""
+    """Return the bias [B, H, Q, K] with rows that begin where the kernel wants it."""
     if bias is None:
         return None
     if padding := -bias.shape[-1] % _BIAS_MULTIPLE:
@@ -176,4 +176,4 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _nothing() -> None:
-    """What a kernel computes here."""
+    """Compute nothing, in place of a kernel."""

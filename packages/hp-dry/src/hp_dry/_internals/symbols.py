@@ -50,7 +50,7 @@ def is_meta(x: Tensor) -> bool:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that no other storage has while this one lives."""
+    """Return a number that no other storage has while this one lives."""
     return int(storage._cdata)
 
 
@@ -65,7 +65,7 @@ def default_device() -> torch.device | None:
 
 
 def wrapper_maker() -> Callable[..., Any]:
-    """Return what makes tensors that wrap others, such as those whose collective is under way."""
+    """Return the function that makes tensors that wrap others, such as those under way."""
     return torch.Tensor._make_wrapper_subclass
 
 
@@ -92,7 +92,7 @@ def grouping(seen_as: Callable[[Any], Any]) -> AbstractContextManager[object]:
 
 
 def schema_of(func: Any) -> Any:
-    """The schema of an overload of an operator."""
+    """Return the schema of an overload of an operator."""
     return func._schema
 
 
@@ -135,7 +135,7 @@ def operator_kernels(
 
 
 def current_node() -> Any:
-    """The node of backward that this thread runs; None if it runs none."""
+    """Return the node of backward that this thread runs; None if it runs none."""
     return torch._C._current_autograd_node()
 
 
@@ -156,18 +156,18 @@ _rendezvous_module: Any = importlib.import_module("torch.distributed.rendezvous"
 
 
 def placeholder(rank: int, size: int) -> Any:
-    """A back end that C++ can hold, and that nothing is asked of."""
+    """Return a back end that C++ can hold, and that nothing is asked of."""
     made: Any = c10d.FakeProcessGroup
     return made._create_internal(rank, size, made.Options())
 
 
 def backend_methods() -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Return how a group is given a back end, and how it is asked for it."""
+    """Return the functions that give a group a back end, and that ask it for one."""
     return ProcessGroup._register_backend, ProcessGroup._get_backend
 
 
 def group_functions() -> tuple[Callable[..., Any], ...]:
-    """What makes every group of torch, what `new_group` calls, what splits one, and destroys."""
+    """Return the functions that make every group of torch, make a new one, split and destroy."""
     return (
         TORCH_MODULE._new_process_group_helper,
         TORCH_MODULE._new_group_with_tag,
@@ -194,7 +194,7 @@ _kept: list[_Work] = []
 
 
 def work_of(callback: Callable[[Any], bool]) -> Any:
-    """A handle whose `wait(timeout)` calls `callback(timeout)`."""
+    """Return a handle whose `wait(timeout)` calls `callback(timeout)`."""
     made: Any = getattr(c10d, "PythonCallbackWork", None)
     if made is not None:
         return made(callback)
@@ -212,7 +212,7 @@ def reduction_of(given: Any) -> str:
 
 
 def operator_names() -> list[str]:
-    """Operators of c10d that carry out something between ranks."""
+    """Return the operators of c10d that carry out something between ranks."""
     names = {schema.name for schema in torch._C._jit_get_all_schemas()} - {"c10d::check_for_nan"}
     return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
 
@@ -251,7 +251,7 @@ def torch_functions(**values: Any) -> Iterator[None]:
 
 
 def new_nccl_group(store: Any, rank: int, size: int, backend: Any) -> ProcessGroup:
-    """A group of one back end, for CUDA."""
+    """Return a group of one back end, for CUDA."""
     group = ProcessGroup(store, rank, size)
     kind = ProcessGroup.BackendType.NCCL
     group._set_default_backend(kind)

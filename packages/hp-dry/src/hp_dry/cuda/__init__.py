@@ -1,1 +1,1 @@
-"""What a program sees of CUDA: `torch.cuda`, streams, generators, methods of tensors."""
+"""CUDA as a program sees it: `torch.cuda`, streams, generators, methods of tensors."""

@@ -1,4 +1,4 @@
-"""What stands for `torch.cuda` and `torch.accelerator` while a dry device is there."""
+"""Functions that stand for `torch.cuda` and `torch.accelerator` while a dry device is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dry device this process is inside of."""
+"""The dry device that this process is inside of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ entered: list[DryDevice] = []
 
 
 def active() -> DryDevice:
-    """The device that this process is inside of.
+    """Return the device that this process is inside of.
 
     Raises:
         RuntimeError: If it is in none: a stream, an event or a tensor has outlived its device.

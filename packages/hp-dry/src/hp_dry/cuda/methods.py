@@ -1,4 +1,4 @@
-"""What of tensors, storages and threads does not come to the operators, on a dry device."""
+"""Methods of tensors, storages and threads that call no operator, on a dry device."""
 
 from __future__ import annotations
 

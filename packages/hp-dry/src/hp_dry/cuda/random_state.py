@@ -42,7 +42,7 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
         return self._of or torch.device("cpu")
 
     def get_state(self) -> Tensor:
-        """The seed and how many numbers were drawn."""
+        """Return the seed and how many numbers were drawn."""
         mine: Tensor = super().get_state()
         return mine if self._of is None else _state(self.initial_seed())
 
@@ -54,7 +54,7 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
 
 def _state(seed: int) -> Tensor:
-    """The state of Philox: a seed and an offset, 8 bytes each."""
+    """Return the state of Philox: a seed and an offset, 8 bytes each."""
     return torch.tensor([seed % (1 << 63), 0], device="cpu").view(torch.uint8)
 
 

@@ -62,7 +62,7 @@ class Stream:
         active().emit(HostWait(what="Stream.synchronize", stream=self.number))
 
     def query(self) -> bool:
-        """Tell whether all is done: the host is told so, and has not waited."""
+        """Tell that all is done: the host is told so, and has not waited."""
         return True
 
     def is_capturing(self) -> bool:
@@ -107,7 +107,7 @@ class Event:
         active().emit(WaitEvent(event=self.number, stream=_number(stream)))
 
     def query(self) -> bool:
-        """Tell whether it is reached: the host is told so, and has not waited."""
+        """Tell that it is reached: the host is told so, and has not waited."""
         return True
 
     def synchronize(self) -> None:
@@ -115,7 +115,7 @@ class Event:
         active().emit(HostWait(what="Event.synchronize", stream=-1, event=self.number))
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds to another event: nothing takes time."""
+        """Return the milliseconds to another event: nothing takes time."""
         del end
         return 0.0
 

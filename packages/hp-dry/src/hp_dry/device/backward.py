@@ -1,4 +1,4 @@
-"""What the autograd engine knows of an operator: its stream, and the line whose gradient it is.
+"""Operators of a backward: their stream, and the line whose gradient each of them makes.
 
 Note [where a gradient is computed]: the engine runs a node of backward on the stream that was
 current when its operator ran forward, and has streams wait for each other where gradients pass from
@@ -26,7 +26,7 @@ _KEY = "hp_dry"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an operator ran forward."""
+    """Place at which an operator ran forward."""
 
     at: str
     place: str
@@ -34,7 +34,7 @@ class Origin:
 
 
 class Backward:
-    """What one thread of the host is at in backward.
+    """Follows one thread of the host through backward.
 
     Attributes:
         origin: Where the operator ran forward whose gradient is computed now; None outside of

@@ -41,7 +41,7 @@ _pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may o
 
 
 class _Thread(threading.local):
-    """What a thread of the host has of its own."""
+    """State that a thread of the host has of its own."""
 
     number = -1
     stream = 0  # current one
@@ -130,16 +130,16 @@ class DryDevice:
 
     @property
     def device(self) -> torch.device:
-        """Return what tensors of the device say."""
+        """Device that tensors name."""
         return torch.device("cuda", self.index)
 
     def current_stream(self) -> int:
-        """Number of the stream that work of this thread goes to."""
+        """Return the number of the stream that work of this thread goes to."""
         self.follow_backward()
         return self.thread.stream
 
     def stream_of_group(self, name: str) -> int:
-        """Number of the stream of a communicator's own."""
+        """Return the number of the stream of a communicator's own."""
         return self._group_streams.setdefault(name, _GROUP_STREAMS + len(self._group_streams))
 
     def new_event(self) -> int:
@@ -147,7 +147,7 @@ class DryDevice:
         return next(self._events)
 
     def next_in_pool(self, *, is_high: bool) -> int:
-        """Number of the next stream of a priority."""
+        """Return the number of the next stream of a priority."""
         return next(self._pools[is_high])
 
     def new_work(self) -> int:
@@ -155,12 +155,12 @@ class DryDevice:
         return next(self._works)
 
     def block_of(self, x: Tensor) -> int:
-        """Number of the block of a tensor on the device; -1 if it has none."""
+        """Return the number of the block of a tensor on the device; -1 if it has none."""
         block = self.storages.find(x)
         return -1 if block is None else block.number
 
     def see(self, x: Tensor, what: str) -> int:
-        """Number of the block of a tensor on the device, made now by `what` if it is not known."""
+        """Find the block of a tensor on the device, made now by `what` if it is not known."""
         return self.storages.see(x, what, self.thread.stream)
 
     def run_kernel(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ class DryDevice:
         return not is_meta(x) and x.untyped_storage() in _pinned
 
     def thread_number(self) -> int:
-        """Number of this thread of the host."""
+        """Return the number of this thread of the host."""
         if self.thread.number < 0:
             self.thread.number = next(self._threads)
         return self.thread.number
@@ -266,7 +266,7 @@ class DryDevice:
             self.thread.backward.remember(made, Origin(at, place, self.thread.stream))
 
     def where(self) -> tuple[str, str, int]:
-        """Line, place and thread of what is issued now."""
+        """Return the line, place and thread of what is issued now."""
         if self.thread.at is not None:
             return self.thread.at
         at, by_engine = sites.here()
@@ -300,7 +300,7 @@ class DryDevice:
             self.thread.asked_meta = before
 
     def _without_others(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what `on_collective` is until a world is there: torch's own kernels for `meta`.
+        """Run torch's own kernels for `meta`, until a world is there.
 
         The operation is written down; it changes nothing, since no other rank is there.
         """

@@ -1,4 +1,4 @@
-"""Which line of a program asked for something: `file:line` outside torch, and its callers'."""
+"""Line of a program that asked for something: `file:line` outside torch, and its callers'."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _joined: dict[tuple[Any, ...], str] = {}
 
 
 def here() -> tuple[str, bool]:
-    """The innermost line of this thread outside torch, and of its callers, joined by `" < "`.
+    """Find the innermost line of this thread outside torch, and its callers', joined by `" < "`.
 
     Returns:
         The lines; and whether the autograd engine is between the first of them and this call: torch

@@ -1,4 +1,4 @@
-"""Which storages are memory of the device, and since when; buffers of the host for its copies."""
+"""Storages that are memory of the device, and since when; buffers of the host for its copies."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Storages:
         self._blocks_so_far = count(1)
 
     def find(self, x: Tensor) -> Block | None:
-        """The block of a meta tensor; None if it is deferred or was not seen."""
+        """Return the block of a meta tensor; None if it is deferred or was not seen."""
         return self._blocks.get(storage_key(x.untyped_storage()))
 
     def has(self, storage: torch.UntypedStorage) -> bool:
@@ -92,7 +92,7 @@ class Storages:
         self._allocate(block, storage.nbytes(), what, stream, None)
 
     def address(self, x: Tensor) -> int:
-        """Return what `data_ptr` says: no two blocks overlap; 0 where there is no memory."""
+        """Return an address for `data_ptr`: no two blocks overlap; 0 where there is no memory."""
         block = self.find(x)
         if block is None or not block.num_bytes:
             return 0

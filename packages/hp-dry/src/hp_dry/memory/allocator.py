@@ -72,7 +72,7 @@ class OutOfMemory:
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """What the allocator did. Bytes; `allocated` and `reserved` are those of `torch.cuda`.
+    """Tells what the allocator did. Bytes; `allocated` and `reserved` are those of `torch.cuda`.
 
     Attributes:
         indices: Indices, in the trace, of the events after which `allocated` or `reserved` may

@@ -86,7 +86,7 @@ class CachingAllocator:
         return block
 
     def forget(self, block: Block) -> None:
-        """A tensor let go of its block; streams that borrowed it may still use it."""
+        """Let a tensor go of its block; streams that borrowed it may still use it."""
         self.allocated -= block.size
 
     def free(self, block: Block) -> None:
@@ -154,7 +154,7 @@ class CachingAllocator:
     def _segment(
         self, pool: Pool, num_bytes: int, stream: int, *, expandable: bool = False
     ) -> Block:
-        """A segment at addresses that nothing had before, apart from all others."""
+        """Return a segment at addresses that nothing had before, apart from all others."""
         block = Block(self._next_address, num_bytes, stream, pool, expandable, not expandable)
         self._next_address += round_up(num_bytes, _LARGE_SEGMENT_BYTES) + _LARGE_SEGMENT_BYTES
         self.heads[block.address] = block

@@ -40,7 +40,7 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Tell whether it is a part of a segment."""
+        """Tells whether it is a part of a segment."""
         return self.before is not None or self.after is not None
 
     def cut(self, size: int) -> Block:
@@ -131,6 +131,6 @@ class Pool:
 
 
 def _room(block: Block) -> int:
-    """Return what an expandable block can grow to."""
+    """Find the size that an expandable block can grow to."""
     after = block.after
     return block.size + (after.size if after is not None and not after.is_mapped else 0)

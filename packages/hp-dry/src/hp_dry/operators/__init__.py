@@ -1,1 +1,1 @@
-"""What an operator reads, writes and launches on a GPU, and when the host waits for it."""
+"""Operators: what each reads, writes and launches on a GPU, and when the host waits for it."""

@@ -36,7 +36,7 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """What is known of an overload of an operator.
+    """Facts about an overload of an operator.
 
     Attributes:
         name: Name with the overload, such as `"aten.mm.default"`.

@@ -1,4 +1,4 @@
-"""How many kernels CUDA launches for an operator: a stored table, with where each line comes from.
+"""Number of kernels that CUDA launches for an operator: a table, with where each line is from.
 
 Kernels, copies and fills of memory count alike: each is one entry of a stream that the host has to
 make. The numbers are those of torch's sources (paths below are of `aten/src/ATen/native/cuda`
@@ -69,7 +69,7 @@ def num_kernels(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
 ) -> int:
-    """Return how many kernels, copies and fills CUDA is given for an operator.
+    """Count the kernels, copies and fills that CUDA is given for an operator.
 
     Args:
         func: An overload of an operator, such as `torch.ops.aten.mm.default`.
@@ -94,7 +94,7 @@ _IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # which torch counts 
 
 
 def flops_of(func: Any) -> Callable[..., int] | None:
-    """What counts the flops of an operator, as torch's flop counter has it; None without any."""
+    """Return the function that counts the flops of an operator in torch's flop counter, or None."""
     if func.name() == "aten::_grouped_mm":  # torch counts none
         return _grouped_flops
     if func.name().startswith(_OF_SEGMENTS):
@@ -162,7 +162,7 @@ def _all_empty(args: Sequence[Any]) -> bool:
 
 
 def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -> Any:
-    """An argument by place or name; None if it was left out."""
+    """Return an argument by place or name; None if it was left out."""
     return args[at] if len(args) > at else kwargs.get(name)
 
 
@@ -240,7 +240,7 @@ def _foreach_norm(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 
 
 def _foreach_copy(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-    """One launch for tensors of one dtype each way, a copy each between layouts."""
+    """Return one launch for tensors of one dtype each way, a copy each between layouts."""
     alike = {(a.dtype, b.dtype) for a, b in zip(args[0], args[1], strict=False)}
     same = all(a.stride() == b.stride() for a, b in zip(args[0], args[1], strict=False))
     return _multi_tensor(args[0], 2) if same and len(alike) == 1 else len(args[0])
@@ -309,7 +309,7 @@ def _scan(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 
 
 def _index(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
-    """A mask is made a list of places first."""
+    """Count the kernels of an index, of which masks are made lists of places first."""
     return 1 + _NONZERO * sum(each is not None and each.dtype in MASKS for each in args[1])
 
 

@@ -1,4 +1,4 @@
-"""What an operator made of operands of one form, so that torch works it out once.
+"""Results of operators for operands of one form, so that torch works them out once.
 
 Much of torch computes shapes in Python, and a step asks for the same ones thousands of times.
 """
@@ -32,12 +32,12 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """Shape and dtype of tensors, as a trace has them."""
+    """Return the shape and dtype of tensors, as a trace has them."""
     return tuple((tuple(x.shape), str(x.dtype)[6:]) for x in tensors)
 
 
 class Cost(NamedTuple):
-    """What an operator asks of the device.
+    """Work that an operator asks of the device.
 
     Attributes:
         num_kernels: Kernels, copies and fills that CUDA is given.
@@ -50,7 +50,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What an operator makes whenever its operands have one form.
+    """Results that an operator makes whenever its operands have one form.
 
     Attributes:
         kind: `list` or `tuple` of results; `Tensor` if it is one.

@@ -114,7 +114,7 @@ def _is_store(device: DryDevice, host: Tensor) -> bool:
 
 
 def untouched(x: Tensor) -> Tensor:
-    """A tensor like a new and contiguous one; where it is large, in memory that takes none yet."""
+    """Make a contiguous tensor like another; where it is large, in memory that takes none yet."""
     if x.nbytes < _LARGE:
         return x
     # Zeros of the system: those of torch are written.

@@ -39,7 +39,7 @@ def _flash_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> list[Buf
 
 
 def cast_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Buffer]:
-    """Return what a reduction such as a sum makes of its input before it reads it."""
+    """Size the copy that a reduction such as a sum makes of its input before reading it."""
     x, dtype = args[0], kwargs.get("dtype")
     if dtype is None and not (x.is_floating_point() or x.is_complex()):
         dtype = torch.int64

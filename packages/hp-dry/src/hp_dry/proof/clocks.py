@@ -1,4 +1,4 @@
-"""What is known to be done before what: vector clocks over the streams of one rank. No torch.
+"""Vector clocks over the streams of one rank: what is known to be done before what. No torch.
 
 Every stream counts the operations that it was given; an operation is named by the position of its
 stream and that count, an `Epoch`. A stream knows, for every other, up to which count that one is
@@ -36,7 +36,7 @@ Epoch: TypeAlias = "tuple[int, int]"
 
 
 class Clocks:
-    """What each stream and the host know, while the events of a trace are gone through in order.
+    """Follows what each stream and the host know, as a trace is gone through in order.
 
     Attributes:
         host_changes: Times that the host has waited for the device.
@@ -74,7 +74,7 @@ class Clocks:
         return True
 
     def position(self, stream: int) -> int:
-        """Say where a stream stands in what the others know; streams are added as they are seen."""
+        """Return the index of a stream in what others know; streams are added as they are seen."""
         if (found := self._position.get(stream)) is None:
             found = self._position[stream] = len(self._known)
             for row in (self._issued, self._host, *self._known):
@@ -95,7 +95,7 @@ class Clocks:
         return self._known[self._position[stream]][position] >= count
 
     def is_before_next(self, epoch: Epoch, stream: int) -> bool:
-        """Say if an operation is done before whatever `stream` is given from now on begins."""
+        """Tell whether an operation is done before all that `stream` is given from now on."""
         position, count = epoch
         mine = self.position(stream)
         return position == mine or self._heard(mine)[position] >= count

@@ -1,4 +1,4 @@
-"""What can go wrong between streams, and the words for it. No torch."""
+"""Hazards between streams, and the words for them. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the members of every communicator do there, side by side: the first difference is named."""
+"""Operations of the members of every communicator, side by side, to the first difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAKING = ("new_group", "split_group")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong between ranks.
+    """Tells what is wrong between ranks.
 
     Attributes:
         kind: Kind of the problem: `"missing"`, `"operation"`, `"shape"`, `"dtype"`, `"splits"`,
@@ -38,7 +38,7 @@ class Problem:
 
 
 def channel_of(event: Operation) -> str:
-    """Operations of one channel of a communicator meet in their order there."""
+    """Find the channel of a communicator in which an operation meets others, in order."""
     if isinstance(event, Collective):
         return "device"
     if event.op in _MAKING:
@@ -47,7 +47,7 @@ def channel_of(event: Operation) -> str:
 
 
 def told(event: Operation) -> str:
-    """An operation in words, with the line it was called from."""
+    """Return an operation in words, with the line it was called from."""
     listed = " ".join(f"{dtype}{list(shape)}" for shape, dtype in _given(event)[:3])
     words = [event.op, listed, event.detail]
     if event.peer >= 0:
@@ -57,7 +57,7 @@ def told(event: Operation) -> str:
 
 
 class Sequences:
-    """What every representative did in each communicator.
+    """Operations of every representative in each communicator.
 
     Attributes:
         collectives: Operations of all members, by representative, channel and family.
@@ -82,7 +82,7 @@ class Sequences:
 
 
 def mismatches(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
-    """The first difference of every communicator; equal ones are looked at once."""
+    """Yield the first difference of every communicator; equal ones are looked at once."""
     yield from _other_groups(symmetry)
     yield from _collectives(symmetry, sequences)
     yield from _messages(symmetry, sequences)
@@ -160,7 +160,7 @@ def _difference(
 
 
 def _differ(mine: Operation | None, other: Operation | None) -> str | None:
-    """Return what two members' operations differ in; None if they fit."""
+    """Name what two members' operations differ in; None if they fit."""
     if mine is None or other is None:
         return "missing"
     if mine.op != other.op:
@@ -192,7 +192,7 @@ def _given(event: Operation) -> Shapes:
 def _splits_differ(
     events: dict[int, Operation], ranks: Sequence[int], family: str, number: int
 ) -> Problem | None:
-    """Return whether what one member sends another differs from what that one expects of it."""
+    """Tell whether what one member sends another differs from what that one expects of it."""
     first = events[ranks[0]]
     if not isinstance(first, Collective) or first.op != "all_to_all":
         return None
@@ -274,5 +274,5 @@ def _unmatched(
 
 
 def _content(event: Operation) -> tuple[tuple[int, str], ...]:
-    """Elements and dtypes: a message may be received in another shape."""
+    """Return the elements and dtypes: a message may be received in another shape."""
     return tuple((prod(shape), dtype) for shape, dtype in _given(event))

@@ -1,4 +1,4 @@
-"""Whether what ranks do together fits together: `prove`. No torch.
+"""Proof that what ranks do together fits together: `prove`. No torch.
 
 What the classes of ranks recorded is put together for all ranks of the world (Note [Colours] in
 `hp_dry.proof.symmetry`): in every communicator the same operations in one order, every

@@ -77,7 +77,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Memory:
-    """What is known of a block, or of a buffer of the host.
+    """Facts about a block, or a buffer of the host.
 
     Attributes:
         number: Number of the block, or of the host buffer.
@@ -169,7 +169,7 @@ class _Check:
         return found
 
     def _begin(self, memory: _Memory, use: _Use) -> None:
-        """What was released is not there any more; what is new belongs to the stream that asked."""
+        """Forget what was released; what is new belongs to the stream that asked."""
         position, stream = use.epoch[0], use.event.stream
         if memory.released is not None and not memory.works:
             self._report("used after it was freed", memory.released, use.event, memory)
@@ -284,5 +284,5 @@ class _Check:
 
 
 def _pool(asked: Allocate) -> tuple[int, bool]:
-    """The allocator has two pools for every stream."""
+    """Find the pool of a block: the allocator has two for every stream."""
     return asked.stream, asked.num_bytes <= _LARGEST_SMALL_BYTES

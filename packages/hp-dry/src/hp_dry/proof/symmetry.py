@@ -18,13 +18,13 @@ from hp_dry.trace import Collective, HostMessage, Trace
 
 
 def family_of(name: str) -> str:
-    """Name of the family of a communicator."""
+    """Return the name of the family of a communicator."""
     return name.split("[", 1)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where a rank meets others.
+    """Group in which a rank meets others.
 
     Attributes:
         family: Family of the communicator.
@@ -66,7 +66,7 @@ class Symmetry:
                 self.example[colour] = rank
 
     def ranks(self, family: str, rank: int) -> tuple[int, ...]:
-        """Ranks of the group of a family that a rank is in.
+        """Return the ranks of the group of a family that a rank is in.
 
         Raises:
             ValueError: If nobody has said.
@@ -84,16 +84,16 @@ class Symmetry:
         return (family, rank) in self._lists[self.classes.representative[rank]]
 
     def at_distance(self, family: str, rank: int, distance: int) -> int:
-        """The rank so many positions further in a group."""
+        """Return the rank so many positions further in a group."""
         ranks = self.ranks(family, rank)
         return ranks[(ranks.index(rank) + distance) % len(ranks)]
 
     def trace_of(self, rank: int) -> Trace:
-        """The trace that is a rank's own or its representative's."""
+        """Return the trace that is a rank's own or its representative's."""
         return self.traces[self.classes.representative[rank]]
 
     def distance(self, event: Collective | HostMessage, rank: int) -> int:
-        """Positions from sender to receiver, of a message in the trace of `rank`."""
+        """Return the positions from sender to receiver, of a message in the trace of `rank`."""
         ranks = self.ranks(family_of(event.group), rank)
         steps = (ranks.index(event.peer) - ranks.index(rank)) % len(ranks)
         return steps if event.op == "send" else (-steps) % len(ranks)

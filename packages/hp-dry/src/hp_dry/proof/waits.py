@@ -1,4 +1,4 @@
-"""Who waits for whom: streams, communicators and hosts of one rank of every colour.
+"""Waits of streams, communicators and hosts for each other, of one rank of every colour.
 
 Everything that happens needs other things first: that the host got to it, that the streams before
 it are done, that the operation before it on the same communicator is done, that other members have
@@ -33,7 +33,7 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class _Graph:
-    """What needs what.
+    """Graph of what must be done before what.
 
     Attributes:
         needs: Nodes that must be reached before each node.
@@ -50,7 +50,7 @@ class _Graph:
         return len(self.needs) - 1
 
     def stuck(self) -> set[int]:
-        """Nodes that are never reached."""
+        """Return the nodes that are never reached."""
         users: list[list[int]] = [[] for _ in self.needs]
         count = [len(needs) for needs in self.needs]
         for node, needs in enumerate(self.needs):
@@ -65,7 +65,7 @@ class _Graph:
         return {node for node, number in enumerate(count) if number}
 
     def cycle(self, stuck: set[int]) -> list[int]:
-        """Nodes that wait for each other, each for the next one."""
+        """Return the nodes that wait for each other, each for the next one."""
         path: dict[int, int] = {}
         node = min(stuck)
         while node not in path:
@@ -75,7 +75,7 @@ class _Graph:
 
 
 class _Rank:
-    """What one rank has queued so far, while its trace is gone through."""
+    """Queues of one rank, while its trace is gone through."""
 
     def __init__(self, graph: _Graph, rank: int, *, in_launch_order: bool) -> None:
         self.graph, self.rank, self.in_launch_order = graph, rank, in_launch_order
@@ -147,7 +147,7 @@ class Waits:
             self._graph.needs[end] += [self._began[key] for key in keys if key in self._began]
 
     def problems(self) -> list[Problem]:
-        """The first cycle, if there is one."""
+        """Return the first cycle, if there is one."""
         stuck = self._graph.stuck()
         if not stuck:
             return []

@@ -1,4 +1,4 @@
-"""What a dry run found: memory, work and traffic of classes of ranks, as data, words and a page.
+"""Report of a dry run: memory, work and traffic of classes of ranks, as data, words and a page.
 
 Nothing here needs torch: a trace that was kept is looked at on any machine.
 """

@@ -107,7 +107,7 @@ class _Drawing:
         self._last = max(self._points[-1].launches, 1)
 
     def parts(self) -> list[str]:
-        """All of them, what is behind first."""
+        """Return all of them, what is behind first."""
         return [
             *self._bands(),
             *self._axes(),
@@ -150,7 +150,7 @@ class _Drawing:
         return parts
 
     def _areas(self) -> list[str]:
-        """One area for each kind, from the whole down: each covers what is above it."""
+        """Return one area for each kind, from the whole down: each covers what is above it."""
         order = [KINDS.index(kind) for kind in _COLOURS]
         heights = [list(accumulate(point.live[kind] for kind in order)) for point in self._points]
         parts = []
@@ -166,7 +166,7 @@ class _Drawing:
         return parts
 
     def _steps(self, numbers: Sequence[int]) -> str:
-        """A line through numbers at the launches of the points, as far as it is seen."""
+        """Return a line through numbers at the launches of the points, as far as it is seen."""
         corners: list[tuple[float, float]] = []
         for point, number in zip(self._points, numbers, strict=True):
             corner = self._x(point.launches), self._y(number)

@@ -1,4 +1,4 @@
-"""What device memory is for, as far as a trace itself tells. No torch.
+"""Purposes of device memory, as far as a trace itself tells. No torch.
 
 Parameters and the optimizer's state are labelled where they are made (`hp_train.dry_run.rank`).
 The rest follows from what is done with a block: what FSDP gathers into, what gradients are laid
@@ -48,7 +48,7 @@ class _Labels:
         self._is_reducing = False
 
     def labels(self) -> Iterator[Event]:
-        """Those that were found, of blocks that had none."""
+        """Yield those that were found, of blocks that had none."""
         for block, kind in self._found.items():
             if block not in self._given:
                 yield Label(block, kind)

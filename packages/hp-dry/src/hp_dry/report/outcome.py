@@ -1,4 +1,4 @@
-"""What a dry run says and leaves behind, and how it ends."""
+"""Outcome of a dry run: what it says and leaves behind, and how it ends."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a dry run found, as one page of HTML that needs nothing beside itself. No torch."""
+"""Report of a dry run as one page of HTML that needs nothing beside itself. No torch."""
 
 from html import escape
 

@@ -1,4 +1,4 @@
-"""What one rank of a dry run hands to the process that started it. No torch."""
+"""Report that one rank of a dry run hands to the process that started it. No torch."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from hp_dry.trace import Fault, Trace
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank did, besides its trace.
+    """Tells what a rank did, besides its trace.
 
     Attributes:
         summary: Summary of its trace.

@@ -1,4 +1,4 @@
-"""What a dry run found, as text. No torch."""
+"""Report of a dry run as text. No torch."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ _WIDEST = 60
 
 
 def report(summary: Summary) -> list[str]:
-    """Lines to print: a head, problems, tables."""
+    """Return the lines to print: a head, problems, tables."""
     lines = [*_head(summary)]
     for table in tables(summary):
         lines += ["", *_printed(table)]
@@ -17,7 +17,7 @@ def report(summary: Summary) -> list[str]:
 
 
 def verdict(summary: Summary) -> str:
-    """Return whether it fits, in a sentence."""
+    """Say whether it fits, in a sentence."""
     if not summary.ranks:
         return "no rank was run"
     worst = summary.worst
@@ -30,7 +30,7 @@ def verdict(summary: Summary) -> str:
 
 
 def about(summary: Summary) -> str:
-    """Return what was run, in a line."""
+    """Say what was run, in a line."""
     classes = count(len({each.rank for each in summary.ranks}), "class", "classes")
     layout = f", {summary.layout}" if summary.layout else ""
     took = f", in {summary.seconds:.0f} s" if summary.seconds else ""
@@ -38,14 +38,14 @@ def about(summary: Summary) -> str:
 
 
 def found_problems(summary: Summary) -> str:
-    """Return how many problems there are."""
+    """Say how many problems there are."""
     if not summary.problems:
         return "no problems between ranks or on a device"
     return count(len(summary.problems), "problem", "problems")
 
 
 def count(number: int, one: str, several: str) -> str:
-    """A number and what it counts."""
+    """Return a number and what it counts."""
     return f"{number:,} {one if number == 1 else several}"
 
 

@@ -1,4 +1,4 @@
-"""Where in a run something happened: `Event.place` and `Event.at`, taken apart. No torch."""
+"""Places in a run: `Event.place` and `Event.at`, taken apart. No torch."""
 
 import re
 from functools import lru_cache
@@ -57,7 +57,7 @@ def site(place: str) -> Site:
 
 
 def line(at: str) -> str:
-    """The innermost line of `Event.at`, without its callers."""
+    """Return the innermost line of `Event.at`, without its callers."""
     return at.partition(" < ")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a dry run found, as data: one value per class of ranks, all of them, and JSON. No torch."""
+"""Report of a dry run as data: one value per class of ranks, all of them, and JSON. No torch."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ VERSION = 1
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank would write of a checkpoint.
+    """Part of a checkpoint that a rank would write.
 
     Attributes:
         file: Name of the file.
@@ -31,7 +31,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank does, which stands for all of its class.
+    """Tells what one rank does, which stands for all of its class.
 
     Attributes:
         rank: Global rank that was run.
@@ -55,7 +55,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dry run found.
+    """Tells what a dry run found.
 
     Attributes:
         name: Name of the config or the script.
@@ -100,7 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Tell whether every rank that was run has memory enough."""
+        """Tells whether every rank that was run has memory enough."""
         return all(self.share(each) <= 1 and not each.memory.out_of_memory for each in self.ranks)
 
     def share(self, rank: RankSummary) -> float:

@@ -1,4 +1,4 @@
-"""What a dry run found, as tables of words: printed and drawn from the same rows. No torch."""
+"""Report of a dry run as tables of words: printed and drawn from the same rows. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Table:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """All tables of a dry run, those without rows left out."""
+    """Return all tables of a dry run, those without rows left out."""
     if not summary.ranks:
         return []
     worst = summary.worst
@@ -55,7 +55,7 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def classes(summary: Summary) -> Table:
-    """A line for each class of ranks."""
+    """Return a line for each class of ranks."""
     several = len(summary.skews) > 1
     rows = [
         (
@@ -97,7 +97,7 @@ def classes(summary: Summary) -> Table:
 
 
 def paces(summary: Summary) -> Table:
-    """Return whether the host or the device sets the pace of a step, for each class of ranks."""
+    """Compare the paces of host and device in a step, for each class of ranks."""
     machine = rates_of(summary.gpu)
     rows: list[tuple[str, ...]] = []
     note = ""
@@ -117,7 +117,7 @@ def paces(summary: Summary) -> Table:
 
 
 def skews(summary: Summary) -> Table:
-    """What the rank with most memory needs under each routing model, where there are several."""
+    """List what the neediest rank needs under each routing model, where there are several."""
     worst = summary.skews
     least = min((each.memory.needed for each in worst.values()), default=0)
     rows = [
@@ -140,7 +140,7 @@ def skews(summary: Summary) -> Table:
 
 
 def kinds(summary: Summary, rank: RankSummary) -> Table:
-    """Memory at the peak by kind, and what is there beside tensors."""
+    """Return the memory at the peak by kind, and what is there beside tensors."""
     memory = rank.memory
     rows = [
         *(
@@ -187,7 +187,7 @@ def kinds(summary: Summary, rank: RankSummary) -> Table:
 
 
 def largest(rank: RankSummary) -> Table:
-    """The largest blocks that are alive at the peak."""
+    """Return the largest blocks that are alive at the peak."""
     rows = [
         (
             size(each.bytes),
@@ -207,7 +207,7 @@ def largest(rank: RankSummary) -> Table:
 
 
 def phases(rank: RankSummary) -> Table:
-    """Return what the parts of a step cost, and what came before it."""
+    """List what the parts of a step cost, and what came before it."""
     work = rank.work
     rows = [(phase, *cost(each)) for phase, each in work.by_phase().items()]
     rows.append(("the step", *cost(work.total)))
@@ -218,14 +218,14 @@ def phases(rank: RankSummary) -> Table:
 
 
 def layers(rank: RankSummary) -> Table:
-    """Say what layers cost in all microbatches; equal ones that follow each other share a row."""
+    """List what layers cost in all microbatches; equal ones that follow each other share a row."""
     by_layer = rank.work.by_layer()
     outside = by_layer.pop("", None)
     return _costs("Work by layer, all microbatches", "layer", by_layer, outside)
 
 
 def microbatches(rank: RankSummary) -> Table:
-    """Say what microbatches cost in all layers; equal ones that follow each other share a row."""
+    """List what microbatches cost in all layers; equal ones that follow each other share a row."""
     by_microbatch = rank.work.by_microbatch()
     outside = by_microbatch.pop(-1, None)
     named = {f"microbatch {index}": each for index, each in by_microbatch.items()}
@@ -233,7 +233,7 @@ def microbatches(rank: RankSummary) -> Table:
 
 
 def _costs(title: str, part: str, costs: Mapping[str, Cost], outside: Cost | None) -> Table:
-    """A row for each run of equal costs, and one for what is in none of the parts."""
+    """Return a row for each run of equal costs, and one for what is in none of the parts."""
     alike = groupby(costs, key=costs.__getitem__)
     rows = [(_several([*equal]), *cost(each)) for each, equal in alike]
     if rows and outside is not None:
@@ -242,7 +242,7 @@ def _costs(title: str, part: str, costs: Mapping[str, Cost], outside: Cost | Non
 
 
 def waits(rank: RankSummary) -> Table:
-    """Lines at which the host waits for the device."""
+    """Return the lines at which the host waits for the device."""
     rows = [
         (
             line(each.at),
@@ -263,7 +263,7 @@ def waits(rank: RankSummary) -> Table:
 
 
 def communicators(rank: RankSummary) -> Table:
-    """Return what is exchanged over each communicator."""
+    """List what is exchanged over each communicator."""
     rows = [
         (
             each.name,
@@ -287,13 +287,13 @@ def communicators(rank: RankSummary) -> Table:
 
 
 def _without_start(each: Communicator) -> dict[str, Count]:
-    """Operations beside the connecting of the ranks, where there are some."""
+    """Return the operations beside the connecting of the ranks, where there are some."""
     others = {op: count for op, count in each.operations.items() if op != "connect"}
     return others or each.operations
 
 
 def saves(summary: Summary) -> Table:
-    """Return what each rank would write of a checkpoint."""
+    """List what each rank would write of a checkpoint."""
     found = {each.rank: (each.num_parameters, each.saved) for each in summary.ranks}
     rows = [
         (
@@ -325,23 +325,23 @@ def when(rank: RankSummary) -> str:
 
 
 def cost(each: Cost) -> tuple[str, str, str, str]:
-    """Words for a cost."""
+    """Return the words for a cost."""
     return f"{each.launches:,}", size(each.bytes), flops(each.flops), f"{each.host_waits:,}"
 
 
 def reserved(rank: RankSummary) -> str:
-    """Words for reserved bytes."""
+    """Return the words for reserved bytes."""
     found = rank.memory.peak_reserved
     return "not known" if found is None else size(found)
 
 
 def part(number: float, whole: float) -> str:
-    """A share of a whole."""
+    """Return a share of a whole."""
     return f"{number / whole:.0%}" if whole else ""
 
 
 def size(number: float) -> str:
-    """Bytes in binary units.
+    """Return the bytes in binary units.
 
     >>> size(2.5 * 2**30), size(700), size(0)
     ('2.50 GiB', '700 B', '0')
@@ -353,7 +353,7 @@ def size(number: float) -> str:
 
 
 def flops(number: int) -> str:
-    """Multiplications and additions in decimal units."""
+    """Return the multiplications and additions in decimal units."""
     for unit, power in (("P", 15), ("T", 12), ("G", 9), ("M", 6)):
         if number >= 10**power:
             return f"{number / 10**power:.2f} {unit}FLOP"
@@ -361,7 +361,7 @@ def flops(number: int) -> str:
 
 
 def several_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+    """Return the ranks in words.
 
     >>> several_ranks([3]), several_ranks(range(8)), several_ranks([0, 8, 16]), several_ranks([])
     ('1: 3', '8: 0 to 7', '3: 0, 8, 16', '')
@@ -375,7 +375,7 @@ def several_ranks(ranks: Sequence[int]) -> str:
 
 
 def _several(names: list[str]) -> str:
-    """Names that end in numbers, in words."""
+    """Return the names that end in numbers, in words."""
     numbers = [int(name.rpartition(" ")[2].rpartition(".")[2]) for name in names]
     if len(names) == 1:
         return names[0]

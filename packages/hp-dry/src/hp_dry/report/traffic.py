@@ -1,4 +1,4 @@
-"""What a rank exchanges with others, by communicator and in order. No torch."""
+"""Traffic of a rank with others, by communicator and in order. No torch."""
 
 import math
 from collections import Counter
@@ -95,7 +95,7 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank exchanges over a run.
+    """Operations between ranks in which a rank takes part over a run.
 
     Attributes:
         communicators: Communicators in the order of their first use.
@@ -127,7 +127,7 @@ def traffic_of(trace: Trace) -> Traffic:
 
 
 def _merged(trace: Trace) -> Iterator[Operation]:
-    """Operations in order, equal neighbours as one."""
+    """Yield the operations in order, equal neighbours as one."""
     events = (event for event in trace.events if isinstance(event, Collective | HostMessage))
     for operation, equal in groupby(map(_operation, events)):
         yield replace(operation, times=len([*equal]))
@@ -164,7 +164,7 @@ def _counts(operations: list[Operation]) -> dict[str, Count]:
 
 
 def _first(operations: list[Operation]) -> tuple[str, ...]:
-    """Return what comes first, equal kinds after each other as one."""
+    """Name what comes first, equal kinds after each other as one."""
     runs = []
     for name, equal in islice(groupby(operations, key=_name), _NUM_FIRST):
         times = sum(each.times for each in equal)

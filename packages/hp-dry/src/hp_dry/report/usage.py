@@ -169,12 +169,12 @@ def memory_of(trace: Trace, usage: Usage | None = None, *, least: int | None = N
 
 
 def _by_kind(sizes: Iterable[int]) -> dict[str, int]:
-    """Those of `KINDS` that have some."""
+    """Return those of `KINDS` that have some."""
     return {kind: size for kind, size in zip(KINDS, sizes, strict=False) if size}
 
 
 def _kinds(trace: Trace) -> dict[int, str]:
-    """The kind of each block: its last label, else what the place says where it was made."""
+    """Return the kind of each block: its last label, else what the place says where it was made."""
     kinds: dict[int, str] = {}
     for event in trace.events:
         if isinstance(event, Allocate):
@@ -204,7 +204,7 @@ def _changes(trace: Trace, kinds: Mapping[int, str]) -> Iterator[_Change]:
 
 
 def _curve(changes: Sequence[_Change], usage: Usage) -> Iterator[Point]:
-    """Points of the curve, with what is reserved then."""
+    """Yield the points of the curve, with what is reserved then."""
     kept = _kept(changes, list(zip(usage.indices, usage.reserved, strict=True)))
     for change in changes:
         if change.event in kept:
@@ -213,7 +213,7 @@ def _curve(changes: Sequence[_Change], usage: Usage) -> Iterator[Point]:
 
 
 def _kept(changes: Sequence[_Change], reserved: Sequence[tuple[int, int]]) -> set[int]:
-    """Events that the curve shows: of each part of the run its highest and its lowest point."""
+    """Choose what the curve shows: of each part of the run its highest and its lowest point."""
     if not changes:
         return set()
     kept = {changes[0].event, changes[-1].event}
@@ -229,7 +229,7 @@ def _kept(changes: Sequence[_Change], reserved: Sequence[tuple[int, int]]) -> se
 
 
 def _alive(trace: Trace, until: int) -> list[Allocate]:
-    """Blocks that are alive after an event."""
+    """Return the blocks that are alive after an event."""
     alive: dict[int, Allocate] = {}
     for event in trace.events[: until + 1]:
         if isinstance(event, Allocate):

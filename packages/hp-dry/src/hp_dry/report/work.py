@@ -1,4 +1,4 @@
-"""What a rank has its device do: launches, bytes, products and waits of the host. No torch."""
+"""Work of the device of a rank: launches, bytes, products and waits of the host. No torch."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ _Key = TypeVar("_Key", str, int)
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a part of a run costs.
+    """Launches, bytes, products and waits of a part of a run.
 
     Attributes:
         launches: Kernels, copies and fills of device memory.
@@ -54,7 +54,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(Protocol):
-    """What programs reach on a machine."""
+    """Rates that programs reach on a machine."""
 
     @property
     def flops(self) -> float:
@@ -110,7 +110,7 @@ class Pace(NamedTuple):
 
     @property
     def host_binds(self) -> bool:
-        """Tell whether the device waits for the host to launch."""
+        """Tells whether the device waits for the host to launch."""
         return self.host > self.device
 
 
@@ -135,7 +135,7 @@ class WaitLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of a rank costs: the last one of the trace.
+    """Costs of one step of a rank: the last one of the trace.
 
     Attributes:
         step: Number of the step; -1 if the trace has no step, and everything in it is counted.
@@ -172,7 +172,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return dict(sorted(_sums((cell.microbatch, cell.cost) for cell in self.cells).items()))
 
     def by_phase(self) -> dict[str, Cost]:
-        """Costs over all layers and microbatches."""
+        """Return the costs over all layers and microbatches."""
         return _sums((cell.phase, cell.cost) for cell in self.cells)
 
 
@@ -203,7 +203,7 @@ def work_of(trace: Trace) -> Work:
 
 
 def _placed(trace: Trace) -> Iterator[tuple[Event, Site, str]]:
-    """Launches and waits with their place and their layer."""
+    """Yield the launches and waits with their place and their layer."""
     layers = _Layers()
     for event in trace.events:
         where = site(event.place)
@@ -218,7 +218,7 @@ def _placed(trace: Trace) -> Iterator[tuple[Event, Site, str]]:
 
 
 class _Layers:
-    """Which layer an operation of a backward is of, which runs outside of the modules.
+    """Finds the layer of an operation of a backward, which runs outside of the modules.
 
     What it reads tells: of the blocks that were made in a forward, the one made last is of the
     layer that is gone through, and what it writes is of that layer too. An operation that reads
@@ -235,7 +235,7 @@ class _Layers:
             self._forward[event.block] = where.layer
 
     def of(self, event: Launch | Collective, where: Site) -> str:
-        """The layer of an operation, `""` outside of layers."""
+        """Return the layer of an operation, `""` outside of layers."""
         if where.layer or where.phase not in {"backward", "overlapped"}:
             return where.layer
         kept = self._forward if any(x in self._forward for x in event.reads) else self._backward

@@ -1,4 +1,4 @@
-"""What stands for NCCL and Gloo in a dry run: torch makes groups of them with its own code."""
+"""Back ends in place of NCCL and Gloo: torch makes groups of them with its own code."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class DryBackend:
         return cls(given.store, given.group_rank, given.group_size, own, given.timeout)
 
     def name(self) -> str:
-        """Name of the back end."""
+        """Return the name of the back end."""
         return self.kind
 
     def rank(self) -> int:
-        """Rank of this process in the group."""
+        """Return the rank of this process in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Number of ranks in the group."""
+        """Return the number of ranks in the group."""
         return self._size
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -185,7 +185,7 @@ def _split_group(  # noqa: PLR0917 # as torch calls it
 
 
 def _noting_groups(world: DryWorld) -> dict[str, Any]:
-    """Functions of torch that make groups, which tell the world of every one."""
+    """Return the functions of torch that make groups, which tell the world of every one."""
     make, tagged, split, destroy = group_functions()
 
     def make_tagged(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What each operator between ranks asks for, as `Operation`s: of c10d, or a functional one.
+"""Operators between ranks as `Operation`s: those of c10d, and functional ones.
 
 Functional ones give new results, that are waited for by tensor.
 """
@@ -20,7 +20,7 @@ from hp_dry.world.exchange import Operation
 
 
 class _Reading(NamedTuple):
-    """Where the tensors of an operation are among the arguments of an operator.
+    """Finds the tensors of an operation among the arguments of an operator.
 
     Attributes:
         op: Name of the operation, as in `trace.Collective`.
@@ -73,7 +73,7 @@ _FUNCTIONAL = {
 
 
 def operations_of(name: str, given: dict[str, Any]) -> list[Operation]:
-    """Return what an operator asks for; more than one if they are started as one.
+    """List what an operator asks for; more than one if they are started as one.
 
     Args:
         name: Name of the operator, without `c10d::`.
@@ -124,7 +124,7 @@ def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Asked | None:
-    """Return what an operator of `_c10d_functional` asks for; None if it is not one of these.
+    """Tell what an operator of `_c10d_functional` asks for; None if it is not one of these.
 
     Args:
         func: Overload of an operator.
@@ -147,7 +147,7 @@ def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _result(op: str, x: Tensor, given: dict[str, Any]) -> Any:
-    """The tensor that an operator writes: a new one, unless it is given one."""
+    """Return the tensor that an operator writes: a new one, unless it is given one."""
     if given.get("out") is not None:
         return given["out"]
     shape = list(x.shape)

@@ -13,7 +13,7 @@ _LISTED = 16
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks in brackets; evenly spaced ones, if they are many, as `first:end:step`."""
+    """Return the ranks in brackets; evenly spaced ones, if they are many, as `first:end:step`."""
     steps = {b - a for a, b in pairwise(ranks)}
     if len(ranks) <= _LISTED or len(steps) != 1:
         return str(list(ranks)).replace(" ", "")
@@ -90,7 +90,7 @@ class Families:
         return family + listed(ranks), family
 
     def speaker(self, communicator: Communicator, rank: int) -> tuple[int, str]:
-        """Say who has a process and stands for a member.
+        """Find the rank that has a process and stands for a member.
 
         Returns:
             Its global rank, and the name of the communicator in which it speaks for it: this one,

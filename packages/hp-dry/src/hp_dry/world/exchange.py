@@ -59,7 +59,7 @@ class Operation:
 
     @property
     def detail(self) -> str:
-        """Return what ranks must agree on besides shapes."""
+        """Facts that ranks must agree on besides shapes."""
         root = f"root {self.root}" if self.root >= 0 else ""
         tag = f"tag {self.tag}" if self.tag else ""
         return ", ".join(filter(None, (self.reduction, root, tag)))
@@ -67,7 +67,7 @@ class Operation:
 
 @dataclass(slots=True)
 class _Given:
-    """What another rank gave.
+    """Values that another rank gave.
 
     Attributes:
         sizes: Bytes of the part for each position in the group.
@@ -129,7 +129,7 @@ class Exchange:
         self._client.ask("break", [f"of/{self._rank}/{communicator.name}/"], what=what)
 
     def values(self, communicator: Communicator, value: bytes, seconds: float) -> list[bytes]:
-        """Return what every member gives, as bytes, by position."""
+        """Collect what every member gives, as bytes, by position."""
         number = next(communicator.operations)
         self._put(f"{communicator.name}/{number}", [value], words="values", at="")
         everybody = range(len(communicator.ranks))
@@ -198,7 +198,7 @@ class Exchange:
 
 
 def seconds_of(group: ProcessGroup) -> float:
-    """Time-out of a group."""
+    """Return the time-out of a group."""
     for kind in ("cpu", "cuda"):
         if (timeout := _internals.group_timeout(group, torch.device(kind))) is not None:
             return timeout.total_seconds()
@@ -212,7 +212,7 @@ def _read(value: bytes) -> _Given:
 
 
 def _parts(asked: Operation, size: int) -> list[bytes]:
-    """Return what this rank gives, for every position; one part where all get the same."""
+    """List what this rank gives, for every position; one part where all get the same."""
     parts: Sequence[Tensor] = asked.inputs
     if asked.op == "all_to_all" and len(parts) == 1:
         x = asked.inputs[0]
@@ -224,7 +224,7 @@ def _parts(asked: Operation, size: int) -> list[bytes]:
 
 
 def _members(asked: Operation, communicator: Communicator) -> Sequence[int]:
-    """Positions of those that this rank waits for."""
+    """Return the positions of those that this rank waits for."""
     if asked.op in ("broadcast", "scatter"):
         return [asked.root]
     if asked.op in ("reduce", "gather") and asked.root != communicator.mine:

@@ -1,4 +1,4 @@
-"""Where the processes of a dry run put what they tell each other: keys and bytes, in the parent.
+"""Hub of the processes of a dry run: keys and bytes that they tell each other, in the parent.
 
 One socket of this machine's file system, in a folder of this user alone; nothing of it is a pickle.
 A process asks with a line of JSON and pieces of bytes, and is answered alike; who asks for keys
@@ -23,7 +23,7 @@ _BACKLOG = 128
 
 
 class HubError(RuntimeError):
-    """What was asked for did not come, or cannot come any more."""
+    """Tells that what was asked for did not come, or cannot come any more."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Hub:
             self._refuse(each, "wait timeout: it did not come within the time-out")
 
     def who_waits(self) -> list[str]:
-        """Say who waits for what, in words."""
+        """Say who waits for what."""
         return [f"rank {each.rank} waits for {each.what}" for each in self._waiting]
 
     def end_of(self, rank: int) -> None:

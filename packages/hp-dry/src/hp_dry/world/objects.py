@@ -126,7 +126,7 @@ class _Objects:
         return dist.get_global_rank(group, peer)
 
     def _staged(self, num_objects: int, num_bytes: int) -> list[Tensor]:
-        """Return what the device passes on: sizes, then bytes."""
+        """Pass on what the device would: sizes, then bytes."""
         device = self._world.device.device
         return [
             torch.empty(num_objects, dtype=torch.int64, device=device),
@@ -134,7 +134,7 @@ class _Objects:
         ]
 
     def _everybody(self, group: ProcessGroup, value: Any) -> list[Any]:
-        """What every member gives; the device gathers sizes, which the host reads, and bytes."""
+        """Gather what every member gives: on the device sizes, which the host reads, and bytes."""
         world = self._world
         data = pickle.dumps(value)
         told = world.exchange.values(world.communicator(group), data, seconds_of(group))

@@ -87,7 +87,7 @@ class DryStore(Store):
         return bool(self._client.ask("delete", [_named(key)])[0])
 
     def num_keys(self) -> int:
-        """Number of keys."""
+        """Return the number of keys."""
         return self._client.ask("count")[0]
 
     def _ask(self, do: str, keys: Sequence[str], seconds: float) -> tuple[int, list[bytes]]:

@@ -55,7 +55,7 @@ NamedLists = list[tuple[str, str, tuple[int, ...]]]
 
 
 class _Thread(threading.local):
-    """What a thread of the host has of its own."""
+    """State that a thread of the host has of its own."""
 
     batch = -1
     work = -1
