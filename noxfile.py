@@ -233,12 +233,16 @@ def comparisons(session: nox.Session) -> None:
     _pytest(session, *_comparing_tests(), *session.posargs)
 
 
+WITHOUT_TORCH = ("hp-base",)
+
+
 def _tests(requirement: str, *, only: str = "", without: str = "") -> Callable[[nox.Session], None]:
     """Return the session that tests one package with nothing installed but what it declares."""
     tests = f"packages/{Requirement(requirement).name}/tests"
 
     def session_function(session: nox.Session) -> None:
-        _install(session, requirement, group="test" if without else "test-torch")
+        has_torch = not without and requirement not in WITHOUT_TORCH
+        _install(session, requirement, group="test-torch" if has_torch else "test")
         selected = [tests]
         if only or without:
             matched = sorted(str(f) for f in Path(tests).rglob(only or without))

@@ -105,6 +105,26 @@ def test_a_command_line_that_cannot_be_is_refused_in_a_line(
     assert "first stands for the others" in told
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--html {}/none/x", "--html ({}/none/x) must be a file that can be written"),
+        ("--svg {}/file/x", "--svg ({}/file/x) must be a file that can be written"),
+        ("--traces {}/file/x", "--traces ({}/file/x) must be a writable folder"),
+        ("--gpus 0", "--gpus (0) must be at least 1"),
+    ],
+)
+def test_what_cannot_be_written_in_the_end_is_refused_at_the_start(
+    flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    where = str(tmp_path)
+    assert main([*flags.replace("{}", where).split(), "--", str(tmp_path / "file")]) == 2
+    out, err = capsys.readouterr()
+    assert message.replace("{}", where) in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
 def test_the_command_prints_a_report_and_writes_a_page(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("hp-dry")), "--gpus", "64", "--rank", "0"]
     command += ["--html", str(tmp_path / "page.html"), "--", str(SCRIPTS / "fsdp_loop.py")]
