@@ -29,7 +29,6 @@ __all__ = [
     "BackgroundSaver",
     "Box",
     "Checkpoint",
-    "CheckpointError",
     "Loaded",
     "OnProgress",
     "Part",
