@@ -1,5 +1,7 @@
 """Pipeline schedules as data: generate, prove, simulate, draw and run (planning needs no torch)."""
 
+from typing import TYPE_CHECKING, Any
+
 from hp_schedule.costs import Costs, ModelCosts
 from hp_schedule.errors import DeadlockError, ScheduleError
 from hp_schedule.executor import Driver, Executor, run_together
@@ -38,7 +40,6 @@ from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage
 from hp_schedule.profiles import costs_from_json, costs_to_json
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
 from hp_schedule.schedule import Row, Schedule
-from hp_schedule.searching import Fit, SearchResult, fit_memory, search, shorten
 from hp_schedule.simulation import ChannelModel, Path, Precedence, Simulation, length, simulate
 from hp_schedule.timeline import Span, Timeline
 from hp_schedule.transport import Message, MessageKind, Transport
@@ -50,6 +51,9 @@ from hp_schedule.validation import (
     validate,
     validate_pipeline_execution,
 )
+
+if TYPE_CHECKING:
+    from hp_schedule.searching import Fit, SearchResult, fit_memory, search, shorten
 
 __all__ = [
     "SCHEDULES",
@@ -129,3 +133,18 @@ __all__ = [
     "zero_bubble",
 ]
 __version__ = "0.1.0"
+
+_OF_SEARCHING = frozenset(("Fit", "SearchResult", "fit_memory", "search", "shorten"))
+
+
+def __getattr__(name: str) -> Any:
+    """Load the search when somebody asks for it: whoever runs a schedule needs none of it.
+
+    Raises:
+        AttributeError: When there is no such name.
+    """
+    if name in _OF_SEARCHING:
+        from hp_schedule import searching  # noqa: PLC0415 - on demand
+
+        return getattr(searching, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
