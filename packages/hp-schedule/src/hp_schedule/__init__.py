@@ -36,6 +36,7 @@ from hp_schedule.passes import (
     drop_retention,
     pair_overlap,
 )
+from hp_schedule.passes.fitting import Fit, fit_memory
 from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
 from hp_schedule.profiles import costs_from_json, costs_to_json
 from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
@@ -53,7 +54,7 @@ from hp_schedule.validation import (
 )
 
 if TYPE_CHECKING:
-    from hp_schedule.searching import Fit, SearchResult, fit_memory, search, shorten
+    from hp_schedule.searching import SearchResult, search, shorten
 
 __all__ = [
     "SCHEDULES",
@@ -134,7 +135,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_OF_SEARCHING = frozenset(("Fit", "SearchResult", "fit_memory", "search", "shorten"))
+_OF_SEARCHING = frozenset(("SearchResult", "search", "shorten"))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,6 @@
 """Search for short schedules, with a proof of how much shorter one could be."""
 
-from hp_schedule.searching.fitting import Fit, fit_memory
 from hp_schedule.searching.search import SearchResult, search
 from hp_schedule.searching.shortening import shorten
 
-__all__ = ["Fit", "SearchResult", "fit_memory", "search", "shorten"]
+__all__ = ["SearchResult", "search", "shorten"]

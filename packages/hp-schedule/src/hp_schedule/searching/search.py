@@ -10,12 +10,12 @@ from typing import Literal
 
 from hp_schedule.costs import Costs, Latency, ModelCosts
 from hp_schedule.generators.common import check_counts
+from hp_schedule.passes.fitting import check_ways, fit_memory
 from hp_schedule.passes.retention import Retention
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.closed_forms import closed_forms
 from hp_schedule.searching.exact import engine
-from hp_schedule.searching.fitting import check_ways, fit_memory
 from hp_schedule.searching.orders import first_orders
 from hp_schedule.searching.problem import EPSILON
 from hp_schedule.searching.space import Recipe, Space
