@@ -76,6 +76,16 @@ def test_a_dry_run_shows_the_sizes_of_all_stages(capsys: pytest.CaptureFixture[s
     assert mesh in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("what", ["-- python job.py", "--checkpoint a b", "--curves a b"])
+def test_what_hp_verify_does_is_told_where_it_is_looked_for(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *what.split()]) == 2
+    asked = what.split()[0]
+    told = f"error: hp verify takes a config: run hp-verify {asked} ...\n"
+    assert capsys.readouterr() == ("", told)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

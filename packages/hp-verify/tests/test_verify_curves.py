@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hp_base.errors import DataError
 from hp_verify.cli import main
 from hp_verify.files.curves import read_curve
-from hp_verify.files.noise import Curve, tell_apart
+from hp_verify.files.noise import Curve, compare_curves
 
 NOISE, BATCHES = 0.02, 0.1
 LENGTH = 200
@@ -43,7 +43,7 @@ def share(trials: int, *, rho: float, offset: float = 0.0, start: int = 0, count
     told = 0
     for seed in range(trials):
         first, second, *repeats = curves(seed, rho=rho, offset=offset, start=start, count=count)
-        told += tell_apart(first, second, repeats, draws=200, seed=seed).differs
+        told += compare_curves(first, second, repeats, draws=200, seed=seed).differs
     return told / trials
 
 
@@ -65,7 +65,7 @@ def test_an_offset_is_found(rho: float, offset: float, count: int) -> None:
 def test_the_first_step_is_told() -> None:
     first, second = curves(1, rho=0.3, offset=3.0, start=120)
 
-    answer = tell_apart(first, second)
+    answer = compare_curves(first, second)
 
     assert answer.differs
     assert abs(answer.step - 120) <= 5
@@ -77,21 +77,21 @@ def test_the_first_step_is_told() -> None:
 def test_equal_curves_are_equal() -> None:
     first, _ = curves(0, rho=0.0)
 
-    assert not tell_apart(first, first).differs
+    assert not compare_curves(first, first).differs
 
 
 def test_a_loss_that_is_not_finite_is_a_difference_where_it_is() -> None:
     first, second = curves(0, rho=0.0)
     second[57] = float("nan")
 
-    answer = tell_apart(first, second)
+    answer = compare_curves(first, second)
 
     assert (answer.differs, answer.step, answer.not_finite) == (True, 57, True)
 
 
 def test_curves_without_common_steps_are_refused() -> None:
     with pytest.raises(DataError, match="20 steps in common"):
-        tell_apart({0: 1.0}, {1: 1.0})
+        compare_curves({0: 1.0}, {1: 1.0})
 
 
 FORMS = {
@@ -161,4 +161,4 @@ def test_the_command_has_the_statuses_of_the_others(
 def test_curves_that_are_nowhere_finite_are_refused() -> None:
     curve = dict.fromkeys(range(40), float("nan"))
     with pytest.raises(DataError, match="20 steps with finite losses, and have 0"):
-        tell_apart(curve, dict(curve))
+        compare_curves(curve, dict(curve))

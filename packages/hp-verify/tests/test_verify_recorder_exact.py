@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hp_verify.comparing.compare import REDUCTION, Comparison, Floor, Place, compare
+from hp_verify.comparing.compare import REDUCTION, Comparison, Difference, Floor, compare
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.joined import Digests, Recording, Step
 from hp_verify.comparing.reproduction import MOST_LINES, Exact
@@ -366,10 +366,10 @@ def test_the_second_run_looks_at_the_module_around_a_difference() -> None:
     assert first is not None
 
     assert focus_of(first, expected).modules == ("layer", "")
-    gradient = Place(1, GRADIENT, "layers.0.mlp.up.weight", 1.0, 1e-5)
+    gradient = Difference(1, GRADIENT, "layers.0.mlp.up.weight", 1.0, 1e-5)
     assert focus_of(gradient, expected).modules == ("layers.0.mlp.up", "layers.0.mlp")
     assert focus_of(gradient, expected).parameters == ("layers.0.mlp.up.weight",)
-    backward = Place(1, BACKWARD, "layers.0.mlp.up:[0]#1", 1.0, 1e-5)
+    backward = Difference(1, BACKWARD, "layers.0.mlp.up:[0]#1", 1.0, 1e-5)
     assert focus_of(backward, expected).modules == ("layers.0.mlp.up", "layers.0.mlp", "")
 
 

@@ -9,7 +9,7 @@
     |-- HangError        5   no rank made progress for launch.hang_seconds
     |-- NumericsError    6   a loss or a gradient is not finite
     |-- RankLostError    7   a process of the run is gone
-    |-- DifferenceError  8   two layouts do not compute the same (hp verify)
+    |-- DifferenceError  8   two layouts do not compute the same (hp verify, hp-verify)
     |-- RunDirectoryError 9  the run directory is gone, or holds what no run puts there
     |-- RehearsalError  10   a run would fail, or its ranks not fit together (hp dry-run)
     `-- MachineError    11   the machine refuses what a command needs: a folder, a process, output

@@ -91,7 +91,7 @@ def _refuse_moved(argv: Sequence[str]) -> None:
     if argv[:1] == ["verify"]:
         flags = ("--checkpoint", "--manifest", "--curves", "--")
         if asked := next((flag for flag in flags if flag in argv), None):
-            raise ConfigError(f"hp verify takes a config; {asked} is of the command hp-verify")
+            raise ConfigError(f"hp verify takes a config: run hp-verify {asked} ...")
     if argv[:1] == ["dry-run"] and "--" in argv:
         raise ConfigError("hp dry-run takes a config; hp-dry [FLAGS] -- SCRIPT runs a script")
 

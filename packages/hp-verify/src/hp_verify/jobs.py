@@ -1,11 +1,12 @@
-"""`hp-verify -- JOB --against -- REFERENCE`: both jobs run and compared. No torch is imported."""
+"""Run two jobs and compare them: `hp-verify -- JOB --against -- REFERENCE`; imports no torch."""
 
 import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
@@ -15,7 +16,7 @@ from hp_base.errors import ConfigError, DifferenceError, HpError
 from hp_base.numbers import real, whole
 from hp_base.session import last_lines, status_of
 from hp_base.signals import ending
-from hp_verify.comparing.compare import UPDATE, Comparison, Floor, Place, compare, with_floor
+from hp_verify.comparing.compare import UPDATE, Comparison, Difference, Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.joined import NothingRecordedError, Recording, join
 from hp_verify.recording.request import Focus, Request, environment
@@ -28,16 +29,20 @@ AGAINST = "--against"
 
 
 class JobFailedError(HpError):
-    """A job ended with a failure of its own.
+    """Tells that a job, or its reference, ended with a failure of its own.
 
     Args:
         message: How it ended, and its last lines.
         recording: What it had recorded; None: nothing.
+
+    Attributes:
+        so_far: A report of what the job had computed by then; empty: it was the reference.
     """
 
     def __init__(self, message: str, recording: Recording | None = None) -> None:
         super().__init__(message)
         self.recording = recording
+        self.so_far = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,24 +113,26 @@ def run(job: Sequence[str], reference: Sequence[str], options: argparse.Namespac
         DifferenceError: When it is not.
         JobFailedError: When one of them failed.
     """
-    if options.rules:
-        read_rules(Path(options.rules))  # before anything runs
-    with _folder(options.keep) as folder:
+    try:
         comparison = verify(
             job,
             reference,
-            folder,
+            keep=Path(options.keep) if options.keep is not None else None,
             steps=options.steps,
             seed=options.seed,
             float64=options.float64,
             outputs=not options.no_outputs,
             same_start=options.same_start,
-            rules=options.rules,
+            rules=Path(options.rules) if options.rules else None,
             again=not options.once,
-            is_kept=options.keep is not None,
             seconds=options.seconds,
+            tell=say,
         )
-        say(report(comparison))
+    except JobFailedError as failed:
+        if failed.so_far:
+            say(failed.so_far)
+        raise
+    say(report(comparison))
     if not comparison.num_compared:
         raise DifferenceError("nothing of the job could be laid beside its reference")
     if comparison.first is not None:
@@ -136,24 +143,23 @@ def run(job: Sequence[str], reference: Sequence[str], options: argparse.Namespac
 def verify(
     job: Sequence[str],
     reference: Sequence[str],
-    folder: Path,
     *,
     steps: int = _STEPS,
     seed: int = 0,
     float64: bool = False,
     outputs: bool = True,
     same_start: bool = False,
-    rules: str | None = None,
+    rules: Path | None = None,
     again: bool = True,
-    is_kept: bool = True,
+    keep: Path | None = None,
     seconds: float = _SECONDS,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> Comparison:
     """Run a reference three times, the job once, and compare; both again where they differ.
 
     Args:
         job: Command of the job to judge.
         reference: Command of the reference.
-        folder: An empty folder for the recordings.
         steps: Updates of the weights that are compared.
         seed: Seed of both.
         float64: Whether both are lifted to float64.
@@ -161,92 +167,147 @@ def verify(
         same_start: Whether the job begins with the reference's first weights.
         rules: File that says where the job's parameters lie; None: nothing need be said.
         again: Whether both run once more around a first difference, to show where exactly it lies.
-        is_kept: Whether the reproduction goes to `folder`, or to a folder of its own.
+        keep: A new folder for the recordings and the reproduction; None: recordings are removed,
+            and a reproduction has a temporary folder of its own, which stays.
         seconds: Most seconds that a job may take.
+        tell: Called with a line after each run.
+
+    Returns:
+        What differs, in the order in which it is computed; `report` says it in lines.
 
     Raises:
         JobFailedError: When one of them failed.
-        ConfigError: When one cannot be started.
+        ConfigError: When one cannot be started, or rules or the folder are wrong.
     """
-    common: dict[str, Any] = {"seed": seed, "steps": steps, "float64": float64, "outputs": outputs}
-    theirs = str(folder / "reference")
+    if rules is not None:
+        read_rules(rules)  # before anything runs
+    common = {"seed": seed, "steps": steps, "float64": float64, "outputs": outputs}
+    with _folder(keep) as folder:
+        runs = _Runs(job, reference, folder, common, seconds, tell)
+        asked = {"start": same_start, "rules": str(rules.resolve()) if rules is not None else ""}
+        actual, expected, floor = runs.first(asked)
+        comparison = compare(actual, expected, floor)
+        if rules is not None:
+            comparison.unaligned = _idle(rules, folder) | comparison.unaligned
+        if again and comparison.first is not None and comparison.first.phase != UPDATE:
+            from hp_verify.reproducing.locate import look_again  # noqa: PLC0415 - imports torch
 
-    def referred(name: str, seed: int) -> Recording:
-        who = "reference, other sums" if seed else "reference"
-        known = theirs if seed else ""
-        asked = Request(str(folder / name), reference=known, disturb=seed, **common)
-        return _recorded(reference, asked, who, seconds)
-
-    expected, floor = with_floor(referred)
-    of_job: dict[str, Any] = {
-        "reference": theirs,
-        "start": same_start,
-        "rules": str(Path(rules).resolve()) if rules else "",
-        **common,
-    }
-    asked = Request(str(folder / "job"), **of_job)
-    try:
-        actual = _recorded(job, asked, "job", seconds)
-    except JobFailedError as failed:
-        say(_before_failing(failed.recording, expected, floor))
-        raise
-    comparison = compare(actual, expected, floor)
-    if rules:
-        from hp_verify.recording.launches import parameters_of  # noqa: PLC0415 - imports torch
-
-        idle = read_rules(Path(rules)).idle(parameters_of(folder / "job"))
-        told = {f"rule {name}": "it fits no parameter of the job" for name in idle}
-        comparison.unaligned = told | comparison.unaligned
-    if comparison.first is None or comparison.first.phase == UPDATE or not again:
-        return comparison
-
-    def once_more(side: str, focus: Focus) -> Path:
-        place = folder / f"{side}-again"
-        asked = Request(str(place), focus=focus, **(of_job if side == "job" else common))
-        _recorded(job if side == "job" else reference, asked, f"{side}, once more", seconds)
-        return place
-
-    from hp_verify.reproducing.locate import look_again  # noqa: PLC0415 - imports torch
-
-    kept = folder if is_kept else Path(mkdtemp(prefix="hp-verify-reproduction-"))
-    look_again(
-        comparison,
-        (actual, expected),
-        once_more,
-        kept / "reproduction" if is_kept else kept,
-        float64=float64,
-    )
+            made = folder / "reproduction"
+            if keep is None:
+                made = Path(mkdtemp(prefix="hp-verify-reproduction-"))
+            look_again(comparison, (actual, expected), runs.again(asked), made, float64=float64)
     return comparison
 
 
-def _recorded(command: Sequence[str], request: Request, who: str, seconds: float) -> Recording:
-    folder = Path(request.folder)
-    folder.mkdir()
-    began = time.monotonic()
-    log = folder / "log.txt"
-    try:
-        status = status_of(command, log, seconds=seconds, env=environment(request))
-    except OSError as error:
-        raise ConfigError(f"{shlex.join(command)} cannot be started: {error.strerror}") from None
-    took = time.monotonic() - began
-    recording = None
-    with suppress(NothingRecordedError) if status != 0 else nullcontext():
-        recording = join(folder)
-    # At its end, perhaps: torch with Gloo aborts there now and then.
-    is_done = recording is not None and recording.is_whole(request.steps)
-    if recording is None or (status != 0 and not (status and is_done)):
-        ended = f"was not done after {seconds:g} s" if status is None else ending(status)
-        told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
-        raise JobFailedError(told, recording)
-    if status:
-        say(f"note: the {who} {ending(status)}, after all {request.steps} steps")
-    ranks = f"{recording.num_ranks} process{'es' * (recording.num_ranks != 1)}"
-    say(f"{who}: {ranks}, {recording.num_steps} steps, {took:.1f} s")
-    return recording
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs a job and its reference as often as a comparison needs.
+
+    Attributes:
+        job: Command of the job.
+        reference: Command of the reference.
+        folder: An empty folder for the recordings.
+        common: What is asked of both.
+        seconds: Most seconds that one run may take.
+        tell: Called with a line after each run.
+    """
+
+    job: Sequence[str]
+    reference: Sequence[str]
+    folder: Path
+    common: Mapping[str, Any]
+    seconds: float
+    tell: Callable[[str], object]
+
+    def first(self, of_job: Mapping[str, Any]) -> tuple[Recording, Recording, Floor]:
+        """Run the reference three times and the job once.
+
+        Args:
+            of_job: What is asked of the job alone.
+
+        Returns:
+            Recordings of the job and of the reference, and what rounding explains.
+        """
+
+        def referred(name: str, seed: int) -> Recording:
+            known = self._theirs if seed else ""
+            asked = Request(str(self.folder / name), reference=known, disturb=seed, **self.common)
+            who = "reference, other sums" if seed else "reference"
+            return self._recorded(self.reference, asked, who)
+
+        expected, floor = with_floor(referred)
+        try:
+            actual = self._recorded(self.job, self._asked(self.folder / "job", of_job), "job")
+        except JobFailedError as failed:
+            failed.so_far = _before_failing(failed.recording, expected, floor)
+            raise
+        return actual, expected, floor
+
+    def again(self, of_job: Mapping[str, Any]) -> Callable[[str, Focus], Path]:
+        """Return what runs the "job" or the "reference" once more, around a difference.
+
+        Args:
+            of_job: What is asked of the job alone.
+        """
+
+        def run_again(side: str, focus: Focus) -> Path:
+            folder = self.folder / f"{side}-again"
+            if side == "job":
+                command, asked = self.job, self._asked(folder, {**of_job, "focus": focus})
+            else:
+                command, asked = self.reference, Request(str(folder), focus=focus, **self.common)
+            self._recorded(command, asked, f"{side}, once more")
+            return folder
+
+        return run_again
+
+    @property
+    def _theirs(self) -> str:
+        return str(self.folder / "reference")
+
+    def _asked(self, folder: Path, of_job: Mapping[str, Any]) -> Request:
+        return Request(str(folder), reference=self._theirs, **of_job, **self.common)
+
+    def _recorded(self, command: Sequence[str], request: Request, who: str) -> Recording:
+        """Run a program under the recorder, and put together what its processes wrote."""
+        folder = Path(request.folder)
+        folder.mkdir()
+        began = time.monotonic()
+        log = folder / "log.txt"
+        try:
+            status = status_of(command, log, seconds=self.seconds, env=environment(request))
+        except OSError as error:
+            raise ConfigError(
+                f"{shlex.join(command)} cannot be started: {error.strerror}"
+            ) from None
+        took = time.monotonic() - began
+        recording = None
+        with suppress(NothingRecordedError) if status != 0 else nullcontext():
+            recording = join(folder)
+        # At its end, perhaps: torch with Gloo aborts there now and then.
+        is_done = recording is not None and recording.is_whole(request.steps)
+        if recording is None or (status != 0 and not (status and is_done)):
+            timed_out = f"was not done after {self.seconds:g} s"
+            ended = timed_out if status is None else ending(status)
+            told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
+            raise JobFailedError(told, recording)
+        if status:
+            self.tell(f"note: the {who} {ending(status)}, after all {request.steps} steps")
+        ranks = f"{recording.num_ranks} process{'es' * (recording.num_ranks != 1)}"
+        self.tell(f"{who}: {ranks}, {recording.num_steps} steps, {took:.1f} s")
+        return recording
+
+
+def _idle(rules: Path, folder: Path) -> dict[str, str]:
+    """List the rules that fit no parameter of the job."""
+    from hp_verify.recording.launches import parameters_of  # noqa: PLC0415 - imports torch
+
+    idle = read_rules(rules).idle(parameters_of(folder / "job"))
+    return {f"rule {name}": "it fits no parameter of the job" for name in idle}
 
 
 def _before_failing(recording: Recording | None, expected: Recording, floor: Floor) -> str:
-    """Return how far a job that has failed had come, and whether it was right until then."""
+    """Say how far a job that has failed had come, and whether it was right until then."""
     done = None if recording is None else recording.before_failing()
     if done is None or not done.steps:
         return "the job had made no update when it failed"
@@ -257,10 +318,10 @@ def _before_failing(recording: Recording | None, expected: Recording, floor: Flo
 
 
 def report(comparison: Comparison) -> str:
-    """Return what was found, in lines."""
+    """Say in lines what was found: `print(report(comparison))`."""
     first = comparison.first
     here = [p for p in comparison.differences if first and _where(p) == _where(first)]
-    lines = [f"FAIL  {place}" for place in here[:_SHOWN]]
+    lines = [f"FAIL  {difference}" for difference in here[:_SHOWN]]
     more = {
         "more there": len(here) - len(lines),
         "after it": len(comparison.differences) - len(here),
@@ -287,7 +348,7 @@ def report(comparison: Comparison) -> str:
 
 
 def _exactly(comparison: Comparison) -> list[str]:
-    """Return what the second run found."""
+    """Say what the second run found."""
     lines = [f"exactly: {comparison.exact}"] if comparison.exact else []
     if (made := comparison.reproduction) is not None:
         lines.append(f"reproduction: {shlex.join([sys.executable, str(made.path)])}")
@@ -297,20 +358,20 @@ def _exactly(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _where(place: Place) -> tuple[int, str]:
-    return place.step, place.phase
+def _where(difference: Difference) -> tuple[int, str]:
+    return difference.step, difference.phase
 
 
 @contextmanager
-def _folder(keep: str | None) -> Iterator[Path]:
+def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         try:
-            Path(keep).mkdir(parents=True)
+            keep.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(
                 f"--keep ({keep}) must be a folder that can be made: {error.strerror}"
             ) from None
-        yield Path(keep).resolve()
+        yield keep.resolve()
         return
     with TemporaryDirectory(prefix="hp-verify-job-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)

@@ -36,8 +36,8 @@ _ORIGINS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A difference, and where it is.
+class Difference:
+    """Tells what differs, where, and by how much.
 
     Attributes:
         step: Counted from 1.
@@ -73,10 +73,10 @@ class Place:
 
 @dataclass(slots=True)
 class Comparison:
-    """Two jobs side by side.
+    """Tells what two jobs have in common and what not.
 
     Attributes:
-        differences: All places above their bounds, in the order in which things are computed.
+        differences: What is above its bound, in the order in which things are computed.
         unaligned: What could not be laid beside the reference -> why.
         num_compared: Tensors and numbers that were.
         num_steps: Steps that both have.
@@ -89,7 +89,7 @@ class Comparison:
         again: Why there is no `exact` or no `reproduction` although a second run was made.
     """
 
-    differences: list[Place] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
     unaligned: dict[str, str] = field(default_factory=dict)
     num_compared: int = 0
     num_steps: int = 0
@@ -101,9 +101,14 @@ class Comparison:
     again: str = ""
 
     @property
-    def first(self) -> Place | None:
+    def first(self) -> Difference | None:
         """The first difference; None: there is none."""
         return self.differences[0] if self.differences else None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether something was compared, and nothing of it differs."""
+        return self.num_compared > 0 and not self.differences
 
 
 class Floor:
@@ -191,7 +196,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         step = actual.steps.get(index) or expected.steps[index]
         if step.is_update and ev.WEIGHT in step.tensors:
             note = f"only {here} makes it"
-            result.differences.append(Place(index, UPDATE, "", 1.0, 0.0, note=note))
+            result.differences.append(Difference(index, UPDATE, "", 1.0, 0.0, note=note))
         else:
             result.unaligned[f"step {index}"] = f"only {here} has it"
     return result
@@ -203,7 +208,7 @@ def _left(result: Comparison, index: int, mine: Step, before: Step) -> None:
     if gone and before.updated & mine.updated:
         ranks = " and ".join(str(int(who.split("-")[1])) for who in sorted(gone))
         note = f"rank {ranks} makes it no more, and others do"
-        result.differences.append(Place(index, UPDATE, "", 1.0, 0.0, note=note))
+        result.differences.append(Difference(index, UPDATE, "", 1.0, 0.0, note=note))
 
 
 def _list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> None:
@@ -212,24 +217,30 @@ def _list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) ->
     Ranks may divide what they later add up. Where every weight's gradient is equal after that, they
     have, and nothing is wrong; where one is not, or was not compared, the outputs stay differences.
     """
-    here = [place for place in result.differences if place.step == index]
-    if not here or not all(_is_term(place, num_ranks) for place in here):
+    here = [difference for difference in result.differences if difference.step == index]
+    if not here or not all(_is_term(difference, num_ranks) for difference in here):
         return
     if not _are_equal(result, index, theirs):
         return
-    for place in here:
-        parts = f"it is 1/{round(1 / place.factor)} of the reference's on every rank"
-        where = f"{place.phase} {place.name}"
+    for difference in here:
+        parts = f"it is 1/{round(1 / difference.factor)} of the reference's on every rank"
+        where = f"{difference.phase} {difference.name}"
         result.unaligned.setdefault(where, f"{parts}, and all gradients are equal")
-    result.differences = [place for place in result.differences if place.step != index]
+    result.differences = [
+        difference for difference in result.differences if difference.step != index
+    ]
 
 
-def _is_term(place: Place, num_ranks: int) -> bool:
-    if place.phase not in (ev.FORWARD, ev.BACKWARD) or not place.factor > 0 or place.who:
+def _is_term(difference: Difference, num_ranks: int) -> bool:
+    if (
+        difference.phase not in (ev.FORWARD, ev.BACKWARD)
+        or not difference.factor > 0
+        or difference.who
+    ):
         return False
-    parts = round(1 / place.factor)
-    is_part = abs(place.factor * parts - 1) <= place.bound
-    return 1 < parts <= num_ranks and is_part and place.rest <= place.bound
+    parts = round(1 / difference.factor)
+    is_part = abs(difference.factor * parts - 1) <= difference.bound
+    return 1 < parts <= num_ranks and is_part and difference.rest <= difference.bound
 
 
 def _phases(mine: Step, theirs: Step) -> Iterator[str]:
@@ -291,7 +302,7 @@ def _batches(result: Comparison, index: int, steps: tuple[Step, Step], before: i
         told = f"the job gives its models {more} sample{'s' * (more > 1)} more than the reference"
         result.more[index].insert(0, told)
     else:
-        result.differences.insert(before, Place(index, ev.INPUT, "", 1.0, 0.0, note=note))
+        result.differences.insert(before, Difference(index, ev.INPUT, "", 1.0, 0.0, note=note))
 
 
 def _calls_more(mine: Step, theirs: Step) -> Iterator[str]:
@@ -309,11 +320,14 @@ def _are_equal(result: Comparison, index: int, theirs: Step) -> bool:
     """Tell whether all gradients of a step were compared, and none differs."""
     gradients = theirs.tensors.get(ev.GRADIENT, {})
     is_listed = any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients)
-    places = result.differences
+    differences = result.differences
     return (
         bool(gradients)
         and not is_listed
-        and not any((place.step, place.phase) == (index, ev.GRADIENT) for place in places)
+        and not any(
+            (difference.step, difference.phase) == (index, ev.GRADIENT)
+            for difference in differences
+        )
     )
 
 
@@ -374,13 +388,15 @@ def _phase(  # noqa: PLR0917
         if tensor.disagree > bound and tensor.disagree * tensor.norm > tiny:
             origin = _origin(mine, theirs, phase, name, bound)
             result.differences.append(
-                Place(index, phase, name, tensor.disagree, bound, who=tensor.who, origin=origin)
+                Difference(
+                    index, phase, name, tensor.disagree, bound, who=tensor.who, origin=origin
+                )
             )
         elif not error <= bound and not error * reference.norm <= tiny:
             factor, rest = _nearest(tensor, reference)
             origin = _origin(mine, theirs, phase, name, bound, is_scaled=rest <= _TIMES * bound)
             result.differences.append(
-                Place(index, phase, name, error, bound, factor, rest, origin=origin)
+                Difference(index, phase, name, error, bound, factor, rest, origin=origin)
             )
     lost = {f"{phase} {n}": f"of some calls: {ours[n].lost}" for n in common if ours[n].lost}
     result.unaligned = lost | result.unaligned
@@ -425,16 +441,18 @@ def _find_scaled(result: Comparison, index: int, mine: Step | None, theirs: Step
         mine: The job's step before it.
         theirs: The reference's.
     """
-    is_first = mine and theirs and all(place.step == index for place in result.differences)
-    for at, place in enumerate(result.differences if is_first else ()):
+    is_first = (
+        mine and theirs and all(difference.step == index for difference in result.differences)
+    )
+    for at, difference in enumerate(result.differences if is_first else ()):
         own, reference = (
-            step.tensors.get(ev.OWN, {}).get(place.name) for step in (mine, theirs) if step
+            step.tensors.get(ev.OWN, {}).get(difference.name) for step in (mine, theirs) if step
         )
-        if place.origin == REDUCTION and own and reference and not _why_not(own, reference):
+        if difference.origin == REDUCTION and own and reference and not _why_not(own, reference):
             factor, rest = _nearest(own, reference)
-            near = [place.rest, rest, abs(factor * place.factor - 1)]
-            if all(error <= _TIMES * place.bound for error in near):
-                result.differences[at] = replace(place, origin=ev.BACKWARD)
+            near = [difference.rest, rest, abs(factor * difference.factor - 1)]
+            if all(error <= _TIMES * difference.bound for error in near):
+                result.differences[at] = replace(difference, origin=ev.BACKWARD)
 
 
 def scales(mine: Step, theirs: Step) -> dict[str, float]:
@@ -548,7 +566,7 @@ def _numbers(  # noqa: PLR0917
             ratio = statistics.fmean(ours) / mean if mean else math.nan
             if phase == ev.LOSS:
                 _, ratio = _apart(ours, expected)
-            result.differences.append(Place(index, phase, name, error, bound, ratio, 0.0))
+            result.differences.append(Difference(index, phase, name, error, bound, ratio, 0.0))
 
 
 def _rounding_of_loss(step: Step) -> float:

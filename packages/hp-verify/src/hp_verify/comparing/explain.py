@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from hp_verify.comparing.compare import REDUCTION, UPDATE, Comparison, Place
+from hp_verify.comparing.compare import REDUCTION, UPDATE, Comparison, Difference
 from hp_verify.recording import events as ev
 
 _ALONE = {
@@ -43,9 +43,9 @@ def explain(comparison: Comparison) -> list[str]:
     if first is None:
         return []
     together = [
-        place
-        for place in comparison.differences
-        if place.step == first.step and place.phase == first.phase
+        difference
+        for difference in comparison.differences
+        if difference.step == first.step and difference.phase == first.phase
     ]
     dropout = [comparison.random[first.step]] if first.step in comparison.random else []
     return [
@@ -55,7 +55,9 @@ def explain(comparison: Comparison) -> list[str]:
     ]
 
 
-def _reasons(comparison: Comparison, first: Place, together: Sequence[Place]) -> Iterator[str]:
+def _reasons(
+    comparison: Comparison, first: Difference, together: Sequence[Difference]
+) -> Iterator[str]:
     if first.phase in _ALONE:
         yield _ALONE[first.phase]
         return
@@ -79,17 +81,17 @@ def _reasons(comparison: Comparison, first: Place, together: Sequence[Place]) ->
         yield _AFTER[first.phase]
 
 
-def _rounded(places: Sequence[Place]) -> Iterator[str]:
+def _rounded(differences: Sequence[Difference]) -> Iterator[str]:
     """Yield whether all errors of a reduction have the size of rounding to a shorter dtype."""
-    errors = [place.error for place in places if not place.who]
+    errors = [difference.error for difference in differences if not difference.who]
     for dtype, step in _STEPS.items():
-        are_so = len(errors) == len(places) and max(errors) < step
+        are_so = len(errors) == len(differences) and max(errors) < step
         if are_so and statistics.median(errors) > step / 16:
             yield f"errors are as large as those of rounding to {dtype}: ranks may exchange that"
             return
 
 
-def _of_origin(first: Place, together: Sequence[Place]) -> Iterator[str]:
+def _of_origin(first: Difference, together: Sequence[Difference]) -> Iterator[str]:
     if first.origin == REDUCTION:
         yield from _rounded(together)
     yield _ORIGINS[first.origin]
@@ -108,12 +110,12 @@ def _of_module(name: str) -> str:
     return "its weights' parts, or a sum over ranks"
 
 
-def _common_scale(places: Sequence[Place]) -> Fraction | None:
+def _common_scale(differences: Sequence[Difference]) -> Fraction | None:
     """The factor that explains all of them, if there is one that is a ratio of small numbers.
 
     What is left of an error beside it must be what rounding explains, and it itself must be more.
     """
-    mean = statistics.fmean(place.factor for place in places)
+    mean = statistics.fmean(difference.factor for difference in differences)
     if not math.isfinite(mean):
         return None
     near = Fraction(mean).limit_denominator(_MOST)
@@ -121,7 +123,7 @@ def _common_scale(places: Sequence[Place]) -> Fraction | None:
     is_all = all(
         math.hypot(p.rest, p.factor - near) <= p.bound * max(float(near), 1.0)
         and abs(near - 1) > p.bound
-        for p in places
+        for p in differences
     )
     return near if is_simple and near != 1 and is_all else None
 

@@ -161,7 +161,7 @@ def join(folder: Path) -> Recording:
         raise NothingRecordedError(
             f"no process of {folder} imported torch and called a module with parameters; "
             "is it Python that reads PYTHONPATH (no -I, -E or -S, and no job that "
-            "sets it anew), with hp-train installed? Updates by hand inside of a graph of "
+            "sets it anew), with hp-verify installed? Updates by hand inside of a graph of "
             "torch.compile are not seen"
         )
     lines = {path.stem: list(read(path)) for path in files}

@@ -9,7 +9,7 @@ MOST_LINES = 40
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """A first difference, element by element.
+    """Describes a first difference element by element.
 
     Attributes:
         sentence: Which elements differ, on which ranks, and what they are.
@@ -38,7 +38,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """A program that shows a difference in one process, with plain torch.
+    """Shows a difference by a program in one process, with plain torch.
 
     Attributes:
         path: The program; what it reads lies beside it.

@@ -3,23 +3,25 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torch import Tensor
 
 from hp_base.dtypes import dtype_name
+from hp_base.errors import CheckpointError
 from hp_checkpoint.manifest import DTYPES
 from hp_verify.files.content import Rows
 from hp_verify.files.judging import Verdict, is_quantised, judge, judge_quantised, scales_of
 from hp_verify.files.made import OTHER, STATE, Made, fused, known, short
-from hp_verify.files.manifest import digest
-from hp_verify.files.sources import Entry, Source
+from hp_verify.files.manifest import Listed, digest, write_listing
+from hp_verify.files.sources import Entry, Source, opened_source
 from hp_verify.recording.names import Renaming
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A tensor that is not what it should be.
+class TensorDifference:
+    """Names a tensor that is not what it should be.
 
     Attributes:
         name: Its name in the second checkpoint.
@@ -36,8 +38,8 @@ class Difference:
 
 
 @dataclass(slots=True)
-class Comparison:
-    """Two checkpoints side by side.
+class CheckpointComparison:
+    """Tells what two checkpoints have in common and what not.
 
     Attributes:
         differences: Tensors that differ.
@@ -49,7 +51,7 @@ class Comparison:
         largest: Largest error of what is explained by a cast or by rounding.
     """
 
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[TensorDifference] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -63,22 +65,76 @@ class Comparison:
         return not (self.differences or self.missing or self.extra) and bool(self.counts)
 
 
-def compare(
-    ours: Source,
-    theirs: Source,
+def compare_checkpoints(
+    first: Path,
+    second: Path,
     *,
     ignore: str | None = None,
     names: Mapping[str, str] | None = None,
-) -> Comparison:
-    """Compare two checkpoints.
+) -> CheckpointComparison:
+    """Compare two checkpoints of any known formats, which `opened_source` lists.
 
     Args:
-        ours: First checkpoint; errors are relative to its tensors.
-        theirs: Second checkpoint, which is judged.
+        first: First checkpoint; errors are relative to its tensors.
+        second: Second checkpoint, which is judged.
+        ignore: Regular expression of names that are not compared.
+        names: What is declared: names in the second -> in the first.
+
+    Raises:
+        CheckpointError: When one is damaged, or of no known format.
+    """
+    with opened_source(first) as ours, opened_source(second) as theirs:
+        return compare(ours, theirs, ignore=ignore, names=names)
+
+
+def compare(
+    first: Source,
+    second: Source,
+    *,
+    ignore: str | None = None,
+    names: Mapping[str, str] | None = None,
+) -> CheckpointComparison:
+    """Compare two open checkpoints.
+
+    Where the second alone has the config of a run, what else its tensors are called is known, and
+    it is the one that errors are relative to.
+
+    Args:
+        first: First checkpoint; errors are relative to its tensors.
+        second: Second checkpoint, which is judged.
         ignore: Regular expression of names that are not compared.
         names: What is declared: names in the second -> in the first.
     """
-    return _Comparing(ours, theirs, ignore, names or {}).result
+    names = names or {}
+    if first.config is not None or second.config is None:
+        return _Comparing(first, second, ignore, names).result
+    turned = {theirs: ours for ours, theirs in names.items()}
+    result = _Comparing(second, first, ignore, turned).result
+    return replace(result, missing=result.extra, extra=result.missing)
+
+
+def write_manifest(checkpoint: Path, out: Path) -> int:
+    """Write names, shapes, dtypes and digests of a checkpoint's tensors, to be compared elsewhere.
+
+    Args:
+        checkpoint: A checkpoint of any known format.
+        out: A new JSON file.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        CheckpointError: When the checkpoint is damaged, of no known format or a manifest, or the
+            file is there.
+    """
+    tensors: dict[str, Listed] = {}
+    with opened_source(checkpoint) as source:
+        for name, entry in source.tensors.items():
+            if entry.read is None:
+                raise CheckpointError(f"{checkpoint} is a manifest itself")
+            tensors[name] = Listed(entry.dtype, entry.shape, digest(entry.read()))
+    write_listing(out, tensors)
+    return len(tensors)
 
 
 def _named(names: Iterable[str]) -> list[str]:
@@ -92,7 +148,7 @@ class _Comparing:
         self, ours: Source, theirs: Source, ignore: str | None, names: Mapping[str, str]
     ) -> None:
         self._ours, self._theirs, self._declared = ours, theirs, names
-        self.result = Comparison()
+        self.result = CheckpointComparison()
         self._used: set[str] = set()
         self._pairs: list[tuple[str, str]] = []
         self._indices: dict[str, Rows] = {}
@@ -184,7 +240,7 @@ class _Comparing:
 
     def _note(self, name: str, verdict: Verdict) -> None:
         if not verdict.is_equal:
-            self.result.differences.append(Difference(name, verdict.said, verdict.error))
+            self.result.differences.append(TensorDifference(name, verdict.said, verdict.error))
             self.result.counts["different"] += 1
             return
         self.result.counts[verdict.said] += 1
@@ -205,7 +261,7 @@ class _Comparing:
             return
         found = self._index(entry.dtype).find(entry.read()) if self._known else None
         if found is None:
-            self.result.extra[name] = f"{shape}: no tensor of the first has its name or its values"
+            self.result.extra[name] = f"{shape}: no tensor of the other has its name or its values"
             return
         if len(found.parts) == 1:
             self._pairs.append((name, found.parts[0]))
@@ -227,7 +283,7 @@ class _Comparing:
                 self._pairs.append((name, other))
                 self._judge(name, [made])
                 return
-        said = f"{list(entry.shape)}: no tensor of the first has its name or its digest"
+        said = f"{list(entry.shape)}: no tensor of the other has its name or its digest"
         self.result.extra[name] = said
 
     def _index(self, dtype: str) -> Rows:

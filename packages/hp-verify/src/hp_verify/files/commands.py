@@ -1,20 +1,19 @@
-"""`hp-verify --checkpoint`, `--manifest` and `--curves`."""
+"""Run `hp-verify --checkpoint`, `--manifest` and `--curves`; imports torch when needed."""
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_base.command_line import say
-from hp_base.errors import CheckpointError, ConfigError, DifferenceError
+from hp_base.errors import ConfigError, DifferenceError
 from hp_base.folder import read_named, why_not
 from hp_base.numbers import real
 
 if TYPE_CHECKING:
-    from hp_verify.files.checkpoints import Comparison
-    from hp_verify.files.noise import Answer
+    from hp_verify.files.checkpoints import CheckpointComparison
+    from hp_verify.files.noise import CurveComparison
 
 FLAGS = ("--checkpoint", "--manifest", "--curves")
 _SHOWN = 12
@@ -22,20 +21,20 @@ _LEVEL = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of all of these."""
-    doors = parser.add_mutually_exclusive_group()
-    doors.add_argument(
+    """Add the flags of all three."""
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--checkpoint",
         nargs=2,
         metavar=("A", "B"),
         help="whether B has the tensors of A, whatever their formats and names",
     )
-    doors.add_argument(
+    kinds.add_argument(
         "--manifest",
         metavar="FOLDER",
         help="print names, shapes, dtypes and digests of a checkpoint, to be B elsewhere",
     )
-    doors.add_argument(
+    kinds.add_argument(
         "--curves",
         nargs="+",
         metavar="CURVE",
@@ -82,31 +81,22 @@ def _checkpoints(first: Path, second: Path, options: argparse.Namespace) -> int:
     from hp_verify.files.checkpoints import compare  # noqa: PLC0415 - imports torch
     from hp_verify.files.sources import opened_source  # noqa: PLC0415
 
-    names = _names(options.names)
-    with ExitStack() as stack:
-        sources = [stack.enter_context(opened_source(path)) for path in (first, second)]
-        swap = sources[0].config is None and sources[1].config is not None
-        ours, theirs = reversed(sources) if swap else sources  # whose other names are known
-        for letter, source in zip("BA" if swap else "AB", (ours, theirs), strict=True):
-            count = len(source.tensors)
-            say(f"{letter}: {source.path}, {source.format}, {count} tensors")
+    names = read_names(Path(options.names)) if options.names else {}
+    with opened_source(first) as ours, opened_source(second) as theirs:
+        for letter, source in zip("AB", (ours, theirs), strict=True):
+            say(f"{letter}: {source.path}, {source.format}, {len(source.tensors)} tensors")
         comparison = compare(ours, theirs, ignore=options.ignore, names=names)
-    say(report(comparison, "BA" if swap else "AB"))
+    say(report_checkpoints(comparison))
     if not comparison.is_equal:
         count = len(comparison.differences) + len(comparison.missing) + len(comparison.extra)
         raise DifferenceError(f"the checkpoints differ in {count} tensors")
     return 0
 
 
-def report(comparison: "Comparison", letters: str = "AB") -> str:
-    """Return what was found, in lines.
-
-    Args:
-        comparison: What was found.
-        letters: What both are called.
-    """
+def report_checkpoints(comparison: "CheckpointComparison") -> str:
+    """Say in lines what was found; the first checkpoint is called A, the second B."""
     shown = [f"FAIL  {difference}" for difference in comparison.differences]
-    for letter, names in zip(letters, (comparison.missing, comparison.extra), strict=True):
+    for letter, names in zip("AB", (comparison.missing, comparison.extra), strict=True):
         shown += [f"FAIL  only in {letter}: {name} {why}" for name, why in names.items()]
     lines = shown[:_SHOWN] + [f"      and {len(shown) - _SHOWN} more"] * (len(shown) > _SHOWN)
     lines += [f"note: {note}" for note in comparison.notes[:_SHOWN]]
@@ -119,11 +109,14 @@ def report(comparison: "Comparison", letters: str = "AB") -> str:
     return "\n".join([*lines, state])
 
 
-def _names(file: str | None) -> Mapping[str, str]:
-    if file is None:
-        return {}
+def read_names(file: Path) -> Mapping[str, str]:
+    """Read what two checkpoints call the same tensors: names in the second -> in the first.
+
+    Raises:
+        ConfigError: When the file is no JSON object of names.
+    """
     try:
-        names = json.loads(read_named(Path(file)))
+        names = json.loads(read_named(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--names ({file}) must be a JSON file: {why_not(error)}") from None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -132,39 +125,30 @@ def _names(file: str | None) -> Mapping[str, str]:
 
 
 def _manifest(folder: Path, out: Path | None) -> int:
-    from hp_verify.files.manifest import Listed, digest, write_listing  # noqa: PLC0415
-    from hp_verify.files.sources import opened_source  # noqa: PLC0415 - imports torch
+    from hp_verify.files.checkpoints import write_manifest  # noqa: PLC0415 - imports torch
 
-    with opened_source(folder) as source:
-        tensors: dict[str, Listed] = {}
-        for name, entry in source.tensors.items():
-            if entry.read is None:
-                raise CheckpointError(f"{folder} is a manifest itself")
-            tensors[name] = Listed(entry.dtype, entry.shape, digest(entry.read()))
     path = out if out is not None else Path(f"{folder.name}.manifest.json")
-    write_listing(path, tensors)
-    say(f"wrote {path}, {len(tensors)} tensors")
+    say(f"wrote {path}, {write_manifest(folder, path)} tensors")
     return 0
 
 
 def _curves(paths: Sequence[Path], pattern: str | None, level: float) -> int:
     from hp_verify.files.curves import read_curve  # noqa: PLC0415
-    from hp_verify.files.noise import tell_apart  # noqa: PLC0415 - imports numpy
+    from hp_verify.files.noise import compare_curves  # noqa: PLC0415 - imports numpy
 
     if len(paths) < 2:
         raise ConfigError("--curves must be followed by two curves or more")
     if not 0.0 < level < 0.5:
         raise ConfigError(f"--level ({level}) must be above 0 and below 0.5")
     first, second, *repeats = [read_curve(path, pattern) for path in paths]
-    draws = max(400, round(4 / level))
-    answer = tell_apart(first, second, repeats, level=level, draws=draws)
+    answer = compare_curves(first, second, repeats, level=level)
     say(_said(answer, level, len(repeats)))
     if answer.differs:
         raise DifferenceError(f"{paths[1]} differs from {paths[0]} from about step {answer.step}")
     return 0
 
 
-def _said(answer: "Answer", level: float, num_repeats: int) -> str:
+def _said(answer: "CurveComparison", level: float, num_repeats: int) -> str:
     steps = f"{answer.num_steps} steps"
     if answer.not_finite:
         return f"DIFFERENT: at step {answer.step} one loss alone is not finite; {steps}"

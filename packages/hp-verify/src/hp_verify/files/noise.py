@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from hp_base.errors import DataError
 
 _LEAST_STEPS = 20
+_LEAST_DRAWS = 400
 _MOST_POINTS = 4000
 """Longer curves are averaged over so many groups of steps."""
 _LARGEST_RHO = 0.98
@@ -30,8 +31,8 @@ _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What was found.
+class CurveComparison:
+    """Tells whether two curves differ by more than noise, and from where on.
 
     Attributes:
         differs: Whether the second curve differs from the first by more than noise.
@@ -56,15 +57,15 @@ class Answer:
     not_finite: bool = False
 
 
-def tell_apart(
+def compare_curves(
     first: Curve,
     second: Curve,
     repeats: Sequence[Curve] = (),
     *,
     level: float = 0.01,
-    draws: int = 400,
+    draws: int | None = None,
     seed: int = 0,
-) -> Answer:
+) -> CurveComparison:
     """Say whether a curve differs from another by more than noise.
 
     Args:
@@ -72,19 +73,22 @@ def tell_apart(
         second: The same, of the run to be judged.
         repeats: Curves of the first run done again, other noise and all else alike.
         level: How often noise alone may be called a difference.
-        draws: Series of noise that are drawn.
+        draws: Series of noise that are drawn; None: as many as `level` needs.
         seed: Seed of these draws.
 
     Raises:
         DataError: When fewer than 20 steps are in all of them.
     """
+    draws = max(_LEAST_DRAWS, round(4 / level)) if draws is None else draws
     steps = sorted(set(first).intersection(second, *repeats))
     _require_enough(steps, "in common")
     rows = np.array([[c[s] for s in steps] for c in (first, *repeats, second)], dtype=np.float64)
     bad = ~np.isfinite(rows)
     if (apart := np.flatnonzero(bad[-1] != bad[:-1].any(axis=0))).size:
         step = steps[int(apart[0])]
-        return Answer(True, 0.0, step, math.nan, 0.0, 0.0, 0.0, len(steps), not_finite=True)
+        return CurveComparison(
+            True, 0.0, step, math.nan, 0.0, 0.0, 0.0, len(steps), not_finite=True
+        )
     good = np.flatnonzero(~bad.any(axis=0))
     rows, steps = rows[:, good], [steps[index] for index in good]
     _require_enough(steps, "with finite losses")
@@ -93,7 +97,7 @@ def tell_apart(
     rows = rows[:, : groups * width].reshape(len(rows), groups, width).mean(axis=2)
     difference = rows[-1] - rows[:-1].mean(axis=0)
     if not difference.any():
-        return Answer(False, 1.0, steps[0], 0.0, 0.0, 0.0, 0.0, len(steps))
+        return CurveComparison(False, 1.0, steps[0], 0.0, 0.0, 0.0, 0.0, len(steps))
     rng = np.random.default_rng(seed)
     if repeats:
         among = rows[:-1] - rows[:-1].mean(axis=0)
@@ -109,7 +113,7 @@ def tell_apart(
     begin = int(at[0])
     threshold = float(np.quantile(by_chance, 1 - level))
     error = noise.error / math.sqrt(groups / 2)
-    return Answer(
+    return CurveComparison(
         differs=chance <= level,
         chance=chance,
         step=steps[begin * width],

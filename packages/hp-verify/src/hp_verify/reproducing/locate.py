@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hp_base.errors import HpError
-from hp_verify.comparing.compare import Comparison, Place, scales
+from hp_verify.comparing.compare import Comparison, Difference, scales
 from hp_verify.comparing.joined import Recording, Step
 from hp_verify.comparing.reproduction import Exact
 from hp_verify.recording import events as ev
@@ -26,7 +26,7 @@ from hp_verify.reproducing.second_run_tensors import Kept, Part
 _OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
 
 
-def focus_of(first: Place, expected: Recording) -> Focus:
+def focus_of(first: Difference, expected: Recording) -> Focus:
     """Say around what the second run keeps tensors: modules in which it can be computed again.
 
     Args:
@@ -87,7 +87,7 @@ def look_again(
         comparison.again = "; ".join(dict.fromkeys(filter(None, [comparison.again, *why])))
 
 
-def _exact(first: Place, pair: Pair, steps: tuple[Step, Step]) -> Exact | None:
+def _exact(first: Difference, pair: Pair, steps: tuple[Step, Step]) -> Exact | None:
     if first.phase == ev.INPUT:
         return of_batches(pair.actual.batches(first.step), pair.expected.batches(first.step))
     if first.phase in OF_NUMBERS:
@@ -149,7 +149,7 @@ def of_batches(mine: dict[int, list[str]], theirs: dict[int, list[str]]) -> Exac
     )
 
 
-def of_numbers(first: Place, mine: Step, theirs: Step) -> Exact:
+def of_numbers(first: Difference, mine: Step, theirs: Step) -> Exact:
     """Say which ranks have another number, such as a norm, than the reference.
 
     Args:
@@ -192,13 +192,13 @@ def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int
     return apart.index(max(apart))
 
 
-def _offsets(kept: Kept, first: Place) -> dict[str, Tensor]:
+def _offsets(kept: Kept, first: Difference) -> dict[str, Tensor]:
     """Vectors among the weights of a module."""
     held = {name: kept.whole(first.step, HELD, name) for name in kept.names(first.step, HELD)}
     return {name: w.values for name, w in held.items() if w is not None and w.values.ndim == 1}
 
 
-def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
+def _others(first: Difference, pair: Pair, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
     """Return what a parameter's value may be in place of the reference's."""
     name, step, phase = first.name, first.step, first.phase
     found: dict[str, Tensor] = {}
@@ -224,7 +224,7 @@ def _others(first: Place, pair: Pair, actual: Tensor, parts: list[Part]) -> dict
     return found
 
 
-def _terms(first: Place, pair: Pair, parts: list[Part]) -> dict[str, Tensor]:
+def _terms(first: Difference, pair: Pair, parts: list[Part]) -> dict[str, Tensor]:
     """Ranks' own gradients of each backward, where all have all of the parameter.
 
     Where these are wrong themselves, the reference's.
@@ -241,7 +241,7 @@ def _terms(first: Place, pair: Pair, parts: list[Part]) -> dict[str, Tensor]:
     return {f"backward {part.call + 1} of rank {part.rank}": part.values for part in own}
 
 
-def _of_own(pair: Pair, first: Place, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
+def _of_own(pair: Pair, first: Difference, actual: Tensor, parts: list[Part]) -> dict[str, Tensor]:
     """Say what ranks' own gradients may have become, put together over the parts of a parameter."""
     found: dict[str, Tensor] = {}
     own = pair.actual.own(first.step, first.name)

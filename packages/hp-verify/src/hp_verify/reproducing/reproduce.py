@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hp_verify.comparing.compare import Place
+from hp_verify.comparing.compare import Difference
 from hp_verify.comparing.joined import Step
 from hp_verify.comparing.reproduction import MOST_LINES, Reproduction
 from hp_verify.recording import events as ev
@@ -21,12 +21,12 @@ _PROGRAM, _RECORD = "reproduce.py", "record.pt"
 
 
 def reproduce(
-    place: Place, pair: Pair, steps: tuple[Step, Step], folder: Path
+    first: Difference, pair: Pair, steps: tuple[Step, Step], folder: Path
 ) -> tuple[Reproduction | None, list[str]]:
     """Write the smallest program that shows a difference, and run it.
 
     Args:
-        place: The first difference.
+        first: The first difference.
         pair: Both second runs.
         steps: The job's and the reference's step in the first runs.
         folder: Where the program and what it reads are written; made if it is not there.
@@ -34,22 +34,22 @@ def reproduce(
     Returns:
         The first program that computes the reference's value again; reasons why others do not.
     """
-    title = f"Step {place.step}, {place.phase} {place.name}".rstrip()
+    title = f"Step {first.step}, {first.phase} {first.name}".rstrip()
     folder.mkdir(parents=True, exist_ok=True)
     why: list[str] = []
-    first: Maker | None = None
-    for make in _of_modules(place, pair, title):
+    blaming: Maker | None = None
+    for make in _of_modules(first, pair, title):
         made = _made(make, folder, why)
         if made is not None and not blames_inputs(made.verdict):
             return made, why
         if made is not None:
-            first = first or make
+            blaming = blaming or make
     rest = (
-        [first]
-        if first
+        [blaming]
+        if blaming
         else [
-            lambda _: of_phase(place, pair, steps, title),
-            lambda _: values(place, pair, title),
+            lambda _: of_phase(first, pair, steps, title),
+            lambda _: values(first, pair, title),
         ]
     )
     found = (_made(make, folder, why) for make in rest)
@@ -95,11 +95,11 @@ def _run(path: Path) -> tuple[str, str | None]:
     return done.stdout, None if done.returncode == 0 else last[0]
 
 
-def _of_modules(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
+def _of_modules(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
     """Programs that compute modules again, the smallest first."""
-    if place.phase in (ev.FORWARD, ev.EVALUATION):
-        yield from forwards(place, pair, title)
-    elif place.phase == ev.BACKWARD:
-        yield from backwards(place, pair, title)
-    elif place.phase == ev.GRADIENT and place.origin == ev.BACKWARD:
-        yield from gradients(place, pair, title)
+    if first.phase in (ev.FORWARD, ev.EVALUATION):
+        yield from forwards(first, pair, title)
+    elif first.phase == ev.BACKWARD:
+        yield from backwards(first, pair, title)
+    elif first.phase == ev.GRADIENT and first.origin == ev.BACKWARD:
+        yield from gradients(first, pair, title)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_verify.comparing.compare import Place
+from hp_verify.comparing.compare import Difference
 from hp_verify.recording.second_run import module_of
 from hp_verify.reproducing.module_programs import (
     OWN_CLASSES,
@@ -95,10 +95,10 @@ def _save(sides: ModuleSides, pair: Pair, entries: Sequence[Any], folder: Path) 
 
 
 def _worst(
-    place: Place, pair: Pair, entries: Sequence[Any], given: _Given
+    first: Difference, pair: Pair, entries: Sequence[Any], given: _Given
 ) -> tuple[Any, Tensor, Tensor]:
     """The call with the largest error, and both values of the output there, as it lays them."""
-    rows, expected, actual, _ = pair.samples(place.name, place.phase)
+    rows, expected, actual, _ = pair.samples(first.name, first.phase)
     at = dict(zip(rows, range(len(rows)), strict=True))
     best: tuple[float, Any, Tensor, Tensor] | None = None
     for entry in entries:
@@ -111,25 +111,25 @@ def _worst(
             _, shape = given[entry["call"]]
             best = error, entry, laid_like(theirs, shape), laid_like(mine, shape)
     if best is None:
-        raise CannotError(f"samples of no call of the reference's {place.name} are in the job")
+        raise CannotError(f"samples of no call of the reference's {first.name} are in the job")
     return best[1:]
 
 
-def forwards(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
+def forwards(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
     """Programs of the module that gave an output, and of modules that it is in."""
-    own = module_of(place.name)
+    own = module_of(first.name)
     for module in _called(pair, [own, *parents_of(own)]):
-        yield lambda folder, m=module: _forward(place, pair, title, m, folder)  # type: ignore[misc]
+        yield lambda folder, m=module: _forward(first, pair, title, m, folder)  # type: ignore[misc]
 
 
-def _forward(place: Place, pair: Pair, title: str, module: str, folder: Path) -> Made:
+def _forward(first: Difference, pair: Pair, title: str, module: str, folder: Path) -> Made:
     """A module's output computed again by the module, or by one that it is in."""
-    own, times = module_of(place.name), times_of(place.name)
+    own, times = module_of(first.name), times_of(first.name)
     sides = ModuleSides(pair, module)
     entries = [e for e in sides.entries if e["times"] == (times if module == own else 0)]
-    given = _giving(pair, place.name)
+    given = _giving(pair, first.name)
     entries = [entry for entry in entries if entry["call"] in given]
-    entry, expected, actual = _worst(place, pair, entries, given)
+    entry, expected, actual = _worst(first, pair, entries, given)
     call, record = _call(sides, pair, title, [entry], folder, with_grads=False)
     text, _ = given[entry["call"]]
     if module == own:
@@ -157,10 +157,10 @@ def _inside(name: str, module: str) -> str:
     return name.removeprefix(f"{module}.") if module else name
 
 
-def backwards(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
+def backwards(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
     """Programs of modules that may have made the gradient of an output, the smallest first."""
-    own, times = module_of(place.name), times_of(place.name)
-    given = _giving(pair, place.name)
+    own, times = module_of(first.name), times_of(first.name)
+    given = _giving(pair, first.name)
     if not given:
         return
     users = {
@@ -172,12 +172,12 @@ def backwards(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
     pick, _ = next(iter(given.values()))
     for module, argument in sorted(users):
         yield lambda folder, m=module, a=argument: _backward(  # type: ignore[misc]
-            place, pair, title, m, given, folder, result=f"{a}.grad"
+            first, pair, title, m, given, folder, result=f"{a}.grad"
         )
     for module in _called(pair, parents_of(own)):
         hook = _inside(own, module), pick
         yield lambda folder, m=module, h=hook: _backward(  # type: ignore[misc]
-            place, pair, title, m, given, folder, hook=h, result=f"seen[{times}].grad"
+            first, pair, title, m, given, folder, hook=h, result=f"seen[{times}].grad"
         )
 
 
@@ -191,7 +191,7 @@ def parents_of(name: str) -> list[str]:
 
 
 def _backward(  # noqa: PLR0917
-    place: Place,
+    first: Difference,
     pair: Pair,
     title: str,
     module: str,
@@ -201,22 +201,22 @@ def _backward(  # noqa: PLR0917
 ) -> Made:
     sides = ModuleSides(pair, module)
     entries = [e for e in sides.entries if e["times"] == 0]
-    entry, expected, actual = _worst(place, pair, entries, given)
+    entry, expected, actual = _worst(first, pair, entries, given)
     call, record = _call(sides, pair, title, [entry], folder)
     record |= values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=True)
     return module_program(replace(call, terms=sides.has_terms, **changes)), record
 
 
-def gradients(place: Place, pair: Pair, title: str) -> Iterator[Maker]:
+def gradients(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
     """Programs of modules that may have made a parameter's gradient, the smallest first."""
-    for module in _called(pair, parents_of(place.name)):
-        yield lambda folder, m=module: _parameter(place, pair, title, m, folder)  # type: ignore[misc]
+    for module in _called(pair, parents_of(first.name)):
+        yield lambda folder, m=module: _parameter(first, pair, title, m, folder)  # type: ignore[misc]
 
 
-def _parameter(place: Place, pair: Pair, title: str, module: str, folder: Path) -> Made:
+def _parameter(first: Difference, pair: Pair, title: str, module: str, folder: Path) -> Made:
     sides = ModuleSides(pair, module)
     call, record = _call(sides, pair, title, sides.entries, folder)
-    expected, actual, _ = parameter(pair, place.phase, place.name)
+    expected, actual, _ = parameter(pair, first.phase, first.name)
     record |= values_of(expected, actual) | _sides(sides, pair, sides.entries, with_grads=True)
-    result = f"module.get_parameter({_inside(place.name, module)!r}).grad"
+    result = f"module.get_parameter({_inside(first.name, module)!r}).grad"
     return module_program(replace(call, result=result)), record

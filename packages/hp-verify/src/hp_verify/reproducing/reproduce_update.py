@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_verify.comparing.compare import Place
+from hp_verify.comparing.compare import Difference
 from hp_verify.comparing.joined import Step
 from hp_verify.recording import events as ev
 from hp_verify.recording.second_run import BEFORE
@@ -23,11 +23,11 @@ Made = tuple[str, dict[str, Any]]
 """A program, and what it reads."""
 
 
-def of_phase(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
+def of_phase(first: Difference, pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
     """Reproduce what is no module's: reductions, norms, clipping, updates, losses, rates.
 
     Args:
-        place: The first difference.
+        first: The first difference.
         pair: Both second runs.
         steps: The job's and the reference's step in the first runs.
         title: What the program is called.
@@ -35,10 +35,10 @@ def of_phase(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> 
     Raises:
         CannotError: When what it takes was not seen.
     """
-    phase = ev.MOMENT if place.phase.startswith(ev.MOMENT) else place.phase
+    phase = ev.MOMENT if first.phase.startswith(ev.MOMENT) else first.phase
     if phase not in _MAKERS:
         raise CannotError("batches are not computed" if phase == ev.INPUT else "no module gives it")
-    return _MAKERS[phase](place, pair, steps, title)
+    return _MAKERS[phase](first, pair, steps, title)
 
 
 def values_of(expected: Tensor, actual: Tensor) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def parameter(pair: Pair, phase: str, name: str) -> tuple[Tensor, Tensor, list[P
     return theirs.values, farthest(mine, theirs.values), mine.parts
 
 
-def _reduction(place: Place, pair: Pair, _steps: tuple[Step, Step], title: str) -> Made:
+def _reduction(first: Difference, pair: Pair, _steps: tuple[Step, Step], title: str) -> Made:
     """Own gradients of ranks in the box of the worst error, and what became of them."""
-    expected, actual, parts = parameter(pair, place.phase, place.name)
+    expected, actual, parts = parameter(pair, first.phase, first.name)
     at = index_of_largest(expected, actual)
     holders = [
         part
@@ -75,11 +75,11 @@ def _reduction(place: Place, pair: Pair, _steps: tuple[Step, Step], title: str) 
     after = {part.rank: part.values for part in holders if part.box == box}
     own = {
         part.rank: part.values[_inside(index, part)]
-        for part in pair.actual.own(place.step, place.name)
+        for part in pair.actual.own(first.step, first.name)
         if all(b <= i and e >= j for (b, e), (i, j) in zip(part.box, box, strict=True))
     }
     if not own:
-        raise CannotError(f"gradients of {place.name} before the reduction were not seen")
+        raise CannotError(f"gradients of {first.name} before the reduction were not seen")
     record = values_of(expected[index], actual[index]) | {"own": own, "after": after}
     return program(f"{title}, {list(box)} of it", pair.bound, programs.REDUCTION), record
 
@@ -90,35 +90,35 @@ def _inside(index: Sequence[slice], part: Part) -> tuple[slice, ...]:
     return tuple(slice(s.start - begin, s.stop - begin) for s, (begin, _) in pairs)
 
 
-def _norm(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
+def _norm(first: Difference, pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
     parts = {
         (name, part.box, part.rank): float(part.values)
-        for name in pair.actual.names(place.step, ev.NORM)
-        for part in pair.actual.parts(place.step, ev.NORM, name)[""]
+        for name in pair.actual.names(first.step, ev.NORM)
+        for part in pair.actual.parts(first.step, ev.NORM, name)[""]
     }
     if not parts:
         raise CannotError("gradients that the norm is of were not seen")
-    mine, theirs = (by_rank(step, place) for step in steps)
+    mine, theirs = (by_rank(step, first) for step in steps)
     actual = {rank: values[-1] for rank, values in mine.items()}
     expected = next(iter(theirs.values()))[-1]
     record = {"expected": torch.tensor(expected), "actual": actual, "parts": parts}
     return program(title, max(pair.bound, 1e-6), programs.NORM), record
 
 
-def by_rank(step: Step, place: Place) -> dict[int, list[float]]:
+def by_rank(step: Step, first: Difference) -> dict[int, list[float]]:
     """Rank -> its numbers at the place of a difference."""
-    by_process = step.numbers.get(place.phase, {}).get(place.name, {})
+    by_process = step.numbers.get(first.phase, {}).get(first.name, {})
     return {int(who.split("-")[1]): values for who, values in by_process.items()}
 
 
-def _clipping(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
-    expected, actual, _ = parameter(pair, place.phase, place.name)
+def _clipping(first: Difference, pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
+    expected, actual, _ = parameter(pair, first.phase, first.name)
     record: dict[str, Any] = values_of(expected, actual)
     for side, kept, step in (
         ("job", pair.actual, steps[0]),
         ("reference", pair.expected, steps[1]),
     ):
-        gradient = kept.whole(place.step, ev.GRADIENT, place.name)
+        gradient = kept.whole(first.step, ev.GRADIENT, first.name)
         most = next(iter(kept.facts.values())).get("max norm")
         norms = [n for some in step.numbers.get(ev.NORM, {}).values() for n in some.values()]
         if gradient is None or most is None or not norms:
@@ -127,23 +127,23 @@ def _clipping(place: Place, pair: Pair, steps: tuple[Step, Step], title: str) ->
     return program(title, pair.bound, programs.CLIPPING), record
 
 
-def _update(place: Place, pair: Pair, _steps: tuple[Step, Step], title: str) -> Made:
-    expected, actual, _ = parameter(pair, place.phase, place.name)
+def _update(first: Difference, pair: Pair, _steps: tuple[Step, Step], title: str) -> Made:
+    expected, actual, _ = parameter(pair, first.phase, first.name)
     record: dict[str, Any] = values_of(expected, actual)
     kinds = {}
     for side, kept in (("job", pair.actual), ("reference", pair.expected)):
-        update = _options(kept, place.name)
+        update = _options(kept, first.name)
         kinds[side] = update["class"]
         options = {k: v for k, v in update["options"].items() if k in _accepted(update["class"])}
         state = {k: torch.tensor(float(v)) for k, v in update["numbers"].items()}
         prefix = f"{BEFORE} "
-        for phase in kept.phases(place.step, place.name):
-            whole = kept.whole(place.step, phase, place.name)
+        for phase in kept.phases(first.step, first.name):
+            whole = kept.whole(first.step, phase, first.name)
             if phase.startswith(prefix) and phase != f"{prefix}weight" and whole:
                 state[phase.removeprefix(prefix)] = whole.values
-        weight = kept.whole(place.step, f"{prefix}weight", place.name)
-        gradient = kept.whole(place.step, ev.CLIPPED, place.name)
-        gradient = gradient or kept.whole(place.step, ev.GRADIENT, place.name)
+        weight = kept.whole(first.step, f"{prefix}weight", first.name)
+        gradient = kept.whole(first.step, ev.CLIPPED, first.name)
+        gradient = gradient or kept.whole(first.step, ev.GRADIENT, first.name)
         if weight is None or gradient is None:
             raise CannotError("what the update is made of was not seen")
         record[side] = {
@@ -155,8 +155,8 @@ def _update(place: Place, pair: Pair, _steps: tuple[Step, Step], title: str) -> 
     if kinds["job"] != kinds["reference"]:
         raise CannotError(f"the optimizers are {kinds['job']} and {kinds['reference']}")
     record["others"] = _other(record["job"], record["reference"], pair.bound)
-    key = place.phase.removeprefix(f"{ev.MOMENT} ")
-    result = "p" if place.phase == ev.WEIGHT else f"optimizer.state[p][{key!r}]"
+    key = first.phase.removeprefix(f"{ev.MOMENT} ")
+    result = "p" if first.phase == ev.WEIGHT else f"optimizer.state[p][{key!r}]"
     return program(title, pair.bound, programs.of_update(kinds["job"], result)), record
 
 
@@ -193,17 +193,17 @@ def _accepted(kind: tuple[str, str]) -> set[str]:
     return set(inspect.signature(getattr(sys.modules[module], name)).parameters)
 
 
-def _numbers(place: Place, _pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
+def _numbers(first: Difference, _pair: Pair, steps: tuple[Step, Step], title: str) -> Made:
     said = "the jobs are at other places of their schedules, or have other options"
-    if place.phase == ev.LOSS:
+    if first.phase == ev.LOSS:
         said = "outputs of the model are equal: it is how losses are made of them"
-    mine, theirs = (step.numbers.get(place.phase, {}).get(place.name, {}) for step in steps)
+    mine, theirs = (step.numbers.get(first.phase, {}).get(first.name, {}) for step in steps)
     expected = next(iter(theirs.values()))
     record = {"expected": expected, "actual": {w.rpartition("-")[0]: v for w, v in mine.items()}}
-    return program(title, place.bound, f"{programs.NUMBERS}print({said!r})\n"), record
+    return program(title, first.bound, f"{programs.NUMBERS}print({said!r})\n"), record
 
 
-_MAKERS: dict[str, Callable[[Place, Pair, tuple[Step, Step], str], Made]] = {
+_MAKERS: dict[str, Callable[[Difference, Pair, tuple[Step, Step], str], Made]] = {
     ev.GRADIENT: _reduction,
     ev.NORM: _norm,
     ev.CLIPPED: _clipping,
@@ -214,15 +214,15 @@ _MAKERS: dict[str, Callable[[Place, Pair, tuple[Step, Step], str], Made]] = {
 }
 
 
-def values(place: Place, pair: Pair, title: str) -> Made:
+def values(first: Difference, pair: Pair, title: str) -> Made:
     """Show both values, where nothing can be computed again."""
-    name = place.name
-    if place.phase in (*OF_NUMBERS, ev.INPUT):
+    name = first.name
+    if first.phase in (*OF_NUMBERS, ev.INPUT):
         raise CannotError("it is no tensor")
-    if place.phase in (ev.FORWARD, ev.EVALUATION, ev.BACKWARD):
-        _, expected, actual, _ = pair.samples(name, place.phase)
+    if first.phase in (ev.FORWARD, ev.EVALUATION, ev.BACKWARD):
+        _, expected, actual, _ = pair.samples(name, first.phase)
     else:
-        expected, actual, _ = parameter(pair, place.phase, name)
+        expected, actual, _ = parameter(pair, first.phase, name)
     said = "nothing is computed again here: these are the values of both jobs"
     made = program(title, pair.bound, f"\n{programs.VALUES}print({said!r})\n")
     return made, values_of(expected, actual)

@@ -1,4 +1,4 @@
-"""Begins a recording as soon as a program of the job has imported torch.
+"""Begin a recording as soon as a program of the job has imported torch.
 
 Python imports a module of this name at its start when its folder is on ``PYTHONPATH``, which is how
 `hp-verify` reaches a program without changing it. The ``sitecustomize`` that it hides is run too.
@@ -26,23 +26,48 @@ def _run_hidden() -> None:
         spec.loader.exec_module(module)
 
 
-def _after_torch(_module: ModuleType) -> None:
-    from importlib.metadata import entry_points  # noqa: PLC0415 - nothing is imported in vain
+class _Recording:
+    """Records from when torch is imported until a trainer that records itself is."""
 
-    from hp_verify.recording import begin, request  # noqa: PLC0415 - needs torch
+    def __init__(self) -> None:
+        self._recorder: Any = None
+        self._request: Any = None
+        self._trainers: list[tuple[Any, ModuleType]] = []
 
-    recorder = begin.begin(request.requested())
-    for point in entry_points(group="hp_verify.trainers"):
-        sys.meta_path.insert(0, _After(point.name, functools.partial(_listen, recorder, point)))
+    def watch(self) -> None:
+        """Wait for torch, and for the trainers that entry points name."""
+        from importlib.metadata import entry_points  # noqa: PLC0415 - nothing is imported in vain
 
+        # Before torch: the first line of a trainer may import that.
+        for point in entry_points(group="hp_verify.trainers"):
+            after = functools.partial(self._after_trainer, point)
+            sys.meta_path.insert(0, _After(point.name, after))
+        if "torch" in sys.modules:  # by a .pth file, which comes before
+            self._after_torch(sys.modules["torch"])
+        else:
+            sys.meta_path.insert(0, _After("torch", self._after_torch))
 
-def _listen(recorder: Any, point: Any, module: ModuleType) -> None:
-    """Hand the recording over to the recorder that a trainer brings, by its entry point."""
-    point.load()(module, recorder.leave())
+    def _after_torch(self, _module: ModuleType) -> None:
+        from hp_verify.recording import begin, request  # noqa: PLC0415 - needs torch
+
+        self._recorder = begin.begin(request.requested())
+        self._hand_over()
+
+    def _after_trainer(self, point: Any, module: ModuleType) -> None:
+        self._trainers.append((point, module))
+        if self._recorder is not None:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let each trainer that has come record itself."""
+        while self._trainers:
+            self._request = self._request or self._recorder.leave()
+            point, module = self._trainers.pop()
+            point.load()(module, self._request)
 
 
 class _After(importlib.abc.MetaPathFinder):
-    """Finds one module like anybody, and has something done once it is imported."""
+    """Finds one module as Python would, and calls a function once it is imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
@@ -70,8 +95,5 @@ class _After(importlib.abc.MetaPathFinder):
 
 
 if "HP_VERIFY_JOB" in os.environ:
-    if "torch" in sys.modules:  # by a .pth file, which comes before
-        _after_torch(sys.modules["torch"])
-    else:
-        sys.meta_path.insert(0, _After("torch", _after_torch))
+    _Recording().watch()
 _run_hidden()

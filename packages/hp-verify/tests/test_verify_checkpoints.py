@@ -8,25 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from msgspec.structs import replace
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from hp_base.errors import CheckpointError
-from hp_checkpoint.runs import save_checkpoint
-from hp_platform.testing import run_distributed
-from hp_trainer.config import ModelConfig, to_dict
-from hp_trainer.config.options import resolve, shipped
-from hp_trainer.model.shapes import model_shapes
-from hp_transformers.families import save_weights
+from hp_checkpoint import encode_extra, sources_of
+from hp_checkpoint.runs.save import save_step
+from hp_verify import compare_checkpoints
 from hp_verify.cli import main as hp_verify
-from hp_verify.files.checkpoints import Comparison, compare
-from hp_verify.files.sources import opened_source
 
 Tensors = dict[str, Tensor]
 WIDTH, HIDDEN, VOCABULARY, EXPERTS = 8, 12, 20, 3
@@ -107,99 +98,18 @@ def in_torch(path: Path, tensors: Tensors) -> Path:
     return path.with_suffix(".pt")
 
 
-def random_tensors(model: ModelConfig) -> Tensors:
-    """Random values for every tensor of a model of hp-train, exact in bfloat16."""
-    g = torch.Generator().manual_seed(0)
-    shapes = model_shapes(model).items()
-    return {name: torch.randn(shape, generator=g).bfloat16().float() for name, shape in shapes}
-
-
-def rank_saves(run: Path, preset: str) -> None:
-    """Save a model of hp-train as a run does, with its name, moments and config."""
-    config = resolve(preset, env={}).config
-    group = dist.group.WORLD
-    assert group is not None
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors: Tensors = {}
-    for name, tensor in random_tensors(small(config.model)).items():
-        is_cut = tensor.ndim > 0 and tensor.shape[0] % 2 == 0
-        placements: list[Placement] = [Shard(0) if is_cut else Replicate()]
-        tensors[f"model.{name}"] = distribute_tensor(tensor, mesh, placements)
-        tensors[f"optimizer.exp_avg.{name}"] = distribute_tensor(tensor / 2, mesh, placements)
-    save_checkpoint(
-        run / "checkpoints",
+def in_run(path: Path, tensors: Tensors) -> Path:
+    """As hp-checkpoint saves them, in a run directory with a config."""
+    (path / "checkpoints").mkdir(parents=True)
+    save_step(
+        path / "checkpoints",
+        lambda: sources_of(tensors),
         step=3,
-        tensors=tensors,
-        extra={"config": to_dict(config)},
-        group=group,
+        extra=encode_extra({"config": {"of": "nobody's trainer"}}),
+        group=None,
         keep=1,
     )
-
-
-def small(model: ModelConfig) -> ModelConfig:
-    return replace(model, vocab_size=40, max_positions=64)
-
-
-@pytest.mark.sample("debug-gpt-oss", "debug-qwen3-moe")
-@pytest.mark.parametrize("preset", [name for name in shipped() if name.startswith("debug-")])
-def test_a_run_is_found_in_what_a_family_publishes(preset: str, tmp_path: Path) -> None:
-    model = small(resolve(preset, env={}).config.model)
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    run_distributed(rank_saves, tmp_path / "run", preset, world_size=2)
-    tensors = random_tensors(model)
-    save_weights(tmp_path / "theirs", tensors, model, dtype=torch.float32)
-    name = next(n for n in tensors if n.endswith(("wq.weight", "wq_a.weight")))
-    tensors[name][1, 2] += 1.0
-    save_weights(tmp_path / "wrong", tensors, model, dtype=torch.float32)
-
-    found = compared(tmp_path / "run", tmp_path / "theirs")
-
-    assert found.is_equal, found
-    assert found.counts["equal"] > 20
-    assert "state of the optimizer is in" in found.notes[0]
-    [difference] = compared(tmp_path / "run", tmp_path / "wrong").differences
-    assert "1 of " in difference.said
-    assert compared(tmp_path / "run", tmp_path / "run").is_equal
-    command = ["--checkpoint", str(tmp_path / "theirs"), str(tmp_path / "run")]
-    assert hp_verify(command) == 0
-
-
-def test_an_engine_has_what_a_run_of_hp_train_saved(tmp_path: Path) -> None:
-    preset = "debug-qwen3-moe"
-    model = small(resolve(preset, env={}).config.model)
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    run_distributed(rank_saves, tmp_path / "run", preset, world_size=2)
-    save_weights(tmp_path / "published", random_tensors(model), model, dtype=torch.float32)
-    given = load_file(tmp_path / "published" / "model-00001-of-00001.safetensors")
-    fused: Tensors = {}
-    for name, tensor in given.items():
-        if ".experts." not in name and not re.search(r"[qkv]_proj", name):
-            fused[name] = tensor.bfloat16()
-    for layer in {n.split(".self_attn")[0] for n in given if ".self_attn" in n}:
-        parts = [given[f"{layer}.self_attn.{p}_proj.weight"] for p in "qkv"]
-        fused[f"{layer}.self_attn.qkv_proj.weight"] = torch.cat(parts).bfloat16()
-        experts = [f"{layer}.mlp.experts.{i}" for i in range(model.num_experts)]
-        if f"{experts[0]}.up_proj.weight" not in given:
-            continue
-        ups = [torch.cat([given[f"{e}.{n}_proj.weight"] for n in ("gate", "up")]) for e in experts]
-        fused[f"{layer}.mlp.experts.w13_weight"] = torch.stack(ups).bfloat16()
-        downs = torch.stack([given[f"{e}.down_proj.weight"] for e in experts])
-        fused[f"{layer}.mlp.experts.w2_weight"] = downs.bfloat16()
-    engines = in_safetensors(tmp_path / "engine", fused)
-
-    found = compared(tmp_path / "run", engines)
-
-    assert found.is_equal, found
-    assert found.made["experts stacked"] > 1
-    swapped = "model.layers.1.mlp.experts.w13_weight"
-    fused[swapped] = fused[swapped].roll(fused[swapped].shape[1] // 2, dims=1)
-    wrong = in_safetensors(tmp_path / "wrong", fused)
-    assert [d.name for d in compared(tmp_path / "run", wrong).differences] == [swapped]
-
-
-def compared(a: Path, b: Path, ignore: str | None = None) -> Comparison:
-    with opened_source(a) as ours, opened_source(b) as theirs:
-        return compare(ours, theirs, ignore=ignore)
+    return path
 
 
 FORMATS: dict[str, Callable[[Path, Tensors], Path]] = {
@@ -207,6 +117,7 @@ FORMATS: dict[str, Callable[[Path, Tensors], Path]] = {
     "pieces": in_pieces,
     "dcp": in_dcp,
     "torch": in_torch,
+    "run": in_run,
 }
 
 
@@ -216,7 +127,7 @@ def test_the_same_tensors_are_equal_in_all_formats(a: str, b: str, tmp_path: Pat
     tensors = published()
     paths = FORMATS[a](tmp_path / "a", tensors), FORMATS[b](tmp_path / "b", tensors)
 
-    found = compared(*paths)
+    found = compare_checkpoints(*paths)
 
     assert found.is_equal, found
     assert found.counts["equal"] == len(tensors)
@@ -230,7 +141,7 @@ def test_one_value_that_differs_is_named(name: str, tmp_path: Path) -> None:
     wrong["model.layers.1.self_attn.k_proj.weight"][2, 5] += 1e-5
     b = FORMATS[name](tmp_path / "b", wrong)
 
-    [difference] = compared(a, b).differences
+    [difference] = compare_checkpoints(a, b).differences
 
     assert difference.name.endswith("model.layers.1.self_attn.k_proj.weight")
     assert "1 of 32 differ, most at [2, 5]" in difference.said
@@ -240,7 +151,7 @@ def test_an_engine_has_what_a_trainer_gave_it(tmp_path: Path) -> None:
     a = in_safetensors(tmp_path / "a", published())
     b = in_safetensors(tmp_path / "b", engine(published()))
 
-    found = compared(a, b)
+    found = compare_checkpoints(a, b)
 
     assert found.is_equal, found
     assert found.counts["equal after a cast to bfloat16"] == len(engine(published()))
@@ -301,7 +212,7 @@ def test_a_wrong_conversion_is_named(
         assert hp_verify(["--manifest", str(b), "--out", str(tmp_path / "b.json")]) == 0
         b = tmp_path / "b.json"
 
-    [difference] = compared(a, b).differences
+    [difference] = compare_checkpoints(a, b).differences
 
     assert difference.name == name
 
@@ -337,7 +248,7 @@ def test_values_are_found_whatever_they_are_called(tmp_path: Path) -> None:
     }
     a, b = in_safetensors(tmp_path / "a", given), in_safetensors(tmp_path / "b", foreign)
 
-    found = compared(a, b)
+    found = compare_checkpoints(a, b)
 
     assert found.is_equal, found
     said = " ".join(found.made)
@@ -352,7 +263,7 @@ def test_a_row_that_differs_is_found_under_a_foreign_name(tmp_path: Path) -> Non
     wrong[3, 1] += 0.5
     a, b = in_safetensors(tmp_path / "a", {"q": q}), in_safetensors(tmp_path / "b", {"x": wrong})
 
-    [difference] = compared(a, b).differences
+    [difference] = compare_checkpoints(a, b).differences
 
     assert "1 of 64 differ, most at [3, 1]" in difference.said
 
@@ -362,12 +273,12 @@ def test_what_is_missing_extra_or_of_other_shape_is_listed(tmp_path: Path) -> No
     other = {"w": tensors["w"], "more": torch.randn(5), "cut": torch.randn(5, 2)}
     a, b = in_safetensors(tmp_path / "a", tensors), in_safetensors(tmp_path / "b", other)
 
-    found = compared(a, b)
+    found = compare_checkpoints(a, b)
 
     assert set(found.missing) == {"gone", "cut"}
     assert set(found.extra) == {"more", "cut"}
     assert not found.differences
-    assert compared(a, b, ignore="gone|more|cut").is_equal
+    assert compare_checkpoints(a, b, ignore="gone|more|cut").is_equal
 
 
 def quantised(values: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -393,13 +304,13 @@ def test_quantised_weights_are_told_by_their_error(
     b = in_safetensors(tmp_path / "b", {"q.weight": narrow, "q.weight_scale": scales})
     c = in_safetensors(tmp_path / "c", {"q.weight": narrow, "q.weight_scale": scales * 1.2})
 
-    found = compared(a, b)
+    found = compare_checkpoints(a, b)
 
     assert found.is_equal, found
     [(said, error)] = found.largest.items()
     assert "rounded to" in said
     assert 1e-3 < error < 0.15
-    [difference] = compared(a, c).differences
+    [difference] = compare_checkpoints(a, c).differences
     assert "beyond half a step" in difference.said
 
 
@@ -412,9 +323,9 @@ def test_state_of_the_optimizer_is_compared_where_both_have_it(tmp_path: Path) -
         for name, tensors in (("a", full), ("b", weights), ("c", other))
     )
 
-    assert compared(a, b).is_equal
-    assert "state of the optimizer is in" in compared(a, b).notes[0]
-    assert [d.name for d in compared(a, c).differences] == ["optimizer.exp_avg.w"]
+    assert compare_checkpoints(a, b).is_equal
+    assert "state of the optimizer is in" in compare_checkpoints(a, b).notes[0]
+    assert [d.name for d in compare_checkpoints(a, c).differences] == ["optimizer.exp_avg.w"]
 
 
 def test_what_megatron_writes_is_read_and_what_is_no_tensor_is_named(tmp_path: Path) -> None:
@@ -427,41 +338,65 @@ def test_what_megatron_writes_is_read_and_what_is_no_tensor_is_named(tmp_path: P
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     torch.save({"args": 1}, path / "common.pt")
 
-    result = compared(in_safetensors(tmp_path / "a", weights), path)
+    result = compare_checkpoints(in_safetensors(tmp_path / "a", weights), path)
 
     assert result.is_equal
     [note] = result.notes
     assert note.endswith("no tensors: _extra_state (2 parts), common.pt, rng_state (2 parts)")
 
 
+def largest_file(path: Path) -> Path:
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return max((p for p in files if p.name != ".metadata"), key=lambda p: p.stat().st_size)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_damage_is_an_error_with_the_files_name(name: str, tmp_path: Path) -> None:
     a = in_safetensors(tmp_path / "a", published())
     b = FORMATS[name](tmp_path / "b", published())
-    files = [b] if b.is_file() else [p for p in b.iterdir() if p.name != ".metadata"]
-    largest = max(files, key=lambda path: path.stat().st_size)
+    largest = largest_file(b)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
     with pytest.raises(CheckpointError, match=largest.name):
-        compared(a, b)
+        compare_checkpoints(a, b)
 
 
-@pytest.mark.parametrize("name", ["dcp", "torch"])
+@pytest.mark.parametrize("name", ["dcp", "torch", "run"])
 def test_a_flipped_bit_is_damage_where_the_format_can_tell(name: str, tmp_path: Path) -> None:
     a = in_safetensors(tmp_path / "a", published())
     b = FORMATS[name](tmp_path / "b", published())
-    files = [b] if b.is_file() else [p for p in b.iterdir() if p.name != ".metadata"]
-    largest = max(files, key=lambda path: path.stat().st_size)
+    largest = largest_file(b)
     data = bytearray(largest.read_bytes())
     needle = published()["lm_head.weight"].numpy().tobytes()
     data[data.index(needle) + 5] ^= 4
     largest.write_bytes(bytes(data))
 
     with pytest.raises(CheckpointError, match=largest.name):
-        compared(a, b)
+        compare_checkpoints(a, b)
 
 
-def test_statuses_are_those_of_the_other_doors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("a", "b"), [("safetensors", "run"), ("run", "safetensors")])
+def test_names_that_are_declared_hold_and_what_one_alone_has_is_listed_as_its(
+    a: str, b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run may be the second: what else its tensors are called is known of it alone."""
+    left, right = torch.ones(3, 5), torch.zeros(2)
+    FORMATS[a](tmp_path / "a", {"scale": left, "only.a": torch.full((7,), 2.0)})
+    FORMATS[b](tmp_path / "b", {"factor": left + 1, "only.b": right})
+    (tmp_path / "names.json").write_text('{"factor": "scale"}')
+    paths = [str(tmp_path / name) for name in "ab"]
+    command = ["--checkpoint", *paths, "--names", str(tmp_path / "names.json")]
+
+    assert hp_verify(command) == 8
+
+    told = capsys.readouterr().out
+    assert re.search("^FAIL  (factor|scale): .* 15 of 15 differ", told, re.MULTILINE)
+    assert "FAIL  only in A: only.a [7]" in told
+    assert "FAIL  only in B: only.b [2]" in told
+    assert told.index("A: ") < told.index("B: ")
+
+
+def test_statuses_are_those_of_jobs_and_curves(tmp_path: Path) -> None:
     a = in_safetensors(tmp_path / "a", published())
     b = in_safetensors(tmp_path / "b", published(1))
 
