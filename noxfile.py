@@ -228,7 +228,7 @@ def integration(session: nox.Session) -> None:
 @nox.session(allow_parallel=True)
 @_recorded
 def comparisons(session: nox.Session) -> None:
-    """Run the tests of `hp verify`: what is equal, and mistakes that it must find."""
+    """Run the tests of `hp verify` and `hp-verify`: what is equal, and mistakes that they find."""
     _install(session, "hp-train[packing]", group="test-torch")
     _pytest(session, *_comparing_tests(), *session.posargs)
 

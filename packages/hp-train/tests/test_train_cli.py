@@ -81,7 +81,7 @@ def test_what_hp_verify_does_is_told_where_it_is_looked_for(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *what.split()]) == 2
-    asked = what.split()[0]
+    asked = what.split(maxsplit=1)[0]
     told = f"error: hp verify takes a config: run hp-verify {asked} ...\n"
     assert capsys.readouterr() == ("", told)
 
