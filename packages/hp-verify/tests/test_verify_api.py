@@ -72,6 +72,19 @@ def test_two_jobs_are_compared_and_the_difference_can_be_read(
         verify(job, job, keep=tmp_path / "kept")
 
 
+def test_equal_jobs_are_equal_and_nothing_else_is_said(job: list[str]) -> None:
+    once = [*job, "1", "9"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "hp_verify", "--", *once, "--against", "--", *once],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stderr
+    assert ran.stdout.splitlines()[-1].startswith("equal over 3 steps")
+
+
 def test_of_a_job_that_fails_it_is_told_what_it_had_computed(
     job: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

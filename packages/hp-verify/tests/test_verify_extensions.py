@@ -1,5 +1,6 @@
 """Entry points: a trainer that records itself, and names that a package knows of checkpoints."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hp_verify import compare_checkpoints, verify
+from hp_verify import compare_checkpoints
+from hp_verify.comparing.compare import Floor, compare
+from hp_verify.comparing.joined import Recording, join
+from hp_verify.recording.request import Request, environment
 
 # What a package of somebody's would install: a trainer, its recorder, and other names.
 TRAINER = """
@@ -70,11 +74,20 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("package")
-def test_a_trainer_that_records_itself_is_found_by_its_entry_point() -> None:
-    def job(rate: float) -> list[str]:
-        return [sys.executable, "-c", f"import somebodys_trainer as t; t.train({rate})"]
+def test_a_trainer_that_records_itself_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    """Its first line imports torch: the recorder begins while the trainer is being imported."""
 
-    comparison = verify(job(0.5), job(0.25), steps=2, again=False)
+    def recorded(rate: float) -> Recording:
+        request = Request(str(tmp_path / f"rate-{rate}"), steps=2)
+        Path(request.folder).mkdir()
+        program = f"import somebodys_trainer as t; t.train({rate})"
+        command = [sys.executable, "-c", program]
+        subprocess.run(command, env=environment(request), timeout=60, check=True)
+        return join(Path(request.folder))
+
+    expected = recorded(0.25)
+
+    comparison = compare(recorded(0.5), expected, Floor(expected, []))
 
     assert comparison.first is not None
     assert (comparison.first.step, comparison.first.phase) == (1, "weight")
