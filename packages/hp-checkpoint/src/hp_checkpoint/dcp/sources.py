@@ -28,7 +28,7 @@ def read_sources(folder: Path) -> tuple[dict[str, Source], tuple[str, ...]]:
         what is left out: no tensors, and pickled.
 
     Raises:
-        hp_checkpoint.CheckpointError: When the checkpoint is hostile or damaged, or a file cannot
+        hp_base.CheckpointError: When the checkpoint is hostile or damaged, or a file cannot
             be read. So may a source, when its values are read.
     """
     try:
