@@ -1,4 +1,4 @@
-"""What a step runs, planned from the lengths of its documents: microbatches, ranks and order.
+"""Steps planned from the lengths of their documents: microbatches, ranks and order.
 
 `costs` tells what documents cost, and `learned` what they cost a model; `partition` which of them
 share a microbatch; `planner` makes the plan, by `templates`; `plan` is it, as data; `proof` says

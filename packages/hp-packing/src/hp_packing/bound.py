@@ -1,4 +1,4 @@
-"""How long any plan of a step must take.
+"""A lower bound on the seconds of a step, whatever its plan.
 
 Note [Bound of a step]
     Whatever the microbatches, ranks and order: the ranks of a stage together compute all tokens and
@@ -83,7 +83,7 @@ def _least(stages: Sequence[StageCosts]) -> StageCosts:
 
 
 class _Front(NamedTuple):
-    """What is known of the microbatches that a stage takes first.
+    """The microbatches that a stage takes first, as far as they are known.
 
     Attributes:
         hops: Number of stages ahead of it.

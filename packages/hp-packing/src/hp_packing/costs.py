@@ -1,4 +1,4 @@
-"""What documents cost the stages of a pipeline: linear and quadratic terms, experts, exchanges."""
+"""Costs of documents in the stages of a pipeline: linear, quadratic, of experts, of exchanges."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ _NOTHING = Seconds()
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """What a stage takes.
+    """The costs of one stage.
 
     Attributes:
         token: For a token, but for attention proper; experts' way there and back is part of it.
@@ -77,7 +77,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What stages take.
+    """The costs of all stages of a pipeline.
 
     Attributes:
         stages: Costs of each stage, or one for all.

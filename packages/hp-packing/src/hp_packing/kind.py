@@ -1,4 +1,4 @@
-"""What steps have in common that resemble each other."""
+"""Kinds of steps: those whose documents are much work in the same way share one."""
 
 import math
 from typing import NamedTuple
@@ -10,7 +10,7 @@ _DIGITS = 3
 
 
 class Kind(NamedTuple):
-    """What steps have in common that resemble each other, by all that the busiest rank computes.
+    """A kind of steps, by all that the busiest rank computes.
 
     Attributes:
         most: Microbatches, at most.

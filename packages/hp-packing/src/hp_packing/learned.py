@@ -1,4 +1,4 @@
-"""What stages take, from what a run of the model has taught (`hp_plan.costs`).
+"""Costs of stages, from a run of the model without memory (`hp_plan.costs`).
 
 Kernels are priced as those of a layout are, one by one; of these, attention proper by the pairs of
 a query and a key that it sees, and all else by tokens. What the host takes to launch a stage is the
@@ -146,7 +146,7 @@ def _attention(kernels: Counter[Kernel]) -> float:
 def _of_kernels(
     config: Config, machine: Machine, kernels: Kernels, place: StageLayout
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """What kernels take but for attention proper: for a token, a microbatch besides, at least."""
+    """Price kernels but for attention proper: for a token, for a microbatch besides, at least."""
     routed, is_compiled = Routed(padded=padding(config, place)), config.train.compile != "none"
     other = Kernels(
         *(Counter({k: n for k, n in way.items() if k.kind != "attention"}) for way in kernels)

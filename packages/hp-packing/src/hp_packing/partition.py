@@ -1,4 +1,4 @@
-"""Which documents go together: parts of given shares of the cost, none too long."""
+"""Documents partitioned into parts of given shares of the cost, none too long."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence

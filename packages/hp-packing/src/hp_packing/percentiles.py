@@ -1,4 +1,4 @@
-"""What steps of a layout take and hold where documents have many lengths: by packing, percentiles.
+"""Seconds and bytes of steps where documents have many lengths: percentiles for each packing.
 
 Sequences of one length are priced as `hp plan` prices them, but for attention, which stops at the
 end of a document: of it counts what the documents of a microbatch have. Planned steps have as many
@@ -45,7 +45,7 @@ Sequences = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What each of some steps takes and holds, with one packing.
+    """The seconds and bytes of some steps, with one packing.
 
     Attributes:
         packing: "stream", "best_fit" or "planned".

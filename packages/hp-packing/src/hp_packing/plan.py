@@ -49,7 +49,7 @@ class Team:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What all ranks do in a step.
+    """The plan of a step: all that each of its ranks does.
 
     Attributes:
         num_documents: Documents of the global batch.
@@ -168,7 +168,7 @@ class _Reader:
         return "\n".join(lines) + "\n"
 
     def error(self, what: str) -> ConfigError:
-        """That the next line is something else."""
+        """Return an error about the next line, which is something else."""
         found = "the end" if self.at_end else repr(self._lines[self._at][:60])
         return ConfigError(f"step plan, line {self.line}: {found} must be {what}")
 

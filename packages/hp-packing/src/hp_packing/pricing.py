@@ -1,4 +1,4 @@
-"""How long a plan takes, and what it exchanges and holds."""
+"""The price of a plan: its seconds, and the bytes that it exchanges and holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from hp_schedule import Costs, Simulation, simulate
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """What a step takes.
+    """The price of a step.
 
     Attributes:
         seconds: Seconds from its first forward to its last backward.

@@ -1,4 +1,4 @@
-"""What others do with the same documents, as plans of the same ranks: to be priced beside ours.
+"""Other rules for the same documents, as plans of the same ranks: to be priced beside ours.
 
 Static packs: the stream of documents is cut wherever a pack is full, so that its documents have
 less attention than they would have whole; packs go round the data-parallel groups, in each of which
@@ -25,7 +25,7 @@ from hp_schedule import one_f_one_b, search, simulate
 
 @dataclass(frozen=True, slots=True)
 class RivalPrice:
-    """What a step takes by another rule.
+    """The price of a step by another rule.
 
     Attributes:
         name: Name of the rule.

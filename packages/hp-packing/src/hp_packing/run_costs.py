@@ -1,4 +1,4 @@
-"""What documents cost the stages of a run, on the devices that the run has."""
+"""Costs of documents in the stages of a run, on the devices that the run has."""
 
 from collections import Counter
 from pathlib import Path

@@ -31,7 +31,7 @@ _HALVES: Mapping[MetaStepType, tuple[int, ...]] = {
 
 
 class Rates(NamedTuple):
-    """What microbatches take and keep for each unit of share, and besides.
+    """Seconds and bytes of microbatches for each unit of share, and besides.
 
     Attributes:
         work: Seconds of a whole share of each microbatch, in each stage.

@@ -1,4 +1,4 @@
-"""What is to be done in a step: the ranks it is planned for, and the work of documents."""
+"""The work of a step: the ranks that it is planned for, and the costs of its documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a layout would cost in memory and time, and which one is best."""
+"""Costs of layouts in memory and time, without running them, and the search for the best one."""
 
 from typing import TYPE_CHECKING
 

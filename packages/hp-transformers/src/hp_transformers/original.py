@@ -110,7 +110,7 @@ class Original:
 
 
 class _Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept: SHA-256 by path, and the other attributes of `Original`."""
+    """The files that a run keeps: SHA-256 by path, and the other attributes of `Original`."""
 
     files: dict[str, str]
     left_out: dict[str, str]
@@ -277,7 +277,7 @@ def _looked_at(folder: Path, names: Iterator[str]) -> Original:
 
 
 def _root_of(folder: Path) -> Path:
-    """What links of a folder may lead to: itself, or all revisions of a model that a hub gave."""
+    """Find the folder that links may lead to: itself, or all revisions of a model from a hub."""
     real = Path(os.path.realpath(folder))
     return real.parent.parent if real.parent.name == "snapshots" else real
 

@@ -1,1 +1,1 @@
-"""What each module of a model computes and holds, and what machines can do."""
+"""Costs of a model, module by module, and rates of machines."""

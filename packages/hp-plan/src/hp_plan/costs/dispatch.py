@@ -1,4 +1,4 @@
-"""What hp-expert's dispatcher sends of a token, for all numbers of ranks. No torch, if kept."""
+"""Bytes that hp-expert's dispatcher sends of a token, by number of ranks. No torch, if cached."""
 
 from functools import lru_cache
 
@@ -8,7 +8,7 @@ from hp_plan.costs.kept import kept
 
 
 class RowCost(Struct, frozen=True):
-    """What a token sends in a layer.
+    """The bytes of a token in one layer of experts.
 
     Attributes:
         rows: Ranks that it goes to on average.

@@ -1,4 +1,4 @@
-"""What each block of a model has a GPU launch, learned on a device that computes nothing.
+"""Kernels that each block of a model launches, learned on a device that computes nothing.
 
 The model runs forward and backward on `hp_dry.DryDevice`, one rank with one layer of each
 kind, once with two sequences and once with three, or where a loss goes in tiles from three on, with
@@ -118,7 +118,7 @@ class _Parts:
 
 
 class Launches(NamedTuple):
-    """What a part launched."""
+    """The launches of a part."""
 
     forward: list[Launch]
     backward: list[Launch]

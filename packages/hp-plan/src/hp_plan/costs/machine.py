@@ -1,4 +1,4 @@
-"""What hardware does: rates, links and memory, given, taken from data sheets, or measured."""
+"""Rates, links and memory of machines: given, taken from data sheets, or measured."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,7 +104,7 @@ class Machine:
             raise ValueError(f"compiled ({self.compiled}) must be a share, at most 1")
 
     def link(self, groups: Iterable[Sequence[int]]) -> Link:
-        """What the ranks of a group have in common, of the group whose ranks are farthest apart."""
+        """Return the link of the group, of all these, whose ranks are farthest apart."""
         between = any(
             min(ranks) // self.node_size != max(ranks) // self.node_size for ranks in groups
         )

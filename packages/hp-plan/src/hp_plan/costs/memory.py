@@ -74,7 +74,7 @@ class Memory:
         return replace(self, activations=kept, buffers=self.buffers - min(kept, in_turn))
 
     def with_margin(self, config: Config, rank: int, machine: Machine) -> Memory:
-        """What the same tensors take on a rank of a machine, where more than tensors is held."""
+        """Add what a rank of a machine holds beside the same tensors."""
         nccl = held(config, rank, node_size=machine.node_size)
         return replace(
             self,
@@ -355,7 +355,7 @@ def _kinds_of_units(stage: Work, *, has_ends: bool) -> tuple[tuple[str, Kinds], 
 
 @lru_cache(maxsize=4096)
 def num_units(stage: Work, *, is_expert: bool) -> int:
-    """How many collectives gather those parameters of a stage that are experts, or the others."""
+    """Count the collectives that gather a stage's parameters, of experts or of the rest."""
     weights = (weight for weight in stage.weights if weight.spec.is_expert is is_expert)
     matches = (_BLOCK.match(weight.name) for weight in weights)
     return len({match and match[0] for match in matches})
@@ -370,7 +370,7 @@ def _unsharded(stage: Work, layout: StageLayout) -> Work:
 
 
 def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
-    """What a loss holds beside the logarithms that it keeps: copies of the logits, or of a tile.
+    """Count bytes of a loss beside the logarithms that it keeps: copies of logits, or of a tile.
 
     In backward two gradients of the size of all logits, of the logarithms and of the logits; where
     ranks share the vocabulary one, of which a copy in the dtype of activations is made. With tiles
@@ -416,7 +416,7 @@ def padding(config: Config, layout: StageLayout) -> float:
 
 
 def message_bytes(config: Config, layout: StageLayout) -> int:
-    """What a rank of a stage sends of a microbatch to the next stage, and of its gradient back."""
+    """Count bytes that a rank sends of a microbatch to the next stage, and of its gradient back."""
     sharing = layout.cp if config.model.transformers else layout.cp * layout.tp
     tokens = config.train.microbatch_size * config.data.seq_len // sharing
     return tokens * config.model.stage_width * BYTES[config.train.dtype]

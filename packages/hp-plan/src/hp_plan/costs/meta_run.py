@@ -1,4 +1,4 @@
-"""What each block of a model computes and keeps, learned by running the model once without memory.
+"""Work of each block of a model, learned by running the model once without memory.
 
 Everything is seen where it happens: operations of matrices as they are dispatched, what autograd
 keeps as it is saved, exchanges of tensor-parallel ranks where they are placed. Only two things do

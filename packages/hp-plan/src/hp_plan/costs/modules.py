@@ -1,4 +1,4 @@
-"""What the stages of a pipeline compute, keep and exchange. No torch, but to run the model once."""
+"""Work of the stages of a pipeline. No torch, but to run the model once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host would read of a routing, where no router runs; see `hp_platform.host_reads`."""
+"""Numbers that the host reads of a routing, where no router runs; see `hp_platform.host_reads`."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""How many slots each expert gets where no router runs: a model, the same on all ranks. No torch.
+"""Slots of each expert where no router runs: a model of skew, the same on all ranks. No torch.
 
 Shape symbols: T tokens of a rank, K experts per token, E experts, W ranks that share them.
 """

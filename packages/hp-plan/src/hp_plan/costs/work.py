@@ -1,4 +1,4 @@
-"""What a part of a model has, computes, keeps and exchanges. No torch."""
+"""Work of a part of a model: its weights, operations, kept bytes and exchanges. No torch."""
 
 import math
 from collections import Counter
@@ -51,7 +51,7 @@ class Kernel:
 
 
 class Kernels(NamedTuple):
-    """What a part of a model launches for a microbatch, and how many times.
+    """The kernels of a part of a model for a microbatch, each with its number of launches.
 
     Attributes:
         forward: Kernels of forward.
@@ -198,7 +198,7 @@ EXCHANGED = ("summed", "heads", "attentions", "rows", "balances", "losses")
 
 @dataclass(frozen=True, slots=True)
 class BlockWork:
-    """What a block does, by its parts.
+    """The work of a block, by its parts.
 
     Attributes:
         attend: Up to the first residual connection; of a block of one's own, nothing.
@@ -213,7 +213,7 @@ class BlockWork:
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """What a model does.
+    """The work of a model, by its parts.
 
     Attributes:
         before: What the first stage has in front of its blocks.

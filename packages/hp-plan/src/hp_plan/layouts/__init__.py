@@ -1,4 +1,4 @@
-"""What layouts would cost, without running them: memory, time and traffic of every rank.
+"""Layouts compared without running them: memory, time and traffic of every rank.
 
 `modules` says what each module of the model has and does, and is the only place that knows;
 `machine` what the hardware does; `memory` and `traffic` what a layout makes of them on one rank;

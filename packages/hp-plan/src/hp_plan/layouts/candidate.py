@@ -1,4 +1,4 @@
-"""What layouts have in common that differ in their schedules alone. No torch."""
+"""Layouts that differ in their schedules alone, bounded and priced together. No torch."""
 
 from collections.abc import Sequence
 from functools import cached_property

@@ -274,7 +274,7 @@ def known_vocab_size(config: Config) -> int:
 
 
 def _spread(config: Config, num_devices: int, skew: str) -> Spread:
-    """How uneven the experts of ranks are busy, for all numbers of ranks that may share them."""
+    """Compute how unevenly ranks are busy, for all numbers of ranks that may share the experts."""
     given, model = parse_skew(skew, config.model), config.model
     if skew == "uniform":
         return Spread()

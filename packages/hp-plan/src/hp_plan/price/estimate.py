@@ -39,7 +39,7 @@ from hp_trainer.layout.schedules import (
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a layout costs per step. Times are in seconds, of the mean rank; they add up.
+    """The price of a step with a layout. Times are in seconds, of the mean rank; they add up.
 
     Attributes:
         config: Configuration of the layout.

@@ -1,4 +1,4 @@
-"""How FSDP gathers where the config leaves it open (`mesh.gather = "auto"`), and what that costs.
+"""The choice of how FSDP gathers where the config leaves it open: `mesh.gather = "auto"`.
 
 By stage sends least and holds most; by block gathers while it computes, but for every microbatch.
 What fits into the memory of a device is taken, and of two that fit the one with the shorter step;

@@ -1,4 +1,4 @@
-"""What stages cost where they are: each worked out once for all layouts that ask for it. No torch.
+"""Prices of stages at their places: each worked out once for all layouts that ask. No torch.
 
 Of a layout only a few things matter to one of its stages: which ranks share it, how many tokens a
 microbatch has, and how its parameters are gathered. Thousands of layouts have these in common.
@@ -356,7 +356,7 @@ def _way(
 
 
 def reductions(config: Config) -> float:
-    """How often a gradient is reduced for each microbatch, where that happens block by block."""
+    """Count the reductions of a gradient per microbatch, where blocks are reduced one by one."""
     return 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
 
 

@@ -1,4 +1,4 @@
-"""How long the kernels of a stage take: rooflines, and the host that launches them. No torch."""
+"""Seconds of the kernels of a stage: rooflines, and the host that launches them. No torch."""
 
 from collections import Counter
 from functools import lru_cache

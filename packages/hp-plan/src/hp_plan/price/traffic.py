@@ -26,7 +26,7 @@ from hp_trainer.layout.ranks import Axis, Layout, StageLayout
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a rank sends in a step for one purpose.
+    """The bytes that a rank sends in a step for one purpose.
 
     Attributes:
         purpose: "pipeline", "experts", "tensor", "context", "gradients" or "parameters".
@@ -66,7 +66,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ExpertExchanges:
-    """What a layer of experts sends to other ranks.
+    """The exchanges of a layer of experts.
 
     Attributes:
         inside: Bytes sent within the node for a token in forward, and as many in backward.
@@ -292,7 +292,7 @@ def shard_transfer(
 
 
 class _Ring(NamedTuple):
-    """What a collective of a group takes that brings every rank the parts of all.
+    """The price of a collective that brings every rank of a group the parts of all.
 
     Attributes:
         per_byte: Seconds for each byte that a rank gets.

@@ -197,7 +197,7 @@ def export_hf(
 def _original_of(
     run: Path, config: Config, folder: Path | None, tokenizer: Path | None
 ) -> Original:
-    """What comes along: what the run has kept, or is told, and nothing that its checkpoint names.
+    """Find the files that come along: those that the run keeps, or those given.
 
     Raises:
         ConfigError: When what the export needs is elsewhere.

@@ -1,4 +1,4 @@
-"""What a file has beside the weights of a model must be what the model has in its place.
+"""Tensors of files beside the weights of a model, compared with what the model has in their place.
 
 The output matrix of a tied model, embeddings that modules of prediction repeat, and frequencies of
 rotary embedding are in files of some age and not in others. None is dropped by its name alone.

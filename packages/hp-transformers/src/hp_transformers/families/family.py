@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is: names and settings, as data.
+"""Families of Hugging Face models: names and settings, as data.
 
 A family says how its `config.json` reads as a `ModelConfig` and what its files call our tensors.
 Nothing here reads a tensor.

@@ -26,7 +26,7 @@ Read = Callable[[str, Box], Tensor]
 
 
 class Before(NamedTuple):
-    """How weights lay in the files that a model came in.
+    """The files that a model came in: where its weights lay, and in which dtypes.
 
     Attributes:
         file_of: Names of files, by tensor.

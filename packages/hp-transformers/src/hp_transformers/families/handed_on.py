@@ -1,4 +1,4 @@
-"""What a model came with besides its weights, into the folder that it leaves in."""
+"""The files of a model besides its weights, handed on to the folder of an export."""
 
 import json
 import tempfile
@@ -28,7 +28,7 @@ _COMPUTED_IN = {"BF16": "bfloat16", "F16": "float32", "F32": "float32", "F64": "
 
 
 class Tokens(NamedTuple):
-    """What the files of a model say of its special tokens.
+    """The special tokens of a model, as its files say them.
 
     Attributes:
         ids: Keys of `config.json` and `generation_config.json`; empty: those that it came with.

@@ -190,7 +190,7 @@ def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelCo
 
 
 def _without_prediction(files: Mapping[str, FileTensor], model: ModelConfig) -> str:
-    """What to do where all that is missing are modules of prediction, which transformers drops."""
+    """Say what to do where only modules of prediction are missing, which transformers drops."""
     layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
     if not model.num_mtp_modules or str(model.num_layers) in layers:
         return ""

@@ -1,4 +1,4 @@
-"""Which tensors the files of a model have, and what of ours each one is made of.
+"""Tensors in the files of a model, and those of ours that each one is made of.
 
 Names and shapes, and how the values of one follow from those of the other; nothing is read here.
 

@@ -1,4 +1,4 @@
-"""What is proven of architectures of transformers: the table that comes along. No torch."""
+"""The table of architectures that were compared with plain transformers. No torch."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

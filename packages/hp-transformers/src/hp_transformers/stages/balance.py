@@ -43,7 +43,7 @@ _SAME = 1e-4  # relative, in float32
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How the experts of a model are balanced.
+    """The loss that balances the experts of a model.
 
     Attributes:
         coefficient: What the loss is multiplied with.

@@ -1,4 +1,4 @@
-"""What files have that is no tensor of a model: compared with what the model has in its place.
+"""Tensors of files that are none of a model, compared with what the model has in their place.
 
 Files of some age have buffers that models make by themselves since: masks, positions, frequencies.
 Some have weights of parts that transformers does not have, such as modules that predict further

@@ -1,4 +1,4 @@
-"""Whether documents of a sequence stay apart in a stage, found by running it once.
+"""The trial of a stage that finds out if documents of a sequence stay apart in it.
 
 Note [Documents are tried]. What carries a state from token to token is known by convolutions and by
 names of classes, and a stranger's code may have another name for it. So before it trains on packed
@@ -58,7 +58,7 @@ def require_documents_apart(stage: "TransformersStage") -> None:
 
 
 class _FewChosen(TorchFunctionMode):
-    """Where all keys of a sequence would be chosen, lets a part of them be the best.
+    """A mode in which `topk` of all keys of a sequence chooses a part of them.
 
     Args:
         seq_len: Positions of a sequence, S.

@@ -271,7 +271,7 @@ def _fill(rule: _Rule) -> None:
 
 
 def _parts(model: Any, layers: str) -> Iterator[tuple[str, nn.Module, Any, bool]]:
-    """What is filled at once: path, module, who has the rule, and whether children belong to it."""
+    """Yield what is filled at once: path, module, owner of the rule, whether children follow it."""
     from transformers import PreTrainedModel  # noqa: PLC0415
 
     above = {layers.rsplit(".", n)[0] for n in range(layers.count(".") + 1)} | {""}

@@ -1,4 +1,4 @@
-"""What the first lines of a run say of a model of transformers."""
+"""Notes on a model of transformers in the first lines of a run."""
 
 from importlib.metadata import version
 from pathlib import Path

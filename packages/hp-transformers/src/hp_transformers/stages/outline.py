@@ -1,4 +1,4 @@
-"""What goes through a model of transformers, learned by running it once without memory.
+"""The outline of a model of transformers, learned by running it once without memory.
 
 Note [What a cut must not cut]. A stage gets hidden states and nothing else of other stages. The
 rest of what a layer reads, such as masks and rotary angles, every stage computes by the model's own
@@ -30,7 +30,7 @@ _SEQUENCES, _POSITIONS = 2, 8
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """How a model is cut.
+    """The outline of a model: where it can be cut into stages.
 
     Attributes:
         layers: Path of the list of layers.

@@ -1,4 +1,4 @@
-"""What parameters of a model of transformers are, and their names: the model's own."""
+"""Declarations of the parameters of a model of transformers, under the model's own names."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -64,7 +64,7 @@ from hp_transformers.stages.tensor_parallel import (
 
 
 class _Call(NamedTuple):
-    """What modules of a stage read of the call that is running.
+    """The call of a stage that is running, as its modules read it.
 
     Attributes:
         hidden: What the stage before has sent; None: there is none, nor outside of calls.

@@ -281,7 +281,7 @@ def _sum(x: Tensor, group: Ranks) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """What ranks go on with in parts: backward sums what these give."""
+    """Identity on values that ranks go on with in parts: backward sums the gradients of these."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
