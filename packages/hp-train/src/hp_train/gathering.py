@@ -1,4 +1,4 @@
-"""How FSDP gathers, decided before ranks start where the config leaves it open.
+"""The choice of FSDP's gathering, made before ranks start where the config leaves it open.
 
 Note [Decided before ranks start]. What `mesh.gather = "auto"` becomes depends on prices and on the
 GPUs of the machine. The process that starts the ranks, or under torchrun each process before it

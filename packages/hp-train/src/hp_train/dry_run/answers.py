@@ -1,4 +1,4 @@
-"""What the host reads of a device that computes nothing; see `hp_platform.host_reads`."""
+"""Answers to host reads of a device that computes nothing; see `hp_platform.host_reads`."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Which ranks run the same program: one of them stands for all. Arithmetic alone, no torch.
+"""Classes of ranks that run the same program, of which one stands for all. No torch here.
 
 Ranks differ by what they hold and by what is asked of them: the stages of the pipeline, the sizes
 of their parts of parameters, whether they speak for a parameter that others have too, their part of
@@ -73,7 +73,7 @@ def _weights(config: Config, pp_index: int, vocab_size: int) -> list[Weight]:
 
 
 def _position(config: Config, layout: Layout, place: StageLayout, rank: int) -> tuple[int, ...]:
-    """Where it matters to which part of a sequence a rank attends, or whom it sends a slice to."""
+    """Return a rank's cp and tp indices; -1 for each that changes nothing in its program."""
     keys_travel = config.mesh.heads_degree < config.mesh.cp
     slices_meet = not layout.is_even or KINDS[config.pipeline.schedule].returns
     return (

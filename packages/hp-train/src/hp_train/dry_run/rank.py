@@ -34,7 +34,7 @@ from hp_trainer.training.train import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every rank of a dry run does.
+    """Work of every rank of a dry run.
 
     Attributes:
         config: Config of the run.

@@ -1,4 +1,4 @@
-"""Whether two layouts compute the same: both are run on the same batches and compared.
+"""Comparison of two layouts: both are run on the same batches, and must compute the same.
 
 `pairs` says what is compared with what, `shrinking` makes a config small, `rank` is one rank of a
 run, `runs` starts them and compares what they recorded. A job of one's own is a `Job`.

@@ -1,4 +1,4 @@
-"""Which experts every token chose, told by the layers while they run."""
+"""Recording of the experts that tokens choose, told by the layers while they run."""
 
 import threading
 from collections.abc import Callable

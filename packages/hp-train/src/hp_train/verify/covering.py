@@ -164,7 +164,7 @@ class Design:
 
 
 def cost(config: Config) -> float:
-    """What a comparison takes, about, in seconds of one core for each step and one process more.
+    """Estimate seconds of one core that a comparison takes for each step and one process more.
 
     Measured: a rank takes 0.23 s, and 8 ms for each sequence and layer; ten times as much where its
     blocks are compiled. What ranks compute alike, and who has fewer layers, is not looked at.

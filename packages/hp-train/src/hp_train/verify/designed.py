@@ -24,7 +24,7 @@ from hp_trainer.config.space import with_keys
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a config, as a line of a file of results.
+    """Result of a config, as a line of a file of results.
 
     Attributes:
         config: Overrides of the base.

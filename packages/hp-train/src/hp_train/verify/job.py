@@ -1,4 +1,4 @@
-"""What a training job has to offer so that it can be verified."""
+"""The interface of a training job that can be verified."""
 
 from __future__ import annotations
 

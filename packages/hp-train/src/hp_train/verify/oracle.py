@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What the loss of a step consists of.
+    """Parts of the loss of a step.
 
     Attributes:
         tokens: Mean cross-entropy of the next token.
@@ -53,7 +53,7 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one step computed.
+    """Results of one step.
 
     Attributes:
         losses: Losses over all sequences.

@@ -51,7 +51,7 @@ def listen(module: ModuleType, request: Request) -> None:
 
 
 class TrainerRecorder:
-    """What one rank of a run computes.
+    """Records one rank of a run of `hp_trainer`.
 
     Args:
         trainer: Its trainer, before its first step of this process.

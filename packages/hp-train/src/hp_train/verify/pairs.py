@@ -1,4 +1,4 @@
-"""Which two configs can be compared, and how close they must come. No torch."""
+"""Rules for two configs that are compared, and bounds on their errors. No torch."""
 
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What happens in a run that is looked at, and when. No torch."""
+"""The program of a run that is compared: its saves, evaluations and skipped steps. No torch."""
 
 import math
 from pathlib import Path
@@ -94,7 +94,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher asks of a run, in a file of its run directory.
+    """The launcher's request to a run, in a file of its run directory.
 
     Attributes:
         job: ``module:callable``, a `Build`.

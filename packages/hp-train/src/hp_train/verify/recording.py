@@ -1,4 +1,4 @@
-"""What a run computed, written down by each of its ranks, and put together without them.
+"""Recordings of runs: every rank writes its parts, and a reader puts them together later.
 
 Every rank writes the parts that it holds; whoever reads them needs neither its groups nor its
 number of ranks. So a job of any layout can be compared with a job of any other, after both ended.

@@ -112,7 +112,7 @@ def _rows(step: RecordedStep, kind: str, name: str) -> Tensor:
 
 
 def _state(oracle: Oracle, step: RecordedStep, quantity: str) -> Mapping[str, Tensor]:
-    """What a checkpoint has, under its names there and in the dtypes that the run has recorded."""
+    """Return the oracle's state under a checkpoint's names, in the dtypes that the run recorded."""
     found = {f"{_MODEL}{name}": tensor for name, tensor in oracle.weights.items()}
     for moment, tensors in zip(MOMENTS.values(), oracle.moments, strict=True):
         found |= {f"optimizer.{moment}.{name}": tensor for name, tensor in tensors.items()}

@@ -26,7 +26,7 @@ from hp_trainer.launch.launcher import run_entry
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one layout.
+    """Result of one layout.
 
     Attributes:
         layout: Layout as overrides of the config.

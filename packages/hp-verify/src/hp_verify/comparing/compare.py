@@ -107,12 +107,12 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether something was compared, and nothing of it differs."""
+        """True when something was compared, and nothing of it differs."""
         return self.num_compared > 0 and not self.differences
 
 
 class Floor:
-    """What rounding does to a reference, from runs of it with sums in another order.
+    """Errors that rounding alone makes, measured by runs of a reference with sums in another order.
 
     Args:
         reference: Recording of the reference.

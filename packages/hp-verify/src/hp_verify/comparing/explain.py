@@ -1,4 +1,4 @@
-"""What kind of mistake a first difference looks like."""
+"""Likely causes of a first difference, read from its numbers."""
 
 import math
 import statistics

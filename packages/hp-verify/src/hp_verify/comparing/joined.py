@@ -137,7 +137,7 @@ class Recording:
         return last is not None and len(last.states) >= ranks
 
     def before_failing(self) -> "Recording":
-        """What a job that has failed had computed by then: its steps whose updates are whole."""
+        """Return the part before a failure: steps whose updates are whole."""
         steps = self.steps.items()
         done = {i: s for i, s in steps if self.is_whole(i) and WEIGHT in s.tensors}
         return Recording(done, self.facts)

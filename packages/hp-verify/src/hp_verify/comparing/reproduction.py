@@ -1,4 +1,4 @@
-"""What a second run adds to a first difference: where exactly it lies, and a program for it."""
+"""Results of a second run around a first difference: its exact place, a program that shows it."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""What else `hp-verify` compares: checkpoints, weights in an engine, curves of losses."""
+"""Comparisons of files: checkpoints, weights in an engine, curves of losses."""

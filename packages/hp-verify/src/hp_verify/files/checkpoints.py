@@ -190,7 +190,7 @@ class _Comparing:
             self._by_content(name)
 
     def _by_name(self, name: str) -> list[Made]:
-        """What a tensor should be, as far as names tell; several, where it is laid in two ways."""
+        """Return the expected values of a tensor by its name, for each possible layout."""
         shape = self._theirs.tensors[name].shape
         if (declared := self._declared.get(name)) is not None:
             return [self._known[declared]] if declared in self._known else []

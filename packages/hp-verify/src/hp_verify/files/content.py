@@ -1,4 +1,4 @@
-"""Where values of one checkpoint are in another, whatever both call them: row by row, bit for bit.
+"""Find values of one checkpoint in another under any name: row by row, bit for bit.
 
 So fused and reordered matrices, stacked experts, transposes, tied tables and padded vocabularies
 need no declaration. Of each row a digest is held; tensors are read one after the other.
@@ -23,7 +23,7 @@ _Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a tensor is made of.
+    """Tensors of the other checkpoint that a tensor is made of.
 
     Attributes:
         ours: What its values should be, shaped like it; the padding is its own.

@@ -20,7 +20,7 @@ _SLACK = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What two tensors are to each other.
+    """Verdict on a pair of tensors.
 
     Attributes:
         said: Words: equal, or what explains the difference, or where it is.
@@ -39,7 +39,7 @@ def is_quantised(dtype: str) -> bool:
 
 
 def scales_of(name: str) -> tuple[str, ...]:
-    """What the scales of a quantised tensor are called, as engines and published files have it."""
+    """Return the names that engines and published files give to a quantised tensor's scales."""
     module = name.removesuffix(".weight")
     ends = ("_scale_inv", "_scale", "_scales")
     return (*(f"{name}{end}" for end in ends), f"{module}.scale", f"{module}.weight_scale")

@@ -1,4 +1,4 @@
-"""Whether two curves of losses differ by more than noise, and from which step on.
+"""A test that tells from which step on two curves of losses differ by more than noise.
 
 Note [Test of curves]. What is tested is the difference of both curves, step by step: the trend and
 the difficulty of batches, which both have in common, are gone. If it is noise, its mean over the
@@ -132,7 +132,7 @@ def _require_enough(steps: Sequence[int], which: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
-    """What differences of two runs are, if they are noise.
+    """Model of the differences of two runs as noise.
 
     Attributes:
         rho: Correlation of neighbours.

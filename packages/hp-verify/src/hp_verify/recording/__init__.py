@@ -1,1 +1,1 @@
-"""What a process of a job computes, recorded from outside: samples, parameters, digests."""
+"""The recorder of one process of a job: samples, parameters and digests, seen from outside."""

@@ -1,4 +1,4 @@
-"""How the recorder gets at calls that torch has no hook for."""
+"""Wrappers for calls that torch has no hook for, and questions about the call under way."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""What a program of a job has computed, line by line: one file for each process.
+"""The lines of a recording: one file for each process of a job.
 
 Note [Digests]. Of a tensor a recording holds its norm and `NUM_SIGNS` sums of its values with signs
 ``+1`` and ``-1``. A sign is a product of one sign per dim, drawn from the index in the *whole*
@@ -118,7 +118,7 @@ class Number(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rows(msgspec.Struct, frozen=True, array_like=True):
-    """What a root module was given, sample by sample.
+    """Samples that a call of a root module was given.
 
     Attributes:
         step: Number of the next update of the weights, counted from 1.

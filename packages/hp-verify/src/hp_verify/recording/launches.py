@@ -20,7 +20,7 @@ _ALIVE = "alive"
 
 
 class Launches:
-    """What a process knows of those that ended before it, and tells those after it.
+    """Files by which a launch of a job learns of earlier launches and informs later ones.
 
     Args:
         folder: The same for all processes of a job.

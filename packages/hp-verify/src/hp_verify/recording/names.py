@@ -1,4 +1,4 @@
-"""What modules and parameters are called, without what wraps them, and as the reference does."""
+"""Names of modules and parameters: without their wrappers, and in the reference's words."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ def plain(name: str) -> str:
 
 
 class Renaming:
-    """How the reference calls a module, learned from parameters that were found there.
+    """Translates names of modules into the reference's, learned from parameters found there.
 
     Args:
         pairs: Names of parameters: here, there.

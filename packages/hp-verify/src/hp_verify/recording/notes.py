@@ -1,4 +1,4 @@
-"""What one process notes down in a step, until it is written."""
+"""Entries that one process collects in a step before they are written."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ def log_of(folder: Path, rank: int, ranks: int) -> Log:
 
 
 class Notes:
-    """What is noted down.
+    """Collects the entries of a step and writes them.
 
     Args:
         folder: The same for all processes of a job.

@@ -1,4 +1,4 @@
-"""Whose values a tensor has: parameters of models, and what optimizers have in their places.
+"""Owners of values: parameters of models, and tensors that optimizers hold in their places.
 
 Note [In a parameter's place]. An optimizer may update a view of a parameter, a copy in float32, or
 a part of many that lie end to end. Which, is asked of the library's adapter, then of memory (a view
@@ -23,7 +23,7 @@ from hp_verify.recording.slices import Flat, Run, Slice, all_of, composed, place
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What there is to know of a model.
+    """Facts about the parameters of a model.
 
     Attributes:
         values: Its parameters, as far as they are here, by the names that it gave them.
@@ -44,7 +44,7 @@ class Learned:
 
 
 class Owners:
-    """What every tensor is of the reference.
+    """Maps every tensor of a job to parts of the reference's parameters.
 
     Args:
         reference: Its first weights, which are this job's own where it is the reference.
@@ -202,7 +202,7 @@ class Owners:
         return Slice(other, tuple(weight.shape), whole(local.shape), box)
 
     def _of_runs(self, runs: Iterable[Run]) -> list[Slice]:
-        """What runs are of the reference, of parameters that are here, or of which they are all."""
+        """Return the reference's slices of runs, as far as their parameters are known here."""
         slices: list[Slice] = []
         for run in runs:
             if run.name in self._real:

@@ -1,4 +1,4 @@
-"""Which tokens of a batch are padding: a mask says so, or all rows end, or begin, with one token.
+"""Padding of a batch, found by its mask or by a token that all rows end or begin with.
 
 Note [Padded samples]. A sample is what is not padding: a job may pad to the longest of each
 microbatch. A reference writes down which part of a padded sample is real, and what modules make of

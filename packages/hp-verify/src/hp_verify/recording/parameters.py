@@ -1,4 +1,4 @@
-"""What one process of a job has of its parameters: their names, values and own gradients.
+"""The recorder of parameters of one process: their names, values and own gradients.
 
 Note [What a recorder must not do]. What fails in it does not end the job: it is written down, and
 listed. What a recorded process starts, with or without an interpreter of its own, is no rank: that
@@ -180,7 +180,7 @@ class ParameterRecorder(Listener):
             self._meet(nn.Module(), bare)
 
     def _names_in_roots(self) -> dict[int, str]:
-        """What models that are known call their parameters now, in the place of others perhaps."""
+        """Return the names of the parameters that known models have now, by id."""
         roots = [*self._roots.values()]
         return {id(p): plain(name) for root in roots for name, p in root.named_parameters()}
 

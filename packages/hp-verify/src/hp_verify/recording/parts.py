@@ -1,4 +1,4 @@
-"""Which part of which of the reference's parameters a rank's parameter is.
+"""Search for the part of the reference's parameters that a rank's parameter holds.
 
 Note [Whose values]. A DTensor says where it lies, and is believed. Of any other the first values
 tell: a row that is, bit for bit, a row of a reference's parameter is that row, wherever a framework

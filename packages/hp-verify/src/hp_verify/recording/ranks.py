@@ -1,4 +1,4 @@
-"""Which rank of how many this process is: those of its process group, or as its launcher says."""
+"""Rank of this process and number of ranks: of its process group, or as its launcher says."""
 
 import os
 

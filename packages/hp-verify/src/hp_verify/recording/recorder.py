@@ -74,7 +74,7 @@ class _Calls(threading.local):
 
 
 class Recorder(ParameterRecorder):
-    """What one process of a job computes.
+    """Records the computation of one process of a job.
 
     Args:
         request: What is asked of it.

@@ -1,4 +1,4 @@
-"""What the command asks of the programs of a job, through one environment variable."""
+"""The command's request to the programs of a job, through one environment variable."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ class Focus(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is asked of a job.
+    """Request to the processes of a job.
 
     Attributes:
         folder: Where its processes write.

@@ -1,4 +1,4 @@
-"""Where parameters lie that neither a library nor values tell: a file of rules, in TOML.
+"""A file of rules, in TOML, for parameters that neither a library nor values can place.
 
 Nothing here imports torch.
 """
@@ -18,7 +18,7 @@ _PLACEMENT = re.compile(r"shard (?P<dim>\d+)(?: over (?P<group>\w+))?|replicate"
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    r"""What the parameters of some names are.
+    r"""Rule for the parameters whose names fit an expression.
 
     Attributes:
         name: Regular expression of the whole name in the job.

@@ -129,7 +129,7 @@ class Runs:
 
 
 class _Index:
-    """Where windows of values are."""
+    """Index of windows of values."""
 
     def __init__(self, bits: NDArray[np.int64]) -> None:
         hashes = _hashes(bits)

@@ -1,4 +1,4 @@
-"""Which samples of a batch a rank has, and how a module's tensor is made of them."""
+"""Samples of a batch on a rank, and their places in a module's tensor."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _READ = 1 << 14
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What tells the samples of a call of a root module apart: its tokens, or its first tensor."""
+    """Return the tensor that identifies the samples of a call: its tokens, or its first tensor."""
     given = [*tensors_in(args), *tensors_in(kwargs)]
     laid = [(name, tensor) for name, tensor in given if tensor.ndim >= 2 and not tensor.is_nested]
     named = [t for name, t in laid if name in _TOKENS and not t.is_floating_point()]
@@ -39,7 +39,7 @@ def hashes(values: Tensor) -> tuple[str, ...]:
 
 
 class Made:
-    """What root modules gave: another one that is given it has the same samples."""
+    """Remembers outputs of root modules: a module that is given one has the same samples."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[StorageWeakRef, tuple[str, ...]]] = {}

@@ -11,7 +11,7 @@ from hp_verify.recording.slices import placed, whole
 
 @dataclass(slots=True)
 class Updates:
-    """What is known of the updates of a process.
+    """State of the updates of the weights in a process.
 
     Attributes:
         are_by_hand: Whether the job has no optimizer of torch; None: not known before a backward.

@@ -182,7 +182,7 @@ def of_numbers(first: Difference, mine: Step, theirs: Step) -> Exact:
 
 
 def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int:
-    """Which of several numbers of a step is the farthest off; the last where ranks have others."""
+    """Return the index of a step's number that is the farthest off; the last if counts differ."""
     if any(len(numbers) != len(expected) for numbers in ours):
         return -1
     apart = [

@@ -10,7 +10,7 @@ from hp_verify.reproducing.programs import HEAD
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """How a module's value is computed again.
+    """Recipe to compute a module's value again.
 
     Attributes:
         title: What differs.

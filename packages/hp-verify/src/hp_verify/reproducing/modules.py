@@ -213,7 +213,7 @@ class ModuleSides:
         return laid_like(torch.stack(rows), shape)
 
     def _of_job(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What the job has in the place of each tensor that the reference's module was given."""
+        """Return the job's tensor for each tensor that the reference's module was given."""
         found = {}
         for leaf in entry["leaves"]:
             values = self._laid(leaf, entry)

@@ -1,4 +1,4 @@
-"""What a second run has kept, put together over ranks: whole tensors, and who has which part."""
+"""Tensors that a second run has kept, put together over ranks, with the rank of every part."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a library hides from hooks of torch, one short file each, loaded where the library is.
+"""Adapters of libraries that hide tensors from hooks of torch, one short file for each library.
 
 An adapter says which values of which parameters its flat tensors hold, and tells of its own
 clipping. Where a tensor is a view of another, or has values of the reference's parameters, nothing
@@ -26,7 +26,7 @@ Held = tuple[Tensor, list[Run]]
 
 
 class Listener(Protocol):
-    """What the recorder is told of."""
+    """Calls by which an adapter tells the recorder of tensors and norms."""
 
     def hold(self, tensor: Tensor, runs: list[Run]) -> None:
         """A flat tensor, and what its values are."""
