@@ -283,9 +283,9 @@ def docs(session: nox.Session) -> None:
 def models_sample(session: nox.Session) -> None:
     """Run cells of the table of models, each also with a mistake; mutants; two round trips."""
     _install(session, "hp-train[packing]", group="test-transformers")
-    table = "integration_tests/test_transformers_table.py"
-    folders = "integration_tests/test_transformers_folders.py"
-    trips = "integration_tests/test_transformers_round_trip.py::test_a_"
+    table = "integration_tests/models/test_transformers_table.py"
+    folders = "integration_tests/models/test_transformers_folders.py"
+    trips = "integration_tests/models/test_transformers_round_trip.py::test_a_"
     family, model = (
         "family_comes_out_as_it_came_in",
         "model_of_transformers_comes_out_as_it_came_in",
@@ -296,14 +296,14 @@ def models_sample(session: nox.Session) -> None:
 
 def _comparing_tests() -> list[str]:
     """Return the half of the integration tests that is a session of its own."""
-    names = ("test_*verify*.py", "test_*kinds_of_jobs.py", "test_planned_steps.py", "test_zoo.py")
+    names = ("jobs/test_*.py", "layouts/test_verify_*.py", "layouts/test_planned_steps.py")
     files = sorted(str(file) for name in names for file in Path("integration_tests").glob(name))
     return [file for file in files if file != LIBRARIES_TEST]
 
 
 # What looks at files alone.
 TEXT_TESTS = tuple(
-    f"integration_tests/test_{name}.py"
+    f"integration_tests/documents/test_{name}.py"
     for name in ("docs_errors", "docs_names", "docs_paths", "mutants", "pins")
 )
 
@@ -369,7 +369,7 @@ def verify(session: nox.Session) -> None:
     only_pairs = session.posargs[:1] == ["pairs"]
     if only_pairs or not session.posargs:
         kept = ("--results", str(SCRATCH / "verify-pairs.jsonl"), "--data", str(text))
-        model, more = "integration_tests/pairs.toml", session.posargs[1:]
+        model, more = "integration_tests/layouts/pairs.toml", session.posargs[1:]
         session.run("hp", "verify", model, "--generate", "pairs", *kept, *more)
     if not only_pairs:
         defaults = ("--generate", "150", "--steps", "20", "--data", str(text))
@@ -385,7 +385,7 @@ def dryrun(session: nox.Session) -> None:
     """
     _install(session, "hp-train[packing]", group="test-torch")
     if not session.posargs:
-        memory = "integration_tests/test_dry_memory.py"
+        memory = "integration_tests/layouts/test_dry_memory.py"
         _pytest(session, memory, env={"HP_WHOLE": "1"})
     results = str(SCRATCH / "dry-runs.jsonl")
     session.run("python", "tools/dry_runs.py", "--results", results, *session.posargs)
@@ -400,7 +400,7 @@ def reliability(session: nox.Session) -> None:
         names = ("checkpoint_hostile", "checkpoint_background", "checkpoint_faults", "dcp")
         tests = [f"packages/hp-train/tests/test_train_{name}.py" for name in names]
         _pytest(session, *tests)
-        nodes = "integration_tests/test_torchrun_restarts.py"
+        nodes = "integration_tests/reliability/test_torchrun_restarts.py"
         _pytest(session, nodes, env={"HP_SLOW_RESTARTS": "1"})
 
 
@@ -484,8 +484,8 @@ def kernels(session: nox.Session) -> None:
 def cubins(session: nox.Session) -> None:
     """Compile all Triton kernels for GPUs that need not be there; `-- --write` records limits."""
     _install(session, *map(_with_extras, PACKAGES), group="test-triton")
-    session.run("python", "-m", "integration_tests.cubins", *session.posargs)
-    _pytest(session, "integration_tests/test_cubins.py")
+    session.run("python", "-m", "integration_tests.acceptance.cubins", *session.posargs)
+    _pytest(session, "integration_tests/acceptance/test_cubins.py")
 
 
 @nox.session(default=False)
@@ -498,7 +498,7 @@ def transformers(session: nox.Session) -> None:
 @nox.session(default=False)
 def libraries(session: nox.Session) -> None:
     """Verify jobs of accelerate, DeepSpeed, Megatron, torchtitan and transformers, as they are."""
-    pins = ROOT / "integration_tests" / "libraries" / "constraints.txt"
+    pins = ROOT / "integration_tests" / "jobs" / "libraries" / "constraints.txt"
     _install(session, "hp-train[packing]", group="test-transformers", others=LIBRARIES, pins=pins)
     # Where DeepSpeed builds its operator for sums in shared memory, with a C++ compiler.
     env = {"TORCH_EXTENSIONS_DIR": str(SCRATCH / "torch-extensions")}
@@ -510,7 +510,7 @@ def demo(session: nox.Session) -> None:
     """Run the zoo, and all causal models in transformers' own layouts; it goes on."""
     _install(session, "hp-train[packing]", group="test-transformers")
     kept = ("--results", str(SCRATCH / "demo"), "--output", str(SCRATCH / "demo.html"))
-    session.run("python", "-m", "integration_tests.demo", "--all", *kept, *session.posargs)
+    session.run("python", "-m", "integration_tests.jobs.demo", "--all", *kept, *session.posargs)
 
 
 @nox.session(default=False)
@@ -527,12 +527,12 @@ def models(session: nox.Session) -> None:
     """Compare all causal models of transformers in our layouts with one process; it goes on."""
     _install(session, "hp-train[packing]", group="test-transformers")
     limit = ("--minutes", "150", "--results", str(SCRATCH / "models"))
-    session.run("python", "-m", "integration_tests.architectures", *limit, *session.posargs)
+    session.run("python", "-m", "integration_tests.models.architectures", *limit, *session.posargs)
 
 
-# Their versions are pinned in integration_tests/libraries, Triton's is that of test-triton.
+# Their versions are pinned in integration_tests/jobs/libraries, Triton's is that of test-triton.
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
-LIBRARIES_TEST = "integration_tests/test_verify_libraries.py"
+LIBRARIES_TEST = "integration_tests/jobs/test_verify_libraries.py"
 
 
 # Of each package, the tests that need transformers; elsewhere they are skipped.
@@ -554,7 +554,7 @@ def _transformers_tests() -> list[str]:
     ]
     return [
         *of_packages,
-        *map(str, sorted(Path("integration_tests").glob("test_transformers_*.py"))),
+        *map(str, sorted(Path("integration_tests").glob("models/test_transformers_*.py"))),
     ]
 
 

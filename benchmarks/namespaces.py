@@ -1,8 +1,8 @@
 """Network namespaces: machines of their own for ranks, with cables between, on one machine.
 
-For bench_vtp_links.py and integration_tests/test_two_nodes.py. Needs root, Linux and the program
-`ip` (iproute2). Nothing of the machine's own network is touched. As a program, this runs a module
-in a namespace that is there: `namespaces.py SPACE MODULE ARGUMENTS`.
+For bench_vtp_links.py and integration_tests/reliability/test_two_nodes.py. Needs root, Linux and
+the program `ip` (iproute2). Nothing of the machine's own network is touched. As a program, this
+runs a module in a namespace that is there: `namespaces.py SPACE MODULE ARGUMENTS`.
 """
 
 from __future__ import annotations

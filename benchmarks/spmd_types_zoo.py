@@ -2,12 +2,13 @@
 """The zoo's bugs as `spmd_types` sees them: its job annotated, run on two ranks under the checker.
 
 spmd_types tells before any number is compared whether ranks have copies (R, I), parts (V) or terms
-(P) of a tensor, and refuses what would give other gradients. The job of `integration_tests.zoo`
-says nothing of its tensors; what is said of them is all in here: the types of parameters, of
-gradients as they arrive, of batches and losses, rules of the five autograd functions, and lines of
-the job at which a sum over ranks begins or ends, or a message arrives (`LINES`). Checked, strictly,
-are forward, gradients, their reduction, norm and clipping, and evaluation; not what autograd
-computes by itself, nor the optimizer, nor sends and receives, of which it has no rules.
+(P) of a tensor, and refuses what would give other gradients. The job of
+`integration_tests.jobs.zoo` says nothing of its tensors; what is said of them is all in here: the
+types of parameters, of gradients as they arrive, of batches and losses, rules of the five autograd
+functions, and lines of the job at which a sum over ranks begins or ends, or a message arrives
+(`LINES`). Checked, strictly, are forward, gradients, their reduction, norm and clipping, and
+evaluation; not what autograd computes by itself, nor the optimizer, nor sends and receives, of
+which it has no rules.
 
     pip install spmd_types==0.3.1 msgspec
     python benchmarks/spmd_types_zoo.py          # all; or layouts, or names of bugs
@@ -28,10 +29,10 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-from integration_tests.architectures.forks import run_ranks
-from integration_tests.zoo import collectives, job, model
-from integration_tests.zoo.bugs import BUGS, SOUND
-from integration_tests.zoo.model import Model, Place
+from integration_tests.jobs.zoo import collectives, job, model
+from integration_tests.jobs.zoo.bugs import BUGS, SOUND
+from integration_tests.jobs.zoo.model import Model, Place
+from integration_tests.models.architectures.forks import run_ranks
 from spmd_types import I, P, R, V, rules
 from spmd_types.checker import typecheck
 from torch import Tensor

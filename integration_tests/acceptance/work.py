@@ -91,7 +91,7 @@ def _fork(_case: Case, _place: Place, _work: Path) -> Found:
 
 
 def _tests(_case: Case, _place: Place, _work: Path) -> Found:
-    root = Path(__file__).resolve().parents[5]
+    root = Path(__file__).resolve().parents[2]
     if not (root / "integration_tests").is_dir() or not importlib.util.find_spec("pytest"):
         return Found(status="left out", summary="no checkout with pytest")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "packages", "integration_tests"]

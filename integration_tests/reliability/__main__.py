@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from integration_tests.layouts import write_corpus
 from integration_tests.reliability import (
     damages,
     environments,
@@ -18,6 +17,7 @@ from integration_tests.reliability import (
     rundirs,
 )
 from integration_tests.reliability.outcome import Outcome
+from integration_tests.runs import write_corpus
 
 
 def main() -> int:

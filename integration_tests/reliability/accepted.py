@@ -23,7 +23,6 @@ from hp_base.command_line import say
 from hp_trainer.config import Config
 from hp_trainer.config.checks import one_process
 from hp_trainer.config.space import with_keys
-from integration_tests.layouts import write_corpus
 from integration_tests.reliability.drawn import (
     Drawn,
     Edge,
@@ -36,6 +35,7 @@ from integration_tests.reliability.drawn import (
 )
 from integration_tests.reliability.rule_names import broken_rules, every_rule
 from integration_tests.reliability.started import Started, start_all
+from integration_tests.runs import write_corpus
 
 CHUNK = 100
 """Configs that are drawn at once."""

@@ -26,10 +26,10 @@ import hp_trainer.launch.external
 import hp_trainer.training.train  # noqa: F401 - likewise
 from hp_checkpoint.manifest import digest_line
 from hp_trainer.config.schema import fields
-from integration_tests.layouts import write_corpus
 from integration_tests.reliability import strangers
 from integration_tests.reliability.kills import TINY
 from integration_tests.reliability.outcome import Outcome
+from integration_tests.runs import write_corpus
 
 _STEPS = 4
 _KEYS = (

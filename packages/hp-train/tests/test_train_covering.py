@@ -20,7 +20,7 @@ from hp_trainer.model import TransformerStage
 from hp_trainer.model.initialization import initialize_parameters
 from hp_trainer.model.parameters import named_parameters
 
-PAIRS = Path(__file__).parents[3] / "integration_tests" / "pairs.toml"
+PAIRS = Path(__file__).parents[3] / "integration_tests" / "layouts" / "pairs.toml"
 SOME = [
     Setting("mesh.tp", 2),
     Setting("mesh.etp", 2),

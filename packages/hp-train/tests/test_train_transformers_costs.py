@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="of `nox -s transformers`")
 
-from integration_tests.architectures.tiny import Tiny
+from integration_tests.models.architectures.tiny import Tiny
 
 from hp_plan.costs import meta_run, modules
 from hp_plan.costs.machine import MACHINES

@@ -1,9 +1,0 @@
-"""See `command`."""
-
-import sys
-
-from hp_base.process import run_command
-from integration_tests.architectures.command import run
-
-if __name__ == "__main__":
-    sys.exit(run_command(run))

@@ -1,0 +1,1 @@
+"""Pages, pins and tools of this repository beside what they speak of."""

@@ -1,0 +1,74 @@
+"""Every file and session that a README or a page of the documentation names is there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+PAGES = [ROOT / "CONTRIBUTING.md", *READMES, *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = "packages|integration_tests|benchmarks|docs|tools|tests|examples|src"
+# A path in text or in a command, from the root or from the package that the page is about.
+IN_TEXT = re.compile(rf"(?<![\w/.-])(?:{FOLDERS}|hp_[a-z]+)/[\w./-]*\w")
+IN_LINKS = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+# Names that stand for others, and what a command makes.
+NOT_THERE = re.compile(r"NAME|\b_build\b|://|^mailto:")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+
+
+def missing(page: Path, text: str) -> list[str]:
+    """Return the paths that `text`, read as that of `page`, names and that do not exist."""
+    places = [ROOT, page.parent, *ROOT.glob("packages/*/src")]
+    if page.parent.name.startswith("hp-"):
+        places.append(ROOT / "packages" / page.parent.name)
+    named = {path for path in IN_TEXT.findall(text) if not NOT_THERE.search(path)}
+    linked = {path for path in IN_LINKS.findall(CODE.sub("", text)) if not NOT_THERE.search(path)}
+    lost = {path for path in named if not any((place / path).exists() for place in places)}
+    return sorted(lost | {path for path in linked if not (page.parent / path).exists()})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    assert not missing(page, page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_session_that_is_named_exists(page: Path) -> None:
+    sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    named = set(re.findall(r"nox (?:-R )?-s ([a-z]\w*)", page.read_text()))
+    assert len(sessions) > 8
+    assert named <= {*sessions, "tests"}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_readme_names_what_shows_its_claims(readme: Path) -> None:
+    _, _, rows = readme.read_text().partition("| shown by |\n|---|---|\n")
+    table = rows.partition("\n\n")[0].splitlines()
+    assert len(table) > 4
+    assert not [row for row in table if not re.search(r"test_\w+|bench_\w+|`nox -s \w+`", row)]
+
+
+@pytest.mark.parametrize("readme", READMES[1:], ids=lambda page: page.parent.name)
+def test_a_readme_names_all_that_its_package_needs_from_a_clone(readme: Path) -> None:
+    (named,) = re.findall(
+        r"`pip install -c constraints.txt (\./packages/[^`]*)`", readme.read_text()
+    )
+    found = [path for word in named.split() for path in ROOT.glob(word.rstrip("/"))]
+    assert {path.name for path in found} == siblings_of(readme.parent.name)
+
+
+def siblings_of(name: str) -> set[str]:
+    """Return a package and those of this repository that it needs without extras."""
+    project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[\[<>=]", text)[0] for text in project.get("dependencies", [])}
+    return {name}.union(*(siblings_of(other) for other in needed if other.startswith("hp-")))
+
+
+def test_what_is_not_there_is_found() -> None:
+    page = ROOT / "packages" / "hp-vtp" / "README.md"
+    text = "`tests/test_vtp_plan.py`, `tests/test_gone.py`, [a](lost.md), [b](https://c/d.md#e)"
+    assert missing(page, text) == ["lost.md", "tests/test_gone.py"]

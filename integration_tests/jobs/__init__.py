@@ -1,0 +1,1 @@
+"""Jobs beside one process: `hp-verify` of training loops of many kinds, of libraries and bugs."""

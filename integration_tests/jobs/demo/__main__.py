@@ -1,0 +1,9 @@
+"""See `command`."""
+
+import sys
+
+from hp_base.process import run_command
+from integration_tests.jobs.demo.command import run
+
+if __name__ == "__main__":
+    sys.exit(run_command(run))

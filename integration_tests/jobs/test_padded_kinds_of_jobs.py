@@ -1,0 +1,48 @@
+"""`hp-verify` of ranks that are given the same in another form: equal, and faults found."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from hp_verify.comparing.compare import Comparison
+from hp_verify.comparing.explain import explain
+from integration_tests.jobs.kinds_of_jobs import STEPS, train
+from integration_tests.jobs.padded_kinds_of_jobs import FAULTS, PADDED
+from integration_tests.jobs.recorded import beside_one
+
+LISTED = {
+    "with_more": {r"0 of 8 samples are missing, 8 are .*, and all gradients are equal"},
+    "called_more": {"the reference has not computed it"},
+    "called_apart": {"of some calls: its samples could not be told apart", "no tokens"},
+}
+"""What is told of jobs that are equal."""
+
+
+def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
+    return beside_one(tmp_path, functools.partial(train, PADDED[kind]), fault, steps=2 * STEPS)
+
+
+@pytest.mark.sample("padded_right")
+@pytest.mark.parametrize("kind", PADDED)
+def test_the_same_in_another_form_is_equal(tmp_path: Path, kind: str) -> None:
+    result = compared(tmp_path, kind)
+    assert not result.differences, explain(result)
+    wanted = LISTED.get(kind, set())
+    told = {*result.unaligned.values()}
+    assert all(any(re.fullmatch(w, why) for w in wanted) for why in told), told
+    assert {"first weight", "forward", "loss", "gradient", "weight"} <= result.largest.keys()
+
+
+@pytest.mark.sample("padded_left")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_under_another_form_is_named_as_what_it_is(tmp_path: Path, kind: str) -> None:
+    fault, phase, name, likely = FAULTS[kind]
+    result = compared(tmp_path, kind, fault)
+    first = result.differences[0]
+    assert (first.step, first.phase) == (1, phase), first
+    assert re.fullmatch(name, first.name), first
+    told = " ".join(explain(result))
+    assert likely in told, told
+    assert "other batches" not in told
