@@ -169,7 +169,7 @@ def mask_bytes(event: object) -> int:
 
 def of_rank(case: Case) -> dict[str, int]:
     """One rank of several."""
-    from hp_dry.cuda.current import active  # noqa: PLC0415
+    from hp_dry.recording.recorder import active  # noqa: PLC0415
     from hp_platform import initialize, shutdown  # noqa: PLC0415
 
     initialize(device_type="cuda")

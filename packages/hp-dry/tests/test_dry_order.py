@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_dry.classes import Classes
+from hp_dry.cluster import Classes
 from hp_dry.proof.order import prove, same_program
 from hp_dry.proof.symmetry import Symmetry
 from hp_dry.trace import (

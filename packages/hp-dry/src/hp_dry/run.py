@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from hp_dry.classes import Classes
-from hp_dry.device.device import DryDevice
-from hp_dry.gpu import Gpu
+from hp_dry.cluster import Classes, Gpu
+from hp_dry.device import DryDevice
 from hp_dry.trace import Trace
 from hp_dry.world.hub import Hub, HubClient
 from hp_dry.world.world import DryWorld

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hp_base.errors import ConfigError
-from hp_dry.cuda.current import active
+from hp_dry.cluster import grows_segments, keeps_launch_order
+from hp_dry.recording.recorder import active
 from hp_dry.rehearsal import run_classes, summary_of
 from hp_dry.report.labels import GRADIENTS, PARAMETERS, add_labels
 from hp_dry.report.ranks import report_of
 from hp_dry.report.summary import Summary
-from hp_dry.settings import grows_segments, keeps_launch_order
 from hp_dry.trace import Trace
 from hp_platform.host_reads import Answer, answering
 

@@ -1,1 +1,265 @@
-"""Every private torch symbol that this package uses."""
+# ruff: noqa: SLF001  # the purpose of this module
+"""The private torch symbols of `hp_dry`: those of its device, then those of its world."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses import fake_tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.utils import _device
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["DisableTorchFunction", "tree_map_only"]
+
+
+_base: Any = torch._C.TensorBase
+_is_meta = _base.is_meta.__get__
+
+
+def change(stack: ExitStack, owner: Any, **values: Any) -> None:
+    """Set attributes of a class or a module until `stack` is closed."""
+    stack.enter_context(patch.multiple(owner, create=True, **values))
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not import torch's compiler to be left alone by it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def is_meta(x: Tensor) -> bool:
+    """Tell whether torch keeps `x` on `meta`, whatever `Tensor.is_meta` says meanwhile."""
+    with DisableTorchFunction():
+        on_meta: bool = _is_meta(x)
+    return on_meta
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other storage has while this one lives."""
+    return int(storage._cdata)
+
+
+def is_fake_mode_active() -> bool:
+    """Tell whether torch works out shapes with fake tensors on this thread."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def default_device() -> torch.device | None:
+    """The device of `with torch.device(...)` or `torch.set_default_device`; None without one."""
+    return _device.CURRENT_DEVICE
+
+
+def wrapper_maker() -> Callable[..., Any]:
+    """Return the function that makes tensors that wrap others, such as those under way."""
+    return torch.Tensor._make_wrapper_subclass
+
+
+def accelerator(device: torch.device) -> AbstractContextManager[object]:
+    """Let torch think that it is built for the accelerator `device`."""
+    return patch.object(torch._C, "_get_accelerator", lambda *_: device)
+
+
+def without_gpu_contexts() -> AbstractContextManager[object]:
+    """Let fake tensors not set up the GPU that they would be on, as versions before 2.13 do."""
+    if not hasattr(fake_tensor, "init_gpu_context"):
+        return nullcontext()
+    return patch.object(fake_tensor, "init_gpu_context", lambda _device: None)
+
+
+def grouping(seen_as: Callable[[Any], Any]) -> AbstractContextManager[object]:
+    """Let what sorts tensors by device for optimizers return `seen_as` of what it finds."""
+    usual = torch._C._group_tensors_by_device_and_dtype
+    return patch.object(
+        torch._C,
+        "_group_tensors_by_device_and_dtype",
+        lambda *args, **kwargs: seen_as(usual(*args, **kwargs)),
+    )
+
+
+def schema_of(func: Any) -> Any:
+    """Return the schema of an overload of an operator."""
+    return func._schema
+
+
+def around_backward(
+    entered: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[object]:
+    """Let every run of the autograd engine happen inside a context.
+
+    `Tensor.backward` is Python that torch calls without the function mode it went through.
+    """
+    usual: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        with entered():
+            return usual(*args, **kwargs)
+
+    return patch.object(torch.autograd, "_engine_run_backward", _engine_run_backward)
+
+
+@contextmanager
+def operator_kernels(
+    namespace: str, kernels: dict[str, Callable[..., Any]], *keys: str
+) -> Iterator[None]:
+    """Let operators be these functions, in every thread.
+
+    Args:
+        namespace: Namespace of the operators, such as `"aten"`.
+        kernels: Functions by the name of the operator.
+        *keys: Keys of torch's dispatcher, such as `"Meta"`.
+    """
+    library = torch.library.Library(namespace, "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it overrides is what it is for
+            for name, key in product(kernels, keys):
+                library.impl(name, kernels[name], key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def current_node() -> Any:
+    """Return the node of backward that this thread runs; None if it runs none."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number(node: Any) -> int:
+    """When the operator of a node of backward was run, by a counter of the thread that ran it."""
+    return int(node._sequence_nr())
+
+
+# Of the world
+
+_REDUCTIONS = {
+    int(getattr(dist.ReduceOp.RedOpType, name)): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+}
+TORCH_MODULE: Any = distributed_c10d
+_mesh_module: Any = importlib.import_module("torch.distributed.device_mesh")
+_rendezvous_module: Any = importlib.import_module("torch.distributed.rendezvous")
+
+
+def placeholder(rank: int, size: int) -> Any:
+    """Return a back end that C++ can hold, and that nothing is asked of."""
+    made: Any = c10d.FakeProcessGroup
+    return made._create_internal(rank, size, made.Options())
+
+
+def backend_methods() -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Return the functions that give a group a back end, and that ask it for one."""
+    return ProcessGroup._register_backend, ProcessGroup._get_backend
+
+
+def group_functions() -> tuple[Callable[..., Any], ...]:
+    """Return the functions that make every group of torch, make a new one, split and destroy."""
+    return (
+        TORCH_MODULE._new_process_group_helper,
+        TORCH_MODULE._new_group_with_tag,
+        TORCH_MODULE.split_group,
+        TORCH_MODULE.destroy_process_group,
+    )
+
+
+class _Work(dist.Work):
+    """For torch that has no `PythonCallbackWork`; must be kept alive by whoever made it."""
+
+    def __init__(self, callback: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._callback = callback
+
+    def wait(self, timeout: Any = None) -> bool:
+        return self._callback(timeout)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_kept: list[_Work] = []
+
+
+def work_of(callback: Callable[[Any], bool]) -> Any:
+    """Return a handle whose `wait(timeout)` calls `callback(timeout)`."""
+    made: Any = getattr(c10d, "PythonCallbackWork", None)
+    if made is not None:
+        return made(callback)
+    work = _Work(callback)
+    _kept.append(work)
+    return work
+
+
+def reduction_of(given: Any) -> str:
+    """Name of a reduction that an operator between ranks is given: boxed, or by its name."""
+    if isinstance(given, str):
+        return given.lower()
+    number = given.op() if hasattr(given, "op") and callable(given.op) else int(given)
+    return _REDUCTIONS.get(number, str(number))
+
+
+def operator_names() -> list[str]:
+    """Return the operators of c10d that carry out something between ranks."""
+    names = {schema.name for schema in torch._C._jit_get_all_schemas()} - {"c10d::check_for_nan"}
+    return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
+
+
+def arguments_of(name: str) -> tuple[list[str], int]:
+    """Names of the arguments of an operator of c10d, and the number of values it returns."""
+    schema = getattr(torch.ops.c10d, name).default._schema
+    return [argument.name for argument in schema.arguments], len(schema.returns)
+
+
+def backend_plugins(**makers: Callable[[Any, Any], Any]) -> AbstractContextManager[object]:
+    """Let torch, from 2.15 on, make its own back ends by these functions, by their name."""
+    kind: Any = dist.Backend
+    if not hasattr(kind, "_ensure_backend_registered"):
+        return nullcontext()
+    plugins = {name: kind._BackendPlugin(make, extended_api=True) for name, make in makers.items()}
+    return patch.dict(kind._plugins, plugins)
+
+
+def rendezvous_by(handler: Callable[..., Any]) -> AbstractContextManager[object]:
+    """Let `handler(url, **kwargs)` answer where ranks meet, whatever they were told."""
+    handlers = dict.fromkeys(("env", "tcp", "file"), handler)
+    return patch.dict(_rendezvous_module._rendezvous_handlers, handlers)
+
+
+@contextmanager
+def torch_functions(**values: Any) -> Iterator[None]:
+    """Let functions of `torch.distributed` be these, under every name torch has for them."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            for module in (TORCH_MODULE, dist, _mesh_module):
+                is_public = module is dist and not name.startswith("_")
+                if name in vars(module) or module is TORCH_MODULE or is_public:
+                    stack.enter_context(patch.object(module, name, value, create=True))
+        yield
+
+
+def new_nccl_group(store: Any, rank: int, size: int, backend: Any) -> ProcessGroup:
+    """Return a group of one back end, for CUDA."""
+    group = ProcessGroup(store, rank, size)
+    kind = ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, backend)
+    return group
+
+
+def name_group(group: ProcessGroup, name: str, purpose: str) -> None:
+    """Say what a group is called, after it has its back end."""
+    group._set_group_name(name)  # type: ignore[arg-type]
+    group._set_group_desc(purpose)

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.backends import cuda as switches
 from torch.nn import functional
 
+from hp_dry.cluster import Gpu
 from hp_platform.own_kernels import launch
-
-if TYPE_CHECKING:
-    from hp_dry.gpu import Gpu
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_MAX_HEAD_SIZE = 256

@@ -6,21 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import make_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hp_dry._internals.symbols import accelerator, change
+from hp_dry._internals import accelerator, change
 from hp_dry.cuda.streams import Event, Stream
+from hp_dry.recording.recorder import DeviceRecorder
 from hp_dry.trace import HostWait
-
-if TYPE_CHECKING:
-    from hp_dry.device.device import DryDevice
 
 _NCCL = (2, 28, 9)
 
 
-def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
+def enter_stand_ins(stack: ExitStack, device: DeviceRecorder) -> None:
     """Let this process see GPUs until `stack` is closed."""
     _streams(stack, device)
     _devices(stack, device)
@@ -28,7 +26,7 @@ def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
     _refused(stack)
 
 
-def _streams(stack: ExitStack, device: DryDevice) -> None:
+def _streams(stack: ExitStack, device: DeviceRecorder) -> None:
     def set_stream(stream: Stream | None) -> None:
         if stream is not None:
             device.follow_backward()
@@ -63,7 +61,7 @@ def _streams(stack: ExitStack, device: DryDevice) -> None:
     change(stack, torch, Stream=Stream, Event=Event)
 
 
-def _properties(device: DryDevice) -> Any:
+def _properties(device: DeviceRecorder) -> Any:
     gpu = device.gpu
     major, minor = gpu.capability
     values = {
@@ -86,7 +84,7 @@ def _properties(device: DryDevice) -> Any:
     return make_dataclass("DeviceProperties", values)(**values)
 
 
-def _devices(stack: ExitStack, device: DryDevice) -> None:
+def _devices(stack: ExitStack, device: DeviceRecorder) -> None:
     gpu = device.gpu
 
     def index_of(x: Any) -> int:
@@ -149,7 +147,7 @@ def _devices(stack: ExitStack, device: DryDevice) -> None:
     )
 
 
-def _memory(stack: ExitStack, device: DryDevice) -> None:
+def _memory(stack: ExitStack, device: DeviceRecorder) -> None:
     storages, total = device.storages, device.gpu.memory_bytes
 
     def stats(_: Any = None) -> dict[str, int]:

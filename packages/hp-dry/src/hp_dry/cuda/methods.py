@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hp_dry._internals.symbols import (
+from hp_dry._internals import (
     DisableTorchFunction,
     change,
     default_device,
@@ -21,11 +22,9 @@ from hp_dry._internals.symbols import (
 )
 from hp_dry.operators.dispatch import PLAIN
 from hp_dry.operators.shapes import META
+from hp_dry.recording.recorder import DeviceRecorder
 from hp_dry.trace import Borrow
 from hp_platform._internals import device_of
-
-if TYPE_CHECKING:
-    from hp_dry.device.device import DryDevice
 
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
@@ -37,7 +36,7 @@ class Functions(TorchFunctionMode):
     random numbers are from; and numbers of the host that become a tensor of the device.
     """
 
-    def __init__(self, device: DryDevice) -> None:
+    def __init__(self, device: DeviceRecorder) -> None:
         super().__init__()
         self._device = device
 
@@ -85,16 +84,27 @@ def _from_data(func: Any, args: Any, kwargs: Any) -> Tensor:
     return made.requires_grad_() if kwargs.get("requires_grad") else made
 
 
-def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
-    """Let tensors say `cuda` and threads be watched until `stack` is closed."""
+def enter_stand_ins(
+    stack: ExitStack,
+    device: DeviceRecorder,
+    *,
+    watching: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """Let tensors say `cuda` and record threads until `stack` is closed.
+
+    Args:
+        stack: Stack that undoes the changes.
+        device: Device that the tensors are on.
+        watching: Context in which the operators of a thread are recorded.
+    """
     _properties(stack, device)
     _moves(stack, device)
     _reads(stack, device)
     _memory(stack, device)
-    _threads(stack, device)
+    _threads(stack, watching)
 
 
-def _properties(stack: ExitStack, device: DryDevice) -> None:
+def _properties(stack: ExitStack, device: DeviceRecorder) -> None:
     thread, is_deferred = device.thread, device.storages.is_deferred
 
     def is_dry(x: Tensor) -> bool:
@@ -123,7 +133,7 @@ def _properties(stack: ExitStack, device: DryDevice) -> None:
     )
 
 
-def _moves(stack: ExitStack, device: DryDevice) -> None:
+def _moves(stack: ExitStack, device: DeviceRecorder) -> None:
     plain_to = Tensor.to
 
     def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,7 +166,7 @@ def _moves(stack: ExitStack, device: DryDevice) -> None:
     change(stack, Tensor, to=to, cuda=cuda)
 
 
-def _reads(stack: ExitStack, device: DryDevice) -> None:
+def _reads(stack: ExitStack, device: DeviceRecorder) -> None:
     plain_numpy: Any = Tensor.numpy
     plain_repr: Any = Tensor.__repr__
 
@@ -180,7 +190,7 @@ def _reads(stack: ExitStack, device: DryDevice) -> None:
     change(stack, Tensor, numpy=numpy, __repr__=represent)
 
 
-def _memory(stack: ExitStack, device: DryDevice) -> None:
+def _memory(stack: ExitStack, device: DeviceRecorder) -> None:
     storages = device.storages
     plain_address, plain_resize = Tensor.data_ptr, torch.UntypedStorage.resize_
 
@@ -221,11 +231,11 @@ def _memory(stack: ExitStack, device: DryDevice) -> None:
     )
 
 
-def _threads(stack: ExitStack, device: DryDevice) -> None:
+def _threads(stack: ExitStack, watching: Callable[[], AbstractContextManager[object]]) -> None:
     plain_run = Thread.run
 
     def run(thread: Thread) -> None:
-        with device.watching():
+        with watching():
             plain_run(thread)
 
     change(stack, Thread, run=run)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from hp_dry._internals.symbols import change
-
-if TYPE_CHECKING:
-    from hp_dry.device.device import DryDevice
+from hp_dry._internals import change
+from hp_dry.recording.recorder import DeviceRecorder
 
 _PlainGenerator: Any = torch.Generator
 
@@ -58,7 +56,7 @@ def _state(seed: int) -> Tensor:
     return torch.tensor([seed % (1 << 63), 0], device="cpu").view(torch.uint8)
 
 
-def enter_stand_ins(stack: ExitStack, device: DryDevice) -> None:
+def enter_stand_ins(stack: ExitStack, device: DeviceRecorder) -> None:
     """Give `torch.cuda` and `torch.Generator` the device's generators until `stack` is closed."""
     generators = [Generator("cuda") for _ in range(device.gpu.num_devices)]
 

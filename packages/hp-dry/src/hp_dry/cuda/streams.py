@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from hp_dry.cuda.current import active
+from hp_dry.recording.recorder import active
 from hp_dry.trace import HostWait, RecordEvent, WaitEvent
 
 

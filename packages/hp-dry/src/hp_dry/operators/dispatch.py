@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import NotImplementedType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hp_dry._internals.symbols import (
+from hp_dry._internals import (
     DisableTorchFunction,
     DispatchMode,
     default_device,
@@ -20,15 +20,14 @@ from hp_dry._internals.symbols import (
     tree_map_only,
 )
 from hp_dry.operators import launches, shapes
-from hp_dry.operators.shapes import META, Cost, tensors_in
+from hp_dry.operators.shapes import META, Cost
 from hp_dry.operators.values import STAND_INS, Again, untouched
 from hp_dry.operators.workspaces import WORKSPACES, Buffer
+from hp_dry.recording.recorder import DeviceRecorder
+from hp_dry.recording.tensors import tensors_in
 from hp_dry.trace import Launch
 from hp_platform._internals import FakeTensor
 from hp_platform.device.rules import may_mix
-
-if TYPE_CHECKING:
-    from hp_dry.device.device import DryDevice
 
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
@@ -68,7 +67,7 @@ class _Operator:
     is_collective: bool
     may_move: bool
     flops: Callable[..., int] | None
-    stand_in: Callable[[DryDevice, Any, Any, Any], Any] | None
+    stand_in: Callable[[DeviceRecorder, Any, Any, Any], Any] | None
     workspace: Callable[[Any, Any], list[Buffer]] | None
 
 
@@ -113,7 +112,7 @@ class Operators(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: DryDevice) -> None:
+    def __init__(self, device: DeviceRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._seen: dict[Hashable, shapes.Made] = {}
@@ -266,7 +265,7 @@ def _written(op: _Operator, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _launch(
-    device: DryDevice,
+    device: DeviceRecorder,
     op: _Operator,
     operands: tuple[list[Tensor], list[Tensor], list[Tensor]],
     cost: Cost,
@@ -306,7 +305,7 @@ def _launch(
     )
 
 
-def _all_on_device(device: DryDevice, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _all_on_device(device: DeviceRecorder, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Note that operands are on two devices, and go on as if they were on one."""
     given = tensors_in(*args, *kwargs.values())
     on_host = [x for x in given if not is_meta(x)]

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from hp_dry.operators.shapes import MASKS, tensors_in
+from hp_dry.operators.shapes import MASKS
 from hp_dry.operators.workspaces import cast_input
+from hp_dry.recording.tensors import tensors_in
 
 Rule = Callable[[Sequence[Any], Mapping[str, Any]], int]
 

@@ -5,35 +5,18 @@ Much of torch computes shapes in Python, and a step asks for the same ones thous
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hp_dry._internals.symbols import is_meta, storage_key
-from hp_dry.trace import Shapes
+from hp_dry._internals import is_meta, storage_key
 
 META = torch.device("meta")
 MASKS = (torch.bool, torch.uint8)
 """Dtypes of indices that say of each place whether it is meant."""
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors among values, and in lists and tuples that are among them, in their order."""
-    found: list[Tensor] = []
-    for x in values:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, list | tuple):
-            found += tensors_in(*x)
-    return found
-
-
-def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """Return the shape and dtype of tensors, as a trace has them."""
-    return tuple((tuple(x.shape), str(x.dtype)[6:]) for x in tensors)
 
 
 class Cost(NamedTuple):

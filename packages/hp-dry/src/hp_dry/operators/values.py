@@ -11,18 +11,15 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hp_dry._internals.symbols import is_meta
+from hp_dry._internals import is_meta
 from hp_dry.operators.shapes import MASKS
+from hp_dry.recording.recorder import DeviceRecorder
 from hp_dry.trace import HostWait, Launch
-
-if TYPE_CHECKING:
-    from hp_dry.device.device import DryDevice
-
 
 _LARGE = 2**20
 """Bytes of pinned memory from which on what a device writes into it is not written."""
@@ -35,13 +32,13 @@ class Again:
     args: tuple[Any, ...]
 
 
-def wait(device: DryDevice, what: str, num_bytes: int = 0) -> None:
+def wait(device: DeviceRecorder, what: str, num_bytes: int = 0) -> None:
     """Write down that the host waits for what the current stream was given so far."""
     device.emit(HostWait(what=what, stream=device.thread.stream, num_bytes=num_bytes))
 
 
 def copy_between(
-    device: DryDevice, host: Tensor, dry: Tensor, *, to_host: bool, non_blocking: bool
+    device: DeviceRecorder, host: Tensor, dry: Tensor, *, to_host: bool, non_blocking: bool
 ) -> None:
     """Write down a copy between the host and the device, and what is wrong with it."""
     num_bytes = host.numel() * host.element_size()
@@ -72,7 +69,7 @@ def copy_between(
     wait(device, what, num_bytes)
 
 
-def _to_copy(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
+def _to_copy(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
     x, target, dtype = args[0], kwargs.get("device"), kwargs.get("dtype")
     non_blocking = bool(kwargs.get("non_blocking"))
     if not is_meta(x):
@@ -91,7 +88,7 @@ def _to_copy(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
     return host
 
 
-def _copy_(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
+def _copy_(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[:2]
     if is_meta(target) and is_meta(source):
         return NotImplemented
@@ -105,7 +102,7 @@ def _copy_(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
-def _is_store(device: DryDevice, host: Tensor) -> bool:
+def _is_store(device: DeviceRecorder, host: Tensor) -> bool:
     """Tell whether it is of a large piece of pinned memory, as what is offloaded goes to.
 
     That is zero from the start, and is not touched: gigabytes that are never written take none.
@@ -121,7 +118,7 @@ def untouched(x: Tensor) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=x.dtype).view(x.shape)
 
 
-def _foreach_copy_(device: DryDevice, func: Any, args: Any, kwargs: Any) -> Any:
+def _foreach_copy_(device: DeviceRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     pairs = list(zip(args[0], args[1], strict=True))
     if all(is_meta(target) and is_meta(source) for target, source in pairs):
         return NotImplemented
@@ -131,28 +128,28 @@ def _foreach_copy_(device: DryDevice, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-def _item(device: DryDevice, _: Any, args: Any, __: Any) -> Any:
+def _item(device: DeviceRecorder, _: Any, args: Any, __: Any) -> Any:
     x = args[0]
     wait(device, "aten._local_scalar_dense", x.element_size())
     return torch.zeros((), dtype=x.dtype).item()
 
 
-def _equal(device: DryDevice, *_: Any) -> Any:
+def _equal(device: DeviceRecorder, *_: Any) -> Any:
     wait(device, "aten.equal", 1)
     return False
 
 
-def _nonzero(device: DryDevice, _: Any, args: Any, __: Any) -> Any:
+def _nonzero(device: DeviceRecorder, _: Any, args: Any, __: Any) -> Any:
     wait(device, "aten.nonzero", 8)
     return torch.empty(0, args[0].dim(), dtype=torch.int64, device="meta")
 
 
-def _masked_select(device: DryDevice, _: Any, args: Any, __: Any) -> Any:
+def _masked_select(device: DeviceRecorder, _: Any, args: Any, __: Any) -> Any:
     wait(device, "aten.masked_select", 8)
     return torch.empty(0, dtype=args[0].dtype, device="meta")
 
 
-def _unique(device: DryDevice, func: Any, args: Any, __: Any) -> Any:
+def _unique(device: DeviceRecorder, func: Any, args: Any, __: Any) -> Any:
     wait(device, str(func).removesuffix(".default"), 8)
     x = args[0]
     values = torch.empty(0, dtype=x.dtype, device="meta")
@@ -160,14 +157,14 @@ def _unique(device: DryDevice, func: Any, args: Any, __: Any) -> Any:
     return values, inverse, torch.empty(0, dtype=torch.int64, device="meta")
 
 
-def _repeat_interleave(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
+def _repeat_interleave(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
     num_rows = kwargs.get("output_size")
     if num_rows is None:
         wait(device, "aten.repeat_interleave", 8)
     return torch.empty(num_rows or 0, dtype=args[0].dtype, device="meta")
 
 
-def _bincount(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
+def _bincount(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
     wait(device, "aten.bincount", 8)
     weights = args[1] if len(args) > 1 else kwargs.get("weights")
     num = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
@@ -175,7 +172,7 @@ def _bincount(device: DryDevice, _: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty(num, dtype=dtype, device="meta")
 
 
-def _index(device: DryDevice, func: Any, args: Any, _: Any) -> Any:
+def _index(device: DeviceRecorder, func: Any, args: Any, _: Any) -> Any:
     x, indices = args[:2]
     if not is_meta(x):
         return NotImplemented  # a fault: the index of a tensor on the host is on the device

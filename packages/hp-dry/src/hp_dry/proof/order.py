@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
-from hp_dry.classes import Classes
+from hp_dry.cluster import Classes
 from hp_dry.proof.matching import Problem, Sequences, mismatches, told
 from hp_dry.proof.symmetry import Symmetry, family_of
 from hp_dry.proof.waits import Waits

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hp_dry.classes import Classes
+from hp_dry.cluster import Classes
 from hp_dry.trace import Collective, HostMessage, Trace
 
 

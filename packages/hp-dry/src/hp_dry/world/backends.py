@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.distributed import ProcessGroup
 
-from hp_dry._internals.symbols import (
+from hp_dry._internals import (
     backend_methods,
     backend_plugins,
     change,
@@ -19,10 +20,8 @@ from hp_dry._internals.symbols import (
     placeholder,
     torch_functions,
 )
+from hp_dry.world.groups import Groups
 from hp_platform._internals import PrefixStore
-
-if TYPE_CHECKING:
-    from hp_dry.world.world import DryWorld
 
 
 class Options:
@@ -121,8 +120,20 @@ class ProcessGroupGloo(DryBackend):
     create_device = staticmethod(lambda **_: None)
 
 
-def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
-    """Let torch make groups of a world until `stack` is closed."""
+def enter_stand_ins(
+    stack: ExitStack,
+    groups: Groups,
+    start_batch: Callable[[], None],
+    end_batch: Callable[[], Any],
+) -> None:
+    """Let torch make groups of a world until `stack` is closed.
+
+    Args:
+        stack: Stack that undoes the changes.
+        groups: Groups of the world.
+        start_batch: Function that begins a batch of operations.
+        end_batch: Function that ends it and returns its handle.
+    """
     made: dict[int, DryBackend] = {}
     plain_register, plain_backend = backend_methods()
 
@@ -136,16 +147,16 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
         found = plain_backend(group, torch.device(device))
         return made.get(id(found), found)
 
-    def abort(group: ProcessGroup) -> None:  # a method of the world would not be given the group
-        world.give_up(group)
+    def abort(group: ProcessGroup) -> None:  # a bound method would not be given the group
+        groups.give_up(group)
 
     change(
         stack,
         ProcessGroup,
         _register_backend=register,
         _get_backend=get_backend,
-        _start_coalescing=lambda _group, _device: world.start_batch(),
-        _end_coalescing=lambda group, _device: world.end_batch(group),
+        _start_coalescing=lambda _group, _device: start_batch(),
+        _end_coalescing=lambda _group, _device: end_batch(),
         split_group=_split_group,
         abort=abort,
         supports_coalescing=True,
@@ -161,7 +172,7 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
     }
     plugins = {"NCCL": ProcessGroupNCCL.of_plugin, "GLOO": ProcessGroupGloo.of_plugin}
     stack.enter_context(backend_plugins(**plugins))
-    stack.enter_context(torch_functions(**functions, **_noting_groups(world)))
+    stack.enter_context(torch_functions(**functions, **_noting_groups(groups)))
 
 
 def _split_group(  # noqa: PLR0917 # as torch calls it
@@ -184,27 +195,27 @@ def _split_group(  # noqa: PLR0917 # as torch calls it
     return group
 
 
-def _noting_groups(world: DryWorld) -> dict[str, Any]:
-    """Return the functions of torch that make groups, which tell the world of every one."""
+def _noting_groups(groups: Groups) -> dict[str, Any]:
+    """Return the functions of torch that make groups, which note every one."""
     make, tagged, split, destroy = group_functions()
 
     def make_tagged(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         # Members alone make it; the others of hp_platform's calls are asked all the same.
-        world.makes_alone = bool(kwargs.get("use_local_synchronization"))
+        groups.makes_alone = bool(kwargs.get("use_local_synchronization"))
         try:
-            if world.makes_alone and ranks is not None and world.rank not in ranks:
-                world.note_group(kwargs.get("group_desc") or "undefined", sorted(ranks))
+            if groups.makes_alone and ranks is not None and groups.rank not in ranks:
+                groups.note_group(kwargs.get("group_desc") or "undefined", sorted(ranks))
             return tagged(ranks, *args, **kwargs)
         finally:
-            world.makes_alone = False
+            groups.makes_alone = False
 
     def make_group(size: int, rank: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         purpose = kwargs.get("group_desc") or "undefined"
         known = list(ranks) or list(range(size))
-        name = world.note_group(purpose, known, is_first=not ranks)
+        name = groups.note_group(purpose, known, is_first=not ranks)
         found = make(size, rank, ranks, *args, **kwargs)
         if isinstance(found[0], ProcessGroup):
-            world.note_member(found[0], *name, known)
+            groups.note_member(found[0], *name, known)
         return found
 
     def split_group(
@@ -212,16 +223,16 @@ def _noting_groups(world: DryWorld) -> dict[str, Any]:
     ) -> Any:
         parent = parent_pg or torch.distributed.group.WORLD
         assert parent is not None
-        lists = world.split_lists(parent, split_ranks or [], kwargs.get("group_desc"))
+        lists = groups.split_lists(parent, split_ranks or [], kwargs.get("group_desc"))
         group = split(parent_pg, split_ranks, *args, **kwargs)
         if isinstance(group, ProcessGroup):  # not None, nor what torch 2.14 gives ranks outside
-            world.note_split(group, lists)
+            groups.note_split(group, lists)
         return group
 
     def destroy_group(group: ProcessGroup | None = None) -> None:
         destroy(group)
         if group is None or group is torch.distributed.group.WORLD:
-            world.forget_groups()
+            groups.forget_groups()
 
     return {
         "_new_process_group_helper": make_group,

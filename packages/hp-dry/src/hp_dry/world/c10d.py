@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hp_dry._internals.symbols import (
+from hp_dry._internals import (
     reduction_of,
     schema_of,
 )
-from hp_dry.operators.shapes import tensors_in
+from hp_dry.recording.tensors import tensors_in
 from hp_dry.world.exchange import Operation
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
-from hp_dry.classes import Classes
+from hp_dry.cluster import Classes
 
 _LISTED = 16
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_dry._internals.symbols import torch_functions
+from hp_dry._internals import torch_functions
 from hp_dry.world.exchange import seconds_of
+from hp_dry.world.groups import Groups
 from hp_platform import _internals
 
-if TYPE_CHECKING:
-    from hp_dry.world.world import DryWorld
 
-
-def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
+def enter_stand_ins(stack: ExitStack, groups: Groups) -> None:
     """Let torch's object collectives over NCCL carry their objects until `stack` is closed.
 
     They are pickled, as torch does it, and go from one process of the dry run to another; what the
     device would do for them is done for their sizes.
     """
-    objects = _Objects(world)
+    objects = _Objects(groups)
     functions = {
         name: objects.over_nccl(getattr(dist, name), getattr(objects, name))
         for name in _GROUP_POSITIONS
@@ -35,8 +33,8 @@ def enter_stand_ins(stack: ExitStack, world: DryWorld) -> None:
 
 
 class _Objects:
-    def __init__(self, world: DryWorld) -> None:
-        self._world = world
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
 
     def over_nccl(self, plain: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
         """`plain` for groups that serve the host, `ours` for others."""
@@ -46,7 +44,7 @@ class _Objects:
             if group is None and len(args) > positions:
                 args, group = args[:positions] + args[positions + 1 :], args[positions]
             chosen = dist.group.WORLD if group is None else group
-            if not isinstance(chosen, ProcessGroup) or self._world.serves(chosen, "cpu"):
+            if not isinstance(chosen, ProcessGroup) or self._groups.serves(chosen, "cpu"):
                 return plain(*args, group=group, **kwargs)
             kwargs.pop("device", None)
             return ours(chosen, *args, **kwargs)
@@ -102,8 +100,8 @@ class _Objects:
         use_batch: bool = False,
     ) -> None:
         peer, data = _root(group, dst, group_dst), pickle.dumps(object_list)
-        world = self._world
-        world.exchange.tell(world.communicator(group), peer, data, "objects")
+        groups = self._groups
+        groups.exchange.tell(groups.communicator(group), peer, data, "objects")
         for x in self._staged(len(object_list), len(data)):
             _pass(dist.isend, x, peer, group, use_batch=use_batch)
 
@@ -116,8 +114,8 @@ class _Objects:
         *,
         use_batch: bool = False,
     ) -> int:
-        peer, world = _root(group, src, group_src), self._world
-        wait = world.exchange.hear(world.communicator(group), peer, "objects")
+        peer, groups = _root(group, src, group_src), self._groups
+        wait = groups.exchange.hear(groups.communicator(group), peer, "objects")
         data = wait(seconds_of(group))
         for x in self._staged(len(object_list), len(data)):
             _pass(dist.irecv, x, peer, group, use_batch=use_batch)
@@ -127,7 +125,7 @@ class _Objects:
 
     def _staged(self, num_objects: int, num_bytes: int) -> list[Tensor]:
         """Pass on what the device would: sizes, then bytes."""
-        device = self._world.device.device
+        device = self._groups.recorder.device
         return [
             torch.empty(num_objects, dtype=torch.int64, device=device),
             torch.empty(num_bytes, dtype=torch.uint8, device=device),
@@ -135,9 +133,8 @@ class _Objects:
 
     def _everybody(self, group: ProcessGroup, value: Any) -> list[Any]:
         """Gather what every member gives: on the device sizes, which the host reads, and bytes."""
-        world = self._world
-        data = pickle.dumps(value)
-        told = world.exchange.values(world.communicator(group), data, seconds_of(group))
+        groups, data = self._groups, pickle.dumps(value)
+        told = groups.exchange.values(groups.communicator(group), data, seconds_of(group))
         longest = max(map(len, told))
         found = self._staged(len(told), len(told) * longest)
         for everyones, mine in zip(found, self._staged(1, longest), strict=True):

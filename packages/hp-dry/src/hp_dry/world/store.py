@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from hp_dry.classes import Classes
+from hp_dry.cluster import Classes
 from hp_dry.world.hub import HubClient
 from hp_platform._internals import Store
 from hp_platform.failures.liveness import RANK_KEYS

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_dry._internals.symbols import (
+from hp_dry._internals import (
     arguments_of,
     change,
     is_meta,
@@ -28,10 +28,10 @@ from hp_dry._internals.symbols import (
     rendezvous_by,
     work_of,
 )
-from hp_dry.classes import Classes
-from hp_dry.device import sites
-from hp_dry.device.device import DryDevice
-from hp_dry.operators.shapes import shapes_of
+from hp_dry.cluster import Classes
+from hp_dry.device import DryDevice
+from hp_dry.recording import sites
+from hp_dry.recording.tensors import shapes_of
 from hp_dry.trace import Collective, HostMessage, HostWait, WaitWork
 from hp_dry.world import backends, objects
 from hp_dry.world.c10d import (
@@ -39,19 +39,13 @@ from hp_dry.world.c10d import (
     functional_operation,
     operations_of,
 )
-from hp_dry.world.communicators import Communicator, Families
-from hp_dry.world.exchange import Exchange, Operation, seconds_of
+from hp_dry.world.communicators import Communicator
+from hp_dry.world.exchange import Operation, seconds_of
+from hp_dry.world.groups import Groups
 from hp_dry.world.hub import HubClient
 from hp_dry.world.store import DryStore
-from hp_platform._internals import (
-    AsyncCollectiveTensor,
-    backend_name,
-    backend_of,
-    group_of,
-)
+from hp_platform._internals import AsyncCollectiveTensor, group_of
 from hp_platform.failures import messages
-
-NamedLists = list[tuple[str, str, tuple[int, ...]]]
 
 
 class _Thread(threading.local):
@@ -74,11 +68,8 @@ class DryWorld:
     def __init__(self, device: DryDevice, classes: Classes, client: HubClient) -> None:
         self.device, self.classes, self.client = device, classes, client
         self.rank, self.size = device.trace.rank, device.trace.world_size
-        self.makes_alone = False
-        self.families = Families(classes)
-        self.exchange = Exchange(client, self.families, self.rank)
+        self.groups = Groups(device, classes, client)
         self.thread = _Thread()
-        self._communicators: dict[ProcessGroup, Communicator] = {}
         self._stores: list[DryStore] = []
         self._unwaited: dict[int, Any] = {}  # by block, results that nobody has waited for
         self._batches = count(1)
@@ -86,8 +77,8 @@ class DryWorld:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            backends.enter_stand_ins(stack, self)
-            objects.enter_stand_ins(stack, self)
+            backends.enter_stand_ins(stack, self.groups, self._start_batch, self._end_batch)
+            objects.enter_stand_ins(stack, self.groups)
             kernels = {name: self._kernel(name) for name in operator_names()}
             stack.enter_context(operator_kernels("c10d", kernels, "CPU", "Meta"))
             stack.enter_context(rendezvous_by(self._rendezvous))
@@ -99,99 +90,17 @@ class DryWorld:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    # Groups
-
-    def note_group(
-        self, purpose: str, ranks: Sequence[int], *, is_first: bool = False
-    ) -> tuple[str, str]:
-        """Note that a group is made, by every rank of the world; return its name and family."""
-        name, family = self._add("world" if is_first else purpose, ranks)
-        if not is_first and not self.makes_alone:
-            world = next(iter(self.device.trace.groups))
-            self.device.emit(HostMessage("new_group", world, (), name, waits=False))
-        return name, family
-
-    def note_member(
-        self, group: ProcessGroup, name: str, family: str, ranks: Sequence[int]
-    ) -> None:
-        """Note that this rank is in a group that was made."""
-        is_eager = group.bound_device_id is not None
-        self._join(group, name, family, tuple(ranks), is_eager=is_eager)
-        if is_eager and self._has_nccl(group):  # torch binds groups of Gloo as well
-            self._note_connected(name)
-        if is_eager or self.serves(group, "cpu"):
-            self.device.emit(HostMessage(op="connect", group=name, shapes=()))
-
-    def split_lists(
-        self, parent: ProcessGroup, lists: Sequence[Sequence[int]], purpose: str | None
-    ) -> NamedLists:
-        """Note that a group is split, by every rank in it; return names, families and ranks."""
-        known = self.communicator(parent)
-        purpose = purpose or f"{known.family} split"
-        found: NamedLists = []
-        for positions in lists:
-            ranks = tuple(known.ranks[position] for position in sorted(positions))
-            found.append((*self._add(purpose, ranks), ranks))
-        # Each rank may give the call the name of its own group: torch does not compare them.
-        detail = ", ".join(name[name.rindex("[") :] for name, _, _ in found)
-        self.device.emit(HostMessage("split_group", known.name, (), detail))
-        return found
-
-    def note_split(self, group: ProcessGroup, lists: NamedLists) -> None:
-        """Note that this rank is in a group that was split off."""
-        for name, family, ranks in lists:
-            if self.rank in ranks:
-                self._join(group, name, family, ranks, is_eager=True)
-                self._note_connected(name)
-
-    def _add(self, purpose: str, ranks: Sequence[int]) -> tuple[str, str]:
-        name, family = self.families.add(purpose, ranks)
-        self.device.trace.families[family] = tuple(self.families.lists[family])
-        return name, family
-
-    def _join(
-        self, group: ProcessGroup, name: str, family: str, ranks: tuple[int, ...], *, is_eager: bool
-    ) -> None:
-        mine = ranks.index(self.rank)
-        made = Communicator(name, family, ranks, mine, is_eager, is_connected=is_eager)
-        self._communicators[group], self.device.trace.groups[name] = made, ranks
-
-    def communicator(self, group: ProcessGroup) -> Communicator:
-        """Return what is known of a group.
-
-        Raises:
-            RuntimeError: If it was made elsewhere.
-        """
-        if (found := self._communicators.get(group)) is None:
-            raise RuntimeError(f"group {group.group_name} was not made inside the dry run")
-        return found
-
-    def forget_groups(self) -> None:
-        """Forget all: the default group was destroyed."""
-        self._communicators.clear()
-
-    def give_up(self, group: ProcessGroup) -> None:
-        """Let those fail who wait for this rank in a group."""
-        if group in self._communicators:
-            self.exchange.give_up(self._communicators[group])
-
-    def _note_connected(self, name: str) -> None:
-        if name not in self.device.trace.connected:
-            self.device.trace.connected.append(name)
-
     def _rendezvous(self, _: str, **__: Any) -> Iterator[tuple[DryStore, int, int]]:
         own = str(torch.cuda.get_device_properties(self.device.device).uuid)
         store = DryStore(self.client, self.classes, rank=self.rank, own=own)
         self._stores.append(store)  # C++ holds its own half of it alone
         yield store, self.rank, self.size
 
-    # Operations
-
-    def start_batch(self) -> None:
+    def _start_batch(self) -> None:
         """Let what this thread starts from now on be one operation."""
         self.thread.batch, self.thread.work = next(self._batches), self.device.new_work()
 
-    def end_batch(self, _: ProcessGroup) -> Any:
+    def _end_batch(self) -> Any:
         """End a batch; return its handle."""
         work, self.thread.batch, self.thread.work = self.thread.work, -1, -1
         return self._device_work(work)
@@ -209,7 +118,7 @@ class DryWorld:
             return self.device.run_kernel(func, args, kwargs)
         operations, out = found
         group = group_of(arguments_by_name(func, args, kwargs)["group_name"])
-        work = self._on_device(self.communicator(group), operations, group, is_async=True)
+        work = self._on_device(self.groups.communicator(group), operations, group, is_async=True)
         for operation in operations:
             self._unwaited[self.device.block_of(operation.outputs[0])] = work
         return out
@@ -235,24 +144,17 @@ class DryWorld:
 
     def _run(self, name: str, given: dict[str, Any]) -> Any:
         group = group_of(given["process_group"])
-        communicator = self.communicator(group)
+        communicator = self.groups.communicator(group)
         operations = operations_of(name, given)
         on_device = any(is_meta(x) for each in operations for x in (*each.inputs, *each.outputs))
         if not on_device and operations[0].op == "barrier":
-            on_device = self.serves(group, "cuda") and not self.serves(group, "cpu")
+            on_device = self.groups.serves(group, "cuda") and not self.groups.serves(group, "cpu")
         if on_device:
             is_async = bool(given.get("async_op", True))
             return self._on_device(communicator, operations, group, is_async=is_async)
-        if not self.serves(group, "cpu") and self.thread.carried is not group:
+        if not self.groups.serves(group, "cpu") and self.thread.carried is not group:
             raise RuntimeError("No backend type associated with device type cpu")
         return self._on_host(communicator, operations, group)
-
-    def serves(self, group: ProcessGroup, kind: str) -> bool:
-        """Tell whether a group has a back end for `"cpu"` or `"cuda"`."""
-        return backend_of(group, torch.device(kind)) is not None
-
-    def _has_nccl(self, group: ProcessGroup) -> bool:
-        return "nccl" in (backend_name(group, torch.device("cuda")) or "")
 
     def _on_device(
         self,
@@ -263,9 +165,9 @@ class DryWorld:
         is_async: bool,
     ) -> Any:
         device, thread = self.device, self.thread
-        if not self.serves(group, "cuda"):
+        if not self.groups.serves(group, "cuda"):
             raise RuntimeError("No backend type associated with device type cuda")
-        if not self._has_nccl(group):
+        if not self.groups.has_nccl(group):
             return self._staged(communicator, operations)
         is_batched, batch = thread.batch >= 0, thread.batch
         work = thread.work if is_batched else device.new_work()
@@ -275,7 +177,7 @@ class DryWorld:
         self._connect(communicator, is_batched=batch >= 0, asked=operations[0])
         for asked in operations:
             name = self._queue_of(communicator, asked, is_batched=batch >= 0)
-            self._note_connected(name)
+            self.groups.note_connected(name)
             # torch runs what the host waits for at once on the stream of the host.
             is_own = is_async or is_batched or asked.peer >= 0
             stream = device.stream_of_group(name) if is_own else issuer
@@ -351,7 +253,7 @@ class DryWorld:
         finishes = []
         for asked in operations:
             self._tell(communicator, asked, waits=False, work=work)
-            finishes.append(self.exchange.start(communicator, asked, at))
+            finishes.append(self.groups.exchange.start(communicator, asked, at))
         usual = seconds_of(group)
 
         def wait(timeout: timedelta | None) -> bool:
@@ -360,7 +262,7 @@ class DryWorld:
                 try:
                     finish(asked_for if asked_for > 0 else usual)
                 except RuntimeError:
-                    self.exchange.give_up(communicator)  # as Gloo breaks all of a group
+                    self.groups.exchange.give_up(communicator)  # as Gloo breaks all of a group
                     raise
             finishes.clear()
             self.device.emit(WaitWork(work=work, stream=-1))

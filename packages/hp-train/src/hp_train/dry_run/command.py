@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from hp_base.environment import require_unstarted
 from hp_base.errors import ConfigError
 from hp_base.numbers import whole
-from hp_dry.flags import add_flags, require_places
+from hp_dry.cli import add_flags, require_places
 from hp_plan.costs.machine import machine_found
 from hp_plan.costs.routing import parse_skew
 from hp_plan.layouts.command import known_vocab_size, lengths_plugin
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
     require_places(options)
     require_possible(resolved.config, options.rank)
     skews = [parse_skew(text, resolved.config.model) for text in options.skew or ["uniform"]]
-    from hp_dry.report.outcome import show  # noqa: PLC0415
+    from hp_dry.rehearsal import show  # noqa: PLC0415
     from hp_train.dry_run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 
     config = dry_config(resolved.config, gpus_per_node=options.gpus_per_node)

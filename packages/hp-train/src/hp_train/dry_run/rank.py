@@ -13,10 +13,10 @@ from hp_checkpoint import sources_of
 from hp_data import load_tokenizer
 from hp_data.tokenizer import vocab_size_of
 from hp_dry import active_device
+from hp_dry.cluster import grows_segments, keeps_launch_order, loads_eagerly
 from hp_dry.report.labels import PARAMETERS, add_labels
 from hp_dry.report.ranks import report_of
 from hp_dry.report.summary import Saved
-from hp_dry.settings import grows_segments, keeps_launch_order, loads_eagerly
 from hp_plan.costs.routing import Skew
 from hp_platform import RankInfo, doing, failing_together
 from hp_platform.host_reads import answering

@@ -1,43 +1,43 @@
-"""`DryDevice`: a GPU that computes nothing, for one rank."""
+"""What one rank asks of its device, written into a trace: `DeviceRecorder`."""
 
 from __future__ import annotations
 
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, cycle
-from typing import Any, Self
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from hp_dry._internals import cuda_operators
-from hp_dry._internals.symbols import (
-    around_backward,
-    is_meta,
-    operator_kernels,
-    without_gpu_contexts,
+from hp_dry._internals import is_meta
+from hp_dry.cluster import Gpu
+from hp_dry.recording import sites
+from hp_dry.recording.backward import Backward, Origin
+from hp_dry.recording.tensors import Buffers, Storages, shapes_of, tensors_in
+from hp_dry.trace import (
+    Collective,
+    Event,
+    Fault,
+    HostAccess,
+    Label,
+    Launch,
+    RecordEvent,
+    Trace,
+    WaitEvent,
 )
-from hp_dry.cuda import api, methods, random_state
-from hp_dry.cuda.current import entered
-from hp_dry.device import sites
-from hp_dry.device.backward import Backward, Origin
-from hp_dry.device.storages import Buffers, Storages
-from hp_dry.gpu import Gpu
-from hp_dry.operators.dispatch import Operators
-from hp_dry.operators.shapes import shapes_of, tensors_in
-from hp_dry.trace import Collective, Event, Fault, HostAccess, Label, Launch, Trace
-from hp_platform.device.dry import set_dry
-from hp_platform.own_kernels import noting
 from hp_platform.threads.places import current_place
 
 _GROUP_STREAMS = 1000
 _POOL = 32
 """Streams of one priority that torch hands out before it begins again."""
 _pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may outlive a device
+_active: list[DeviceRecorder] = []
+"""Recorder of the device that this process is inside of; at most one."""
 
 
 class _Thread(threading.local):
@@ -49,44 +49,37 @@ class _Thread(threading.local):
     in_kernel = 0  # torch's own kernels in Python see `meta`
     asked_meta = False
     at: tuple[str, str, int] | None = None  # while an operator is written down
-    backward: Any = None
+
+    def __init__(self) -> None:
+        self.backward = Backward()
 
 
-class DryDevice:
-    """The GPU of one rank, which computes nothing: the code that runs on it, runs for its shapes.
-
-    Inside the context `cuda` is a device, whatever torch is built for: tensors on it have shapes,
-    dtypes and a storage, but no memory, and what happens to them is written into `trace`. Tensors
-    on the CPU stay real. The host reads zeros from the device. Methods of torch's classes are
-    changed meanwhile, so that there is one such context in a process at a time; threads that are
-    started inside are in it too. What uses operators on two devices, or copies to the host that it
-    does not wait for, goes on: it is noted as a `Fault`.
+class DeviceRecorder:
+    """Records what one rank asks of its device.
 
     Attributes:
         trace: Events so far.
-        gpu: The kind of GPU that it pretends to be.
+        gpu: The kind of GPU that the device pretends to be.
         local_rank: Local rank: position among the ranks of a machine.
         index: Index of the device on its machine, as in `cuda:0`.
-        on_collective: Called for every operator of `c10d` and of functional collectives whose
-            tensors are on the device, with the operator, its positional and its keyword arguments;
-            returns what the operator returns.
+        on_collective: Function called for every operator of `c10d` and of functional collectives
+            whose tensors are on the device, with the operator, its positional and its keyword
+            arguments; returns the result of the operator.
         storages: Storages that are memory of the device.
         buffers: Storages on the host that asynchronous copies read or write.
     """
 
-    def __init__(
-        self, rank: int = 0, world_size: int = 1, *, gpu: Gpu | None = None, local_rank: int = 0
-    ) -> None:
-        """Pretend to be a rank.
+    def __init__(self, rank: int, world_size: int, *, gpu: Gpu, local_rank: int) -> None:
+        """Begin a trace.
 
         Args:
             rank: Global rank.
             world_size: Number of ranks.
-            gpu: Kind of GPU to pretend to be; None: an H100.
+            gpu: Kind of GPU that the device pretends to be.
             local_rank: Local rank: position among the ranks of a machine.
         """
         self.trace = Trace(rank, world_size)
-        self.gpu = gpu or Gpu()
+        self.gpu = gpu
         self.local_rank, self.index = local_rank, 0
         self.thread = _Thread()
         self.buffers = Buffers()
@@ -95,38 +88,6 @@ class DryDevice:
         self._threads, self._events, self._works = count(), count(1), count(1)
         self._pools = cycle(range(1, 1 + _POOL)), cycle(range(1 + _POOL, 1 + 2 * _POOL))
         self._group_streams: dict[str, int] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        if entered:
-            raise RuntimeError("this process is inside a DryDevice already")
-        composed = cuda_operators.kernels(self.gpu)
-        with ExitStack() as stack:
-            entered.append(self)
-            stack.callback(entered.remove, self)
-            set_dry(entered=True)
-            stack.callback(set_dry, entered=False)
-            stack.callback(self.storages.forget)
-            stack.enter_context(operator_kernels("aten", composed, "AutogradMeta"))
-            stack.enter_context(without_gpu_contexts())
-            stack.enter_context(noting(self.note_kernel))
-            api.enter_stand_ins(stack, self)
-            random_state.enter_stand_ins(stack, self)
-            methods.enter_stand_ins(stack, self)
-            stack.enter_context(around_backward(lambda: methods.Functions(self)))
-            stack.enter_context(self.watching())
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def watching(self) -> ExitStack:
-        """Look at the operators of this thread inside the context."""
-        stack = ExitStack()
-        stack.enter_context(methods.Functions(self))
-        stack.enter_context(Operators(self))
-        return stack
 
     @property
     def device(self) -> torch.device:
@@ -254,10 +215,14 @@ class DryDevice:
         )
 
     def follow_backward(self) -> None:
-        """Be on the stream that the autograd engine is on; see `backward`."""
-        if self.thread.backward is None:
-            self.thread.backward = Backward(self)
-        self.thread.backward.follow()
+        """Move this thread to the stream of the autograd engine; see `backward`."""
+        before = self.thread.stream
+        stream = self.thread.backward.follow(before)
+        if stream != before:
+            event = self.new_event()
+            self.emit(RecordEvent(event=event, stream=before))
+            self.emit(WaitEvent(event=event, stream=stream))
+            self.thread.stream = stream
 
     def remember(self, out: Any) -> None:
         """Keep where an operator was run, for the one that computes its gradient."""
@@ -270,8 +235,8 @@ class DryDevice:
         if self.thread.at is not None:
             return self.thread.at
         at, by_engine = sites.here()
-        place, backward = current_place(), self.thread.backward
-        if by_engine and backward is not None and (origin := backward.origin) is not None:
+        place, origin = current_place(), self.thread.backward.origin
+        if by_engine and origin is not None:
             at = f"{origin.at} < {at}"
             place = sites.backward_place(place, origin.place)
         return at, place, self.thread_number()
@@ -324,3 +289,30 @@ class DryDevice:
             )
         )
         return out
+
+
+@contextmanager
+def recording_by(recorder: DeviceRecorder) -> Iterator[None]:
+    """Let a recorder be `active()` inside the context.
+
+    Raises:
+        RuntimeError: If another one is.
+    """
+    if _active:
+        raise RuntimeError("this process is inside a DryDevice already")
+    _active.append(recorder)
+    try:
+        yield
+    finally:
+        _active.remove(recorder)
+
+
+def active() -> DeviceRecorder:
+    """Return the recorder of the device that this process is inside of.
+
+    Raises:
+        RuntimeError: If it is in none: a stream, an event or a tensor has outlived its device.
+    """
+    if not _active:
+        raise RuntimeError("a stream or an event of a DryDevice is used outside of one")
+    return _active[0]

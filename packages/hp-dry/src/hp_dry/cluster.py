@@ -1,10 +1,32 @@
-"""Classes of ranks that run the same program, one of which has a process."""
+"""Cluster of a dry run: its GPUs, its classes of ranks, settings of its processes. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_OFF = ("", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, and how many a machine has.
+
+    Attributes:
+        name: Name of the GPU, as the driver reports it.
+        memory_bytes: Bytes of memory of one GPU.
+        capability: Compute capability, major and minor.
+        num_multiprocessors: Streaming multiprocessors (SMs) of one GPU.
+        num_devices: GPUs that a process sees.
+    """
+
+    name: str = "NVIDIA H100 80GB HBM3"
+    memory_bytes: int = 80 * 2**30
+    capability: tuple[int, int] = (9, 0)
+    num_multiprocessors: int = 132
+    num_devices: int = 8
 
 
 @dataclass(frozen=True)
@@ -45,3 +67,20 @@ class Classes:
     def size(self, rank: int) -> int:
         """Count the ranks that a representative stands for."""
         return len(self.members[rank])
+
+
+def keeps_launch_order(env: Mapping[str, str]) -> bool:
+    """Tell whether NCCL keeps operations of several communicators in the order of the host."""
+    return env.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in _OFF
+
+
+def loads_eagerly(env: Mapping[str, str]) -> bool:
+    """Tell whether torch's kernels are loaded before anything is launched."""
+    return env.get("CUDA_MODULE_LOADING", "").upper() == "EAGER"
+
+
+def grows_segments(env: Mapping[str, str]) -> bool:
+    """Tell whether torch's allocator takes memory of the device in segments that grow."""
+    options = next((env[name] for name in _ALLOCATOR if name in env), "")
+    values = dict(option.partition(":")[::2] for option in options.replace(" ", "").split(","))
+    return values.get("expandable_segments", "").lower() == "true"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hp_dry.settings import grows_segments, keeps_launch_order, loads_eagerly
+from hp_dry.cluster import grows_segments, keeps_launch_order, loads_eagerly
 
 
 def test_nccl_keeps_the_order_of_the_host_if_it_is_asked_to() -> None:

@@ -1,4 +1,4 @@
-"""Storages that are memory of the device, and since when; buffers of the host for its copies."""
+"""Tensors of a dry run: which are among values, their shapes, and the storages behind them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_dry._internals.symbols import storage_key
-from hp_dry.trace import Allocate, Event, Release
+from hp_dry._internals import storage_key
+from hp_dry.trace import Allocate, Event, Release, Shapes
 
 _ADDRESSES = 1 << 40
 """Bytes between the addresses that two blocks pretend to have."""
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors among values, and in lists and tuples that are among them, in their order."""
+    found: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += tensors_in(*x)
+    return found
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    """Return the shape and dtype of tensors, as a trace has them."""
+    return tuple((tuple(x.shape), str(x.dtype)[6:]) for x in tensors)
 
 
 class Block(weakref.ref[torch.UntypedStorage]):

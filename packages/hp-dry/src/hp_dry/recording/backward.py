@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from hp_dry._internals.symbols import current_node, sequence_number
-from hp_dry.trace import RecordEvent, WaitEvent
-
-if TYPE_CHECKING:
-    from hp_dry.device.device import DryDevice
+from hp_dry._internals import current_node, sequence_number
 
 _KEY = "hp_dry"
 
@@ -41,10 +37,9 @@ class Backward:
             backward and where gradients of a leaf are added up.
     """
 
-    __slots__ = ("_device", "_home", "_last", "_node", "origin")
+    __slots__ = ("_home", "_last", "_node", "origin")
 
-    def __init__(self, device: DryDevice) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._node: tuple[int, int] | None = None
         self._home = 0
         self._last: tuple[list[weakref.ref[Tensor]], Origin] | None = None
@@ -54,26 +49,24 @@ class Backward:
         """Keep what an operator returns until it has its node."""
         self._last = ([weakref.ref(x) for x in made], origin)
 
-    def follow(self) -> None:
-        """Be on the stream of the node that the engine runs now."""
+    def follow(self, stream: int) -> int:
+        """Return the stream of the node that the engine runs now.
+
+        Args:
+            stream: Number of the current stream.
+        """
         if self._last is not None:
             self._tag_nodes(*self._last)
             self._last = None
         node = current_node()
         key = None if node is None else (id(node), sequence_number(node))
         if key == self._node:
-            return
-        thread = self._device.thread
+            return stream
         if self._node is None:
-            self._home = thread.stream
+            self._home = stream
         self._node = key
         self.origin = None if node is None else node.metadata.get(_KEY)
-        stream = self._home if self.origin is None else self.origin.stream
-        if stream != thread.stream:
-            event = self._device.new_event()
-            self._device.emit(RecordEvent(event=event, stream=thread.stream))
-            self._device.emit(WaitEvent(event=event, stream=stream))
-            thread.stream = stream
+        return self._home if self.origin is None else self.origin.stream
 
     @staticmethod
     def _tag_nodes(made: list[weakref.ref[Tensor]], origin: Origin) -> None:

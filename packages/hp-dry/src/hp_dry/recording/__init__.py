@@ -1,0 +1,1 @@
+"""Recording: what one rank asks of its device, from which line, with which memory."""
