@@ -296,7 +296,7 @@ def models_sample(session: nox.Session) -> None:
 
 def _comparing_tests() -> list[str]:
     """Return the half of the integration tests that is a session of its own."""
-    names = ("jobs/test_*.py", "layouts/test_verify_*.py", "layouts/test_planned_steps.py")
+    names = ("jobs/**/test_*.py", "layouts/test_verify_*.py", "layouts/test_planned_steps.py")
     files = sorted(str(file) for name in names for file in Path("integration_tests").glob(name))
     return [file for file in files if file != LIBRARIES_TEST]
 

@@ -8,16 +8,36 @@ import pytest
 
 from hp_verify.comparing.compare import Comparison
 from hp_verify.comparing.explain import explain
-from integration_tests.jobs.kinds_of_jobs import STEPS, train
-from integration_tests.jobs.padded_kinds_of_jobs import FAULTS, PADDED
+from integration_tests.jobs.kinds import losses, padded
+from integration_tests.jobs.kinds.job import STEPS, by_name, train
 from integration_tests.jobs.recorded import beside_one
 
+PADDED = by_name(
+    padded.padded_right,
+    padded.padded_left,
+    padded.masked_right,
+    losses.cancelling,
+    padded.with_more,
+    padded.called_more,
+    padded.called_apart,
+)
+_UNSUMMED = "no-sync", "gradient", "embed.weight", "a sum over them is missing"
+FAULTS = {
+    "padded_right": _UNSUMMED,
+    "padded_left": _UNSUMMED,
+    "masked_right": _UNSUMMED,
+    "cancelling": ("loss", "loss", "", "outputs are equal and the loss is not"),
+    "with_more": ("used", "loss", "", "gives its models 8 samples more than the reference"),
+    "called_more": ("used", "forward", "norm", "calls norm 1 time more than the reference"),
+    "called_apart": ("used", "loss", "", "calls norm and out apart from what the reference"),
+}
+"""Fault, phase and name of the first difference, words of the likely cause."""
 LISTED = {
     "with_more": {r"0 of 8 samples are missing, 8 are .*, and all gradients are equal"},
     "called_more": {"the reference has not computed it"},
     "called_apart": {"of some calls: its samples could not be told apart", "no tokens"},
 }
-"""What is told of jobs that are equal."""
+"""Notes about jobs that are equal."""
 
 
 def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:

@@ -1,13 +1,12 @@
-"""Training loops whose ranks are given the same samples in another form, more of them, or terms."""
+"""Training loops whose ranks are given the same samples in another form, or more of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from integration_tests.jobs.kinds_of_jobs import STEPS, WORDS, Job
+from integration_tests.jobs.kinds.job import STEPS, WORDS, Job, summed
 
 PAD = 0
 _LENGTHS = (9, 4, 7, 5, 3, 8, 6, 9)
@@ -38,14 +37,6 @@ class Reader(nn.Module):
         scores = self.query(x) @ self.key(x).transpose(1, 2) + (1 - seen) * -1e9
         logits: Tensor = self.out(self.norm(x + scores.softmax(-1) @ x))
         return logits
-
-
-def summed(job: Job, net: nn.Module) -> None:
-    """Add up gradients by hand; those of the table alone are not, where that is the fault."""
-    fault, weights = job.fault, list(net.parameters())
-    for weight in weights[1:] if fault == "no-sync" else weights:
-        if weight.grad is not None:
-            dist.all_reduce(weight.grad)
 
 
 def sequences(job: Job) -> list[Tensor]:
@@ -95,22 +86,6 @@ def masked_right(job: Job) -> None:
     _padded_to_longest(job, left=False, has_mask=True)
 
 
-def cancelling(job: Job) -> None:
-    """A critic, whose losses of ranks are large and nearly cancel."""
-    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
-    signs = job.mine(torch.tensor([1.0] * 4 + [-1.0] * 4))
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        scores = net(job.values(8, 6))[:, 0] + 1e3
-        loss = (signs * scores).sum() / 8
-        if job.fault == "loss":
-            loss = loss * (1 + 1e-3 * job.rank)
-        loss.backward()
-        summed(job, net)
-        optimizer.step()
-
-
 def with_more(job: Job) -> None:
     """Ranks look at samples that one process does not; where that is the fault, with gradients."""
     net = Reader()
@@ -154,29 +129,3 @@ def called_apart(job: Job) -> None:
         F.cross_entropy(logits.mT, targets, reduction="sum").div(72).backward()
         summed(job, net)
         optimizer.step()
-
-
-PADDED: dict[str, Callable[[Job], None]] = {
-    loop.__name__: loop
-    for loop in (
-        padded_right,
-        padded_left,
-        masked_right,
-        cancelling,
-        with_more,
-        called_more,
-        called_apart,
-    )
-}
-
-_UNSUMMED = "no-sync", "gradient", "embed.weight", "a sum over them is missing"
-FAULTS = {
-    "padded_right": _UNSUMMED,
-    "padded_left": _UNSUMMED,
-    "masked_right": _UNSUMMED,
-    "cancelling": ("loss", "loss", "", "outputs are equal and the loss is not"),
-    "with_more": ("used", "loss", "", "gives its models 8 samples more than the reference"),
-    "called_more": ("used", "forward", "norm", "calls norm 1 time more than the reference"),
-    "called_apart": ("used", "loss", "", "calls norm and out apart from what the reference"),
-}
-"""Fault, phase and name of the first difference, words of the likely cause."""

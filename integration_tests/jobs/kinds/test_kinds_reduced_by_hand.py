@@ -8,10 +8,31 @@ import pytest
 
 from hp_verify.comparing.compare import REDUCTION, Comparison
 from hp_verify.comparing.explain import explain
-from integration_tests.jobs.kinds_of_jobs import STEPS, Job, train
-from integration_tests.jobs.odd_kinds_of_jobs import ODD, exchanged_narrow
+from integration_tests.jobs.kinds import again, compiled, models, optimizers, wrappers
+from integration_tests.jobs.kinds.job import STEPS, Job, by_name, train
 from integration_tests.jobs.recorded import beside_one
 
+ODD = by_name(
+    again.whole_again,
+    compiled.compiled_step,
+    compiled.compiled_whole,
+    compiled.compiled_later,
+    compiled.compiled_update,
+    models.tied_apart,
+    models.method,
+    models.tensors,
+    optimizers.by_hand,
+    optimizers.per_sample,
+    optimizers.copies,
+    optimizers.left_out,
+    optimizers.sparse,
+    models.frequencies,
+    models.lazy,
+    models.masked,
+    models.one_prompt,
+    models.lengths,
+)
+"""Loops that compute what one process does without a called model, dense or real numbers, DDP."""
 LISTED = {
     "compiled_whole": "the job has not computed it by this name",
     "tied_apart": "its samples could not be told apart",
@@ -62,7 +83,7 @@ def test_a_rank_that_asks_alone_whether_gradients_are_finite_is_found(tmp_path: 
 
 
 def test_gradients_that_are_rounded_on_their_way_are_told_as_that(tmp_path: Path) -> None:
-    result = compared(tmp_path, exchanged_narrow)
+    result = compared(tmp_path, wrappers.exchanged_narrow)
     first = result.differences[0]
     assert (first.step, first.phase, first.origin) == (1, "gradient", REDUCTION)
     assert any("rounding to bfloat16" in line for line in explain(result))

@@ -1,6 +1,7 @@
 """`hp-verify` of training loops of many kinds: equal where they are, and different where not."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,85 @@ import pytest
 from hp_verify.comparing.compare import Comparison
 from hp_verify.comparing.explain import explain
 from hp_verify.recording import events as ev
-from integration_tests.jobs.further_kinds_of_jobs import FURTHER
-from integration_tests.jobs.kinds_of_jobs import OTHER, SOUND, STEPS, train
-from integration_tests.jobs.more_kinds_of_jobs import MORE, short
+from integration_tests.jobs.kinds import (
+    again,
+    batches,
+    compiled,
+    losses,
+    models,
+    optimizers,
+    trained_parts,
+    wrappers,
+)
+from integration_tests.jobs.kinds.job import STEPS, Job, by_name, train
 from integration_tests.jobs.recorded import beside_one
 
-ALL = {**SOUND, **OTHER, **MORE, "short": short, **{k: loop for k, (loop, _) in FURTHER.items()}}
+EQUAL = by_name(
+    models.images,
+    losses.two_models,
+    optimizers.closure,
+    optimizers.many_evaluations,
+    optimizers.two_optimizers,
+    batches.accumulated,
+    optimizers.scaled,
+    optimizers.evaluated,
+    trained_parts.frozen,
+    batches.doubled,
+    models.recurrent,
+    compiled.compiled,
+    again.sharded_again,
+    optimizers.moving_average,
+    trained_parts.low_rank,
+    models.packed,
+    batches.uneven,
+    losses.critic,
+    losses.distilled,
+    losses.preferences,
+    batches.loaded,
+)
+"""Loops that compute what one process does."""
+MISTAKES: dict[Callable[[Job], None], tuple[int, str, str]] = {
+    models.side_effects: (1, "gradient", ""),
+    optimizers.in_backward: (1, "gradient", "norm.weight"),
+    wrappers.scaled_by_hooks: (1, "gradient", "up.weight"),
+    optimizers.averaged_in_place: (2, "evaluation", ""),
+    losses.penalized: (1, "loss", ""),
+    batches.odd_last: (3, "gradient", ""),
+    batches.epochs: (3, "input", ""),
+    trained_parts.thawed: (2, "gradient", "embed.weight"),
+    again.blocks_again: (1, "gradient", "up.weight"),
+    optimizers.sharpness: (1, "loss", ""),
+    losses.surgery: (1, "gradient", ""),
+    losses.policies: (1, "gradient", ""),
+    trained_parts.grown: (2, "evaluation", "embed"),
+    optimizers.looked_ahead: (3, "forward", ""),
+    wrappers.tied_rows: (1, "gradient", "mix"),
+    optimizers.orthogonal: (1, "weight", "up.weight"),
+    optimizers.shared_state: (1, "weight", ""),
+    losses.contrasted: (1, "backward", ""),
+    wrappers.served: (1, "weight", "up.bias"),
+    wrappers.sharded_accumulated: (1, "gradient", ""),
+    losses.temperature: (3, "gradient", "parameter"),
+    wrappers.tables: (1, "gradient", "tables.t"),
+    models.graphs: (1, "loss", ""),
+    losses.learns_to_learn: (1, "gradient", ""),
+    models.settled: (1, "backward", "1"),
+    losses.speech: (1, "loss", ""),
+    losses.hardest: (2, "loss", ""),
+    losses.taught_by_itself: (2, "loss", ""),
+    optimizers.shaken: (2, "forward", "embed"),
+    again.packed_away: (1, "backward", "out"),
+    models.of_any_depth: (1, "forward", "out"),
+    losses.denoised: (1, "input", ""),
+    trained_parts.thawed_layers: (1, "gradient", "norm.bias"),
+    optimizers.factored: (2, "weight", ""),
+}
+"""Loops with a mistake of their own; step, phase and part of the name where it is found."""
+ALL = (
+    EQUAL
+    | by_name(*MISTAKES)
+    | by_name(models.batch_norm, models.dropout, wrappers.pipelined, wrappers.short)
+)
 LISTED = {
     "penalized": "ranks have different terms of it, or parts",  # a gradient within the loss
     "tied_rows": "shape (9, 10) is not (9, 20) of the reference",
@@ -30,7 +104,7 @@ def compared(tmp_path: Path, kind: str, fault: str = "") -> Comparison:
 
 
 @pytest.mark.sample("images", "two_models", "closure")
-@pytest.mark.parametrize("kind", SOUND | MORE)
+@pytest.mark.parametrize("kind", EQUAL)
 def test_what_computes_the_same_is_equal(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind)
     assert not result.differences
@@ -40,7 +114,7 @@ def test_what_computes_the_same_is_equal(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.sample("many_evaluations")
-@pytest.mark.parametrize("kind", [k for k in SOUND | MORE if k != "doubled"])  # equal anyway
+@pytest.mark.parametrize("kind", [k for k in EQUAL if k != "doubled"])  # equal anyway
 def test_a_model_that_is_not_reduced_is_found(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind, "no-sync")
     first = result.differences[0]
@@ -51,7 +125,7 @@ def test_a_model_that_is_not_reduced_is_found(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.sample("policies")
-@pytest.mark.parametrize("kind", FURTHER)
+@pytest.mark.parametrize("kind", by_name(*MISTAKES))
 def test_what_computes_the_same_otherwise_is_equal(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind)
     assert not result.differences
@@ -62,11 +136,11 @@ def test_what_computes_the_same_otherwise_is_equal(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.sample("odd_last", "grown")
-@pytest.mark.parametrize("kind", FURTHER)
+@pytest.mark.parametrize("kind", by_name(*MISTAKES))
 def test_a_mistake_of_its_own_is_found_where_it_is(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, kind, "wrong")
     first = result.differences[0]
-    step, phase, name = FURTHER[kind][1]
+    step, phase, name = MISTAKES[ALL[kind]]
     assert (first.step, first.phase) == (step, phase)
     assert name in first.name
     if kind == "odd_last":  # a loss that is halved, no mean that should be a sum
