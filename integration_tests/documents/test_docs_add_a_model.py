@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from hp_trainer.model import Countable, CutByExchanges, DocumentTrial, Spreading, Stage
+
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PAGE = Path(__file__).parents[2] / "docs" / "hp-train" / "add-a-model.md"
 MOST_LINES = 60
+MOST_METHODS = 8
 PLAIN = '''
 """Nothing but torch: what is known of its modules is enough."""
 
@@ -80,6 +83,20 @@ def hp(folder: Path, *arguments: str, status: int = 0) -> str:
 
 def test_it_is_short(folder: Path) -> None:
     assert len((folder / "my_model.py").read_text().splitlines()) < MOST_LINES
+
+
+def test_a_stage_has_few_methods_and_the_page_names_each() -> None:
+    methods = [name for name in vars(Stage) if not name.startswith("_") and name != "width_sent"]
+    assert "forward" not in methods
+    methods.append("forward")
+    assert len(methods) <= MOST_METHODS
+    named = re.findall(r"^\| `(\w+)", PAGE.read_text(), re.MULTILINE)
+    assert {*methods} <= {*named}
+    for capability in (Countable, CutByExchanges, DocumentTrial, Spreading):
+        assert capability.__name__ in named
+        listed = next(row for row in PAGE.read_text().splitlines() if capability.__name__ in row)
+        own = {name for name in vars(capability) if not name.startswith("_")}
+        assert own == {*re.findall(r"`(\w+)`", listed)} - {capability.__name__}
 
 
 @pytest.mark.sample("all-at-once")

@@ -13,7 +13,7 @@ from hp_train.verify.watched import TrainerJob
 from hp_trainer.config import Config
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout import vocabulary
-from hp_trainer.model import Stage
+from hp_trainer.model import parallelize
 from hp_trainer.model.randomness import generator
 
 
@@ -41,7 +41,7 @@ class GathersWide(TrainerJob):
 
     def __init__(self, config: Config, worker: Worker) -> None:
         if config.run.name == "wide":
-            setattr(Stage, "gather_narrow", lambda _stage: None)  # noqa: B010 - mypy
+            setattr(parallelize, "gather_narrow", lambda _stage: None)  # noqa: B010 - mypy
         super().__init__(config, worker)
 
 

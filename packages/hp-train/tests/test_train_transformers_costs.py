@@ -25,7 +25,7 @@ from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import build
 from hp_trainer.config.transformers_folder import shape_of_folder
 from hp_trainer.layout.ranks import Layout
-from hp_trainer.model import DropoutKey, Microbatch
+from hp_trainer.model import DropoutKey, Microbatch, Spreading
 from hp_trainer.model.transformer import build_stage
 from hp_transformers.stages import tensor_parallel
 
@@ -72,11 +72,10 @@ def exchanged(model: ModelConfig) -> tuple[int, int]:
     stage = build_stage(
         model, 96, layers=range(2), first=True, last=True, compute_dtype=torch.float32
     )
-    stage.expect_ranks({"tp": 2, "ep": 1, "cp": 1})
-    cut = stage.cut_by_itself
-    assert cut is not None
+    assert isinstance(stage, Spreading)
     assert group is not None
-    cut(stage, range(96), group)
+    stage.expect_ranks({"tp": 2, "ep": 1, "cp": 1})
+    stage.cut(range(96), group)
     stage.to_empty(device="cpu")
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

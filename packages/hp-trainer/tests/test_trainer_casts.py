@@ -12,6 +12,7 @@ from hp_platform import WeightGradQueue
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import resolve
 from hp_trainer.model import Microbatch, TransformerStage
+from hp_trainer.model.casts import forget_casts, share_casts
 from hp_trainer.model.initialization import initialize_parameters
 from hp_trainer.model.parameters import named_parameters
 
@@ -88,13 +89,13 @@ def _run(
 def test_weights_are_cast_once_and_the_gradients_keep_their_bits(preset: str) -> None:
     model = _model(preset)
     apart, once = _stage(model), _stage(model)
-    once.share_casts()
+    share_casts(once)
     (expected, each), (actual, shared) = _run(apart), _run(once)
     assert expected.keys() == actual.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert shared == 2 * sum(grad.numel() for grad in actual.values() if grad.ndim == 2)
     assert each == 2 * MICROBATCHES * shared  # in forward, and again in backward
-    once.forget_casts()
+    forget_casts(once)
     for stage in (apart, once):
         later, _ = _run(stage, defer=True)
         assert all(torch.equal(later[name], expected[name]) for name in expected)
@@ -104,12 +105,12 @@ def test_weights_are_cast_once_and_the_gradients_keep_their_bits(preset: str) ->
 def test_experts_share_casts_of_forward_and_backward(preset: str) -> None:
     model = _model(preset, num_experts=4, top_k=2)
     apart, once = _stage(model), _stage(model)
-    once.share_casts()
+    share_casts(once)
     (expected, each), (actual, shared) = _run(apart, ndim=3), _run(once, ndim=3)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert shared == 2 * sum(grad.numel() for grad in actual.values() if grad.ndim == 3)
     assert each == 2 * MICROBATCHES * shared
-    once.forget_casts()
+    forget_casts(once)
     later, _ = _run(once, defer=True)
     assert all(torch.equal(later[name], expected[name]) for name in expected)
 
@@ -117,14 +118,14 @@ def test_experts_share_casts_of_forward_and_backward(preset: str) -> None:
 def test_casts_follow_the_weights_once_they_are_forgotten() -> None:
     model = _model("debug-llama3")
     stage = _stage(model)
-    stage.share_casts()
+    share_casts(stage)
     before, _ = _run(stage)
     before = {name: grad.clone() for name, grad in before.items()}
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.mul_(1.5)
     assert _run(stage)[1] == 0
-    stage.forget_casts()
+    forget_casts(stage)
     after, num_bytes = _run(stage)
     assert num_bytes
     assert not any(torch.equal(after[name], before[name]) for name in before)

@@ -29,8 +29,10 @@ from hp_platform.host_reads import answering
 from hp_trainer.config import ModelConfig
 from hp_trainer.model import DropoutKey, Microbatch, look_ahead
 from hp_trainer.model.block import Block
+from hp_trainer.model.capabilities import Countable, Spreading
+from hp_trainer.model.casts import share_casts
 from hp_trainer.model.loss import loss_of
-from hp_trainer.model.stage import Stage
+from hp_trainer.model.stage import Stage, experts_of
 from hp_trainer.model.transformer import build_stage
 
 BEFORE, LOSS = "before", "loss"
@@ -164,12 +166,11 @@ def learn(
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
     with DryDevice() as device, answering(evenly):
         stage = build(layers=layers, first=True, last=True)
-        stage.expect_ranks(sizes)
-        stage.stand_alone(sizes, lambda _: None)
+        _stand_alone(stage, sizes)
         stage.to_empty(device="cuda")
         if dtype == "float64":  # no weight is narrower than what is computed in
             stage.to(torch.float64)
-        stage.share_casts()
+        share_casts(stage)
         run = partial(_loss, stage, model, seq_len=seq_len)
         # What later runs find: casts and gradients; where segments of a mask begin, by sizes.
         run(2).backward()
@@ -184,7 +185,8 @@ def learn(
                 for part in _dense_parts(block):
                     part.forward = parts.cut(f"{name}.dense", part.forward)
             else:
-                for part in {*stage.experts} & {*block.modules()}:
+                experts: list[nn.Module] = [*experts_of(block)]
+                for part in experts:
                     part.forward = parts.cut(f"{name}.feed", part.forward)
             block.forward = parts.cut(name, block.forward)
         stage.linear_cross_entropy = parts.cut(LOSS, lose)
@@ -227,6 +229,14 @@ def _dense_parts(block: nn.Module) -> list[nn.Module]:
     """Say what layers of experts have that every rank has: routers, and experts of all tokens."""
     layers = [part for part in block.modules() if isinstance(part, MoE)]
     return [part for moe in layers for part in (moe.router, moe.shared) if part is not None]
+
+
+def _stand_alone(stage: Stage, sizes: Mapping[str, int]) -> None:
+    """Let a stage that can do so act as one of several ranks."""
+    if isinstance(stage, Spreading):
+        stage.expect_ranks(sizes)
+    if isinstance(stage, Countable):
+        stage.stand_alone(sizes, lambda _: None)
 
 
 def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int) -> Tensor:

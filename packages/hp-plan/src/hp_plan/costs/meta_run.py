@@ -36,10 +36,18 @@ from hp_platform._internals.modes import FakeTensorMode
 from hp_trainer.config import ModelConfig
 from hp_trainer.layout.vocabulary import LogitTile
 from hp_trainer.model.block import Block
+from hp_trainer.model.capabilities import (
+    Countable,
+    Counted,
+    CutByExchanges,
+    Exchanges,
+    Spreading,
+)
+from hp_trainer.model.casts import share_casts
 from hp_trainer.model.declared import Declared, declared
 from hp_trainer.model.layers import WeightCasts, cast_linear
 from hp_trainer.model.loss import loss_of, tiled_cross_entropy
-from hp_trainer.model.stage import Counted, Exchanges, Stage
+from hp_trainer.model.stage import Stage
 from hp_trainer.model.transformer import build_stage
 
 _SEQUENCES = 2
@@ -72,8 +80,10 @@ def run(
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
     same = alike(model)
     stage = build(layers=sorted({*same.values()}), first=True, last=True)
-    stage.expect_no_values()
-    stage.expect_ranks(sizes)
+    if isinstance(stage, Countable):
+        stage.expect_no_values()
+    if isinstance(stage, Spreading):
+        stage.expect_ranks(sizes)
     blocks = named_blocks(stage)
     weights = {
         name: _weights(_parameters(block), _names_of_cast(block, stage.casting))
@@ -86,11 +96,12 @@ def run(
         with contextlib.suppress(ConfigError):  # one that cannot be cut is one stage
             first = _outside(build(layers=range(1), first=True, last=False))
             last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True))
-    # The recorder is made of what stands alone.
-    stage.stand_alone(sizes, lambda elements: recorder.exchange(elements))  # noqa: PLW0108
+    if isinstance(stage, Countable):
+        # The recorder is made of what stands alone.
+        stage.stand_alone(sizes, lambda elements: recorder.exchange(elements))  # noqa: PLW0108
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
-        recorder = _Recorder(stage, is_own=model.is_own, num_ranks=sizes["tp"])
+        recorder = _Recorder(stage, num_ranks=sizes["tp"])
         for name, block in blocks.items():
             recorder.watch(name, block, is_layer=block in stage.layers.values())
         kept = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
@@ -149,11 +160,10 @@ class _Recorder:
 
     Args:
         stage: Its exchanges, attention and experts are replaced by what counts them.
-        is_own: Whether it is one of the user's own, which counts its exchanges by itself.
         num_ranks: Tensor-parallel ranks that it has cut itself over.
     """
 
-    def __init__(self, stage: Stage, *, is_own: bool, num_ranks: int) -> None:
+    def __init__(self, stage: Stage, *, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self.counter = FlopCounterMode(display=False)
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(
@@ -162,15 +172,16 @@ class _Recorder:
         self._found: dict[object, Work] = {}
         self._now = BEFORE
         self._flops = 0
-        stage.share_casts()
+        share_casts(stage)
         assert stage.casts is not None
         self._casts = stage.casts
         self._known = _Storages(stage.parameters())
-        if not is_own:
+        if isinstance(stage, CutByExchanges):
             summed = partial(self._count, "summed")
             stage.place_exchanges(Exchanges(self._gather, summed, self._lose))
         stage.linear_cross_entropy = self._lose
-        stage.be_counted(Counted(self._attend_seeing, self._mix_others, self.exchange))
+        if isinstance(stage, Countable):
+            stage.be_counted(Counted(self._attend_seeing, self._mix_others, self.exchange))
         blocks = [block for block in stage.blocks if isinstance(block, Block)]
         self._balanced = {id(block.moe) for block in blocks if block.balance_coefficient}
         for part in stage.modules():

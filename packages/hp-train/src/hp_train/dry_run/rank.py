@@ -25,7 +25,7 @@ from hp_trainer.config import Config
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.vocabulary import LOSS, logit_tile
-from hp_trainer.model.parallelize import vocabulary_of
+from hp_trainer.model.spreading import vocabulary_of
 from hp_trainer.training.banner import gathered_by
 from hp_trainer.training.gpu_settings import in_run, launches_from_one_thread
 from hp_trainer.training.startup import connect

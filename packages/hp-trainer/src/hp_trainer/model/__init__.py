@@ -4,16 +4,27 @@ from hp_trainer.layout.parameter import ParameterSpec
 from hp_trainer.model.ahead import Ahead, look_ahead
 from hp_trainer.model.attention import attend
 from hp_trainer.model.block import Microbatch, add_loss
+from hp_trainer.model.capabilities import (
+    Countable,
+    Counted,
+    CutByExchanges,
+    DocumentTrial,
+    Exchanges,
+    Spreading,
+)
 from hp_trainer.model.declared import declare
 from hp_trainer.model.layers import DropoutKey, Embedding, Lender, Linear, RMSNorm
 from hp_trainer.model.loss import linear_cross_entropy
 from hp_trainer.model.shapes import count_parameters, model_shapes
-from hp_trainer.model.stage import Counted, Exchanges, Stage
+from hp_trainer.model.stage import Stage
 from hp_trainer.model.transformer import TransformerStage
 
 __all__ = [
     "Ahead",
+    "Countable",
     "Counted",
+    "CutByExchanges",
+    "DocumentTrial",
     "DropoutKey",
     "Embedding",
     "Exchanges",
@@ -22,6 +33,7 @@ __all__ = [
     "Microbatch",
     "ParameterSpec",
     "RMSNorm",
+    "Spreading",
     "Stage",
     "TransformerStage",
     "add_loss",

@@ -19,7 +19,7 @@ from hp_expert import (
     rows_per_pair,
 )
 from hp_trainer.layout.mesh import Mesh
-from hp_trainer.model.stage import Stage
+from hp_trainer.model.stage import Stage, experts_of
 
 
 class ExpertBuffers:
@@ -54,7 +54,7 @@ class ExpertBuffers:
             slots: Tokens of a microbatch on the rank that has most of them, and experts of each.
             device: Device of the rows.
         """
-        experts: list[Any] = [part for stage in stages for part in stage.experts]
+        experts: list[Any] = [part for stage in stages for part in experts_of(stage)]
         if not factor or not experts or mesh.size("ep") == 1:
             return NO_BUFFERS
         group, num_experts = mesh.groups["ep"], experts[0].dispatcher.num_experts

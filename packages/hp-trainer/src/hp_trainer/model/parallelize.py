@@ -8,6 +8,7 @@ runtime of hp-schedule.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 
 import torch
@@ -27,7 +28,6 @@ from hp_schedule.runtime import (
 from hp_trainer.config import Config
 from hp_trainer.layout.edges import Edges, build_edges
 from hp_trainer.layout.mesh import Mesh, small_group
-from hp_trainer.layout.parameter import chunk
 from hp_trainer.layout.schedules import (
     KINDS,
     count_microbatches,
@@ -38,14 +38,21 @@ from hp_trainer.layout.schedules import (
     training_schedule,
 )
 from hp_trainer.layout.sequence import SequenceShare
-from hp_trainer.model.block import Block
 from hp_trainer.model.buffers import NO_BUFFERS, ExpertBuffers
+from hp_trainer.model.capabilities import DocumentTrial, Spreading
+from hp_trainer.model.casts import (
+    forget_casts,
+    gather_narrow,
+    is_activation,
+    share_casts,
+    split_weight_gradients,
+)
 from hp_trainer.model.compiled import compile_blocks
 from hp_trainer.model.declared import declared
 from hp_trainer.model.parameters import Parameter, named_parameters
-from hp_trainer.model.sharding import LastBackward, is_sharded, shard
+from hp_trainer.model.sharding import LastBackward, is_sharded
+from hp_trainer.model.spreading import spread, vocabulary_of
 from hp_trainer.model.stage import Stage
-from hp_trainer.model.tensor_parallel import cut_tensors
 from hp_trainer.model.tied import merge_copies, share_tables, tied_group
 from hp_trainer.model.transformer import build_stage, tied_parameters
 from hp_trainer.overlap import overlap_experts, overlap_pairs
@@ -93,7 +100,7 @@ class Pipeline:
     def forget_casts(self) -> None:
         """To be called when a run has ended: weights may change now."""
         for module in self.modules.values():
-            module.forget_casts()
+            forget_casts(module)
             for part in filter(is_sharded, module.modules() if self._by_block else ()):
                 part.reshard()  # what is in no block stays gathered after a forward alone
 
@@ -158,7 +165,7 @@ class Pipeline:
                 context_fn=save_routing,
                 # Nothing in our own model draws from a generator.
                 preserve_rng_state=bool(self.config.model.factory),
-                is_offloaded=module.is_activation,
+                is_offloaded=partial(is_activation, module),
             )
             for index, module in self.modules.items()
         ]
@@ -193,7 +200,7 @@ class _Sharded(FullySharded):
         """Free a stage's gathered parameters, and what was made from them."""
         super().reshard(stage)
         assert isinstance(stage.module, Stage)
-        stage.module.forget_casts()
+        forget_casts(stage.module)
 
 
 def build_pipeline(
@@ -265,22 +272,23 @@ def build_pipeline(
         )
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
         module.to(torch.promote_types(module.compute_dtype, torch.float32))
-        module.expect_ranks({axis: mesh.size(axis) for axis in ("ep", "tp", "cp")})
+        if isinstance(module, Spreading):
+            module.expect_ranks({axis: mesh.size(axis) for axis in ("ep", "tp", "cp")})
         whole = declared(module)
-        _parallelize(module, mesh, context, vocab_size, by_block=by_block)
+        spread(module, mesh, context, vocab_size, by_block=by_block)
         if overlap is not None:
             overlap_experts(module, overlap, small_group=beside_rows)
         module.to_empty(device=runtime.device)
-        module.gather_narrow()
-        module.share_casts(sharded=not by_block)
-        module.split_weight_gradients(is_split=is_split)
+        gather_narrow(module)
+        share_casts(module, sharded=not by_block)
+        split_weight_gradients(module, is_split=is_split)
         module.recompute(config.train.recompute)
         compile_blocks(module, config.train.compile)
         if stage and stage == num_stages - 1 and 0 in modules:
             share_tables(modules[0], module, tied)
         found = named_parameters(module, whole, mesh)
         module.initialize(found, config.model, seed=config.run.seed, on_progress=on_progress)
-        if config.data.documents == "separate":
+        if config.data.documents == "separate" and isinstance(module, DocumentTrial):
             module.try_documents()
         modules[stage] = module
         parameters += found
@@ -311,11 +319,6 @@ def build_pipeline(
     )
 
 
-def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
-    """Tokens whose rows of the embedding and whose logits are on this rank."""
-    return chunk(range(vocab_size), mesh.size("tp"), mesh.index("tp"))
-
-
 def _overlap(timeout: timedelta) -> CommComputeOverlap:
     # A collective that fails says more than a turn that does not come: let it be the first.
     return CommComputeOverlap(
@@ -323,19 +326,3 @@ def _overlap(timeout: timedelta) -> CommComputeOverlap:
         strict=True,
         puts_off_weight_gradients=True,  # gradients are reduced when the schedule says so
     )
-
-
-def _parallelize(
-    module: Stage, mesh: Mesh, context: ContextParallel, vocab_size: int, *, by_block: bool
-) -> None:
-    """Cut a stage, on the meta device, over the ranks that share it; the order matters."""
-    if mesh.size("tp") > 1:
-        cut = module.cut_by_itself or cut_tensors
-        cut(module, vocabulary_of(mesh, vocab_size), mesh.groups["tp"])
-    if mesh.size("cp") > 1:
-        module.spread_attention(context, mesh.groups["cp"])
-    for part in module.modules():
-        if isinstance(part, Stage | Block) and mesh.size("sequence") > 1:
-            part.sequence_ranks = mesh.groups["sequence"]
-    module.spread_experts(mesh.groups, hidden=mesh.size("etp") > 1)
-    shard(module, mesh, by_block=by_block)

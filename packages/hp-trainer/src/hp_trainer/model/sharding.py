@@ -26,7 +26,7 @@ from hp_platform import set_fsdp_exchanges
 from hp_schedule import MetaStep, MetaStepType
 from hp_trainer.layout.mesh import Mesh
 from hp_trainer.model.layers import Embedding, Lender
-from hp_trainer.model.stage import Stage
+from hp_trainer.model.stage import Stage, experts_of
 
 
 def shard(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
@@ -40,7 +40,7 @@ def shard(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
     if mesh.size("expert_shard") > 1:
         over = _with_copies(mesh, "expert_replicate", "expert_shard")
         fully_shard_experts(module, over, divide_gradients_by=1.0)
-        for part in module.experts:
+        for part in experts_of(module):
             set_fsdp_exchanges(part, group=mesh.groups["expert_shard"], in_place=not by_block)
     if mesh.size("fsdp") > 1:
         _shard_dense(module, mesh, by_block=by_block)
@@ -53,9 +53,9 @@ def _with_copies(mesh: Mesh, copies: str, shards: str) -> DeviceMesh:
 
 
 def _shard_dense(module: Stage, mesh: Mesh, *, by_block: bool) -> None:
-    units = module.units if by_block else module.apart
+    units = module.units(by_block=by_block)
     device_mesh, group = _with_copies(mesh, "dp_replicate", "fsdp"), mesh.groups["fsdp"]
-    experts = {parameter for part in module.experts for parameter in part.parameters(recurse=False)}
+    experts = {p for part in experts_of(module) for p in part.parameters(recurse=False)}
     for part in (*units, module):
         fully_shard(part, mesh=device_mesh, ignored_params=experts)
         assert isinstance(part, FSDPModule)
@@ -78,14 +78,15 @@ def prefetch_blocks(module: Stage) -> None:
     Args:
         module: Stage whose units are sharded, or not.
     """
-    units = [[part for part in unit.modules() if is_sharded(part)] for unit in module.units]
+    whole = module.units(by_block=True)
+    units = [[part for part in unit.modules() if is_sharded(part)] for unit in whole]
     root = [part for part in [module] if isinstance(part, FSDPModule)]
     if not root:  # experts alone are sharded, each layer's by itself
         return
     forward = [*root, *itertools.chain(*units)]
     for one, other in itertools.pairwise(forward):
         one.set_modules_to_forward_prefetch([other])
-    if module.units and isinstance(module.units[0], Embedding):  # whose backward does not read it
+    if whole and isinstance(whole[0], Embedding):  # whose backward does not read it
         (table,) = units.pop(0)
         table.set_unshard_in_backward(False)
         table.set_modules_to_backward_prefetch([table])

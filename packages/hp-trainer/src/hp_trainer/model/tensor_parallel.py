@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hp_base.errors import ConfigError
 from hp_platform import all_gather_uneven, outside_graph, reduce_scatter_uneven
 from hp_trainer.layout.parameter import chunk
+from hp_trainer.model.capabilities import CutByExchanges, Exchanges
 from hp_trainer.model.declared import declared
 from hp_trainer.model.layers import Embedding
 from hp_trainer.model.loss import linear_cross_entropy
-from hp_trainer.model.stage import Exchanges, Stage
+from hp_trainer.model.stage import Stage
 
 
 def cut_tensors(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
@@ -32,7 +34,12 @@ def cut_tensors(stage: Stage, vocabulary: range, group: ProcessGroup) -> None:
         stage: Stage on the meta device; changed in place.
         vocabulary: Tokens whose logits this rank computes.
         group: The tensor-parallel ranks.
+
+    Raises:
+        hp_base.errors.ConfigError: When the stage has no place for exchanges.
     """
+    if not isinstance(stage, CutByExchanges):
+        raise ConfigError(f"mesh.tp must be 1 for {type(stage).__name__}: no place_exchanges")
     for name, tensor in declared(stage).items():
         path, _, leaf = name.rpartition(".")
         module, dim = stage.get_submodule(path), tensor.spec.tp_dim

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from hp_base.errors import ConfigError
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.block import Block, Microbatch, add_loss
+from hp_trainer.model.capabilities import Exchanges
 from hp_trainer.model.layers import Embedding, Linear, RMSNorm, dropout
 from hp_trainer.model.prediction import PredictionModule, prediction_loss
 from hp_trainer.model.recompute import Recompute
 from hp_trainer.model.rotary import Rotation, rotation
-from hp_trainer.model.stage import Exchanges, Stage, factory_of
+from hp_trainer.model.stage import Stage, factory_of
 from hp_trainer.plugins import plugin
 
 
@@ -76,14 +77,13 @@ class TransformerStage(Stage):
         """See `Stage.blocks`; those of multi-token prediction are among them."""
         return [part for part in self.modules() if isinstance(part, Block)]
 
-    @property
-    def units(self) -> Sequence[nn.Module]:
-        """See `Stage.units`: the blocks, before them the embedding, behind them the output."""
+    def units(self, *, by_block: bool) -> Sequence[nn.Module]:
+        """See `Stage.units`: by block the embedding comes before the blocks, the output behind."""
         first: nn.Module | None = self.embedding if self.is_first else None
         last: nn.Module | None = None
         if self.norm is not None:
             last = self.embedding if self.output is None else self.output
-        if first is last:  # a table that is both is read all the time
+        if first is last or not by_block:  # a table that is both is read all the time
             return self.blocks
         return [part for part in (first, *self.blocks, last) if part is not None]
 
@@ -99,7 +99,7 @@ class TransformerStage(Stage):
                 part.recompute = what
 
     def place_exchanges(self, exchanges: Exchanges) -> None:
-        """See `Stage.place_exchanges`."""
+        """See `hp_trainer.model.capabilities.CutByExchanges`."""
         for part in self.modules():
             if isinstance(part, Block):
                 part.place_exchanges(exchanges)

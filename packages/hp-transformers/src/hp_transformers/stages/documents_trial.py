@@ -25,6 +25,7 @@ from hp_base.errors import ConfigError
 from hp_context import Documents
 from hp_context.hugging_face.mixers import Comparison, length_of_trial
 from hp_trainer.model import Microbatch
+from hp_trainer.model.casts import forget_casts
 from hp_transformers.stages.sequence import hidden_of
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def require_documents_apart(stage: "TransformersStage") -> None:
     trial = _Trial(stage)
     with trial.watched(), _FewChosen(trial.seq_len), torch.compiler.set_stance("force_eager"):
         stage(trial.inputs(), microbatch=trial.microbatch)
-    stage.forget_casts()
+    forget_casts(stage)
     for part in stage.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

@@ -32,7 +32,6 @@ from hp_context import ContextParallel
 from hp_context.hugging_face.mixers import current_trial
 from hp_expert.hugging_face import apply_to_transformers
 from hp_expert.hugging_face.layout import expert_modules
-from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_platform.device.dry import is_dry
 from hp_platform.device.lifting import lifting
 from hp_trainer.config import ModelConfig
@@ -40,6 +39,7 @@ from hp_trainer.config.transformers_folder import text_config_of
 from hp_trainer.model import Counted, Microbatch, Stage
 from hp_trainer.model.parameters import Parameter
 from hp_trainer.model.recompute import Recompute, recomputed
+from hp_trainer.model.stage import experts_of
 from hp_transformers.stages.balance import COLUMNS, Balancing, balance_of
 from hp_transformers.stages.counted import count_attention, count_experts
 from hp_transformers.stages.documents import positions_of
@@ -165,13 +165,13 @@ class TransformersStage(Stage):
         """Blocks of this stage, by their index in the whole model."""
         return {str(index): self._listed[index] for index in self.own_layers}
 
-    @property
-    def apart(self) -> Sequence[nn.Module]:
-        """See `Stage.apart`; what layers share is FSDP's with all that is in no block.
+    def units(self, *, by_block: bool) -> Sequence[nn.Module]:
+        """See `Stage.units`; what layers share is FSDP's with all that is in no block.
 
         Raises:
             hp_base.errors.ConfigError: When layers run outside of their calls.
         """
+        del by_block
         if any("Reversible" in name for name in vars(sys.modules[type(self.whole).__module__])):
             raise ConfigError(
                 f"mesh.dp_shard must be 1 with {type(self.whole).__name__}: its backward runs "
@@ -207,17 +207,12 @@ class TransformersStage(Stage):
         """See `Stage.initialize`: by the model's own rule."""
         fill(self, parameters, config, seed=seed, on_progress=on_progress)
 
-    @property
-    def experts(self) -> Sequence[nn.Module]:
-        """See `Stage.experts`: those that were spread; others are parameters as all are."""
-        return [part for part in self.modules() if isinstance(part, DispatchedExperts)]
-
     def expect_no_values(self) -> None:
-        """See `Stage.expect_no_values`."""
+        """See `hp_trainer.model.Countable`."""
         choose_experts(self.whole, "batched_mm")
 
     def expect_ranks(self, sizes: Mapping[str, int]) -> None:
-        """See `Stage.expect_ranks`.
+        """See `hp_trainer.model.Spreading`.
 
         Raises:
             hp_base.errors.ConfigError: When ranks cannot share what the model has.
@@ -228,7 +223,7 @@ class TransformersStage(Stage):
             self._plan_tensors(sizes["tp"])
 
     def stand_alone(self, sizes: Mapping[str, int], exchange: Callable[[float], None]) -> None:
-        """See `Stage.stand_alone`."""
+        """See `hp_trainer.model.Countable`."""
         if sizes["tp"] > 1:
             cut(self._listed, self._styles, Alone(sizes["tp"], exchange))
         for block in self.blocks if sizes["ep"] > 1 else ():
@@ -237,7 +232,7 @@ class TransformersStage(Stage):
         self._ranks = sizes
 
     def be_counted(self, counted: Counted) -> None:
-        """See `Stage.be_counted`."""
+        """See `hp_trainer.model.Countable`."""
         count_attention(self.whole, counted)
         for _, experts in expert_modules(self):
             count_experts(experts, counted, num_ranks=self._ranks["tp"])
@@ -248,25 +243,21 @@ class TransformersStage(Stage):
         self._styles = {p: style for p, style in styles.items() if p.split(".")[0] in own}
         declare_cuts(self._listed, self._styles)
 
-    @property
-    def cut_by_itself(self) -> Callable[[Stage, range, ProcessGroup], None]:
-        """See `Stage.cut_by_itself`: by the plan of transformers."""
-
-        def cut_stage(_stage: Stage, _vocabulary: range, group: ProcessGroup) -> None:
-            cut(self._listed, self._styles, group)  # and no vocabulary: all have all logits
-            self._counts_once = group.rank() == 0
-
-        return cut_stage
+    def cut(self, vocabulary: range, group: ProcessGroup) -> None:
+        """See `hp_trainer.model.Spreading`: by the plan of transformers."""
+        del vocabulary  # all ranks have all logits
+        cut(self._listed, self._styles, group)
+        self._counts_once = group.rank() == 0
 
     def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
-        """See `Stage.spread_attention`: by transformers' registry."""
+        """See `hp_trainer.model.Spreading`: by transformers' registry."""
         spread(self.whole, context, group)
         self._shares_sequence, self._context = True, group
         forward = self.whole.forward
         self.whole.forward = update_wrapper(partial(self._in_trial, forward), forward)
 
     def try_documents(self) -> None:
-        """See `Stage.try_documents`; hp-context has a trial of its own where ranks share them.
+        """See `hp_trainer.model.DocumentTrial`; where ranks share documents, hp-context tries them.
 
         Raises:
             hp_base.errors.ConfigError: When a document sees another.
@@ -275,7 +266,7 @@ class TransformersStage(Stage):
             require_documents_apart(self)
 
     def spread_experts(self, groups: Mapping[str, ProcessGroup], *, hidden: bool) -> None:
-        """See `Stage.spread_experts`; one rank computes them as transformers does."""
+        """See `hp_trainer.model.Spreading`; one rank computes them as transformers does."""
         del hidden
         for block in self.blocks if "ep" in groups and groups["ep"].size() > 1 else ():
             if any(True for _ in expert_modules(block)):
@@ -398,7 +389,7 @@ class TransformersStage(Stage):
     def _require_products(self, device: torch.device) -> None:
         """Refuse experts in a dtype in which a GPU has no product of groups."""
         chosen = text_config_of(self.whole.config)._experts_implementation  # noqa: SLF001
-        if device.type != "cuda" or self.compute_dtype == torch.bfloat16 or self.experts:
+        if device.type != "cuda" or self.compute_dtype == torch.bfloat16 or experts_of(self):
             return
         if chosen == "grouped_mm" and any(True for _ in expert_modules(self)):
             raise ConfigError(
@@ -408,7 +399,7 @@ class TransformersStage(Stage):
 
     def _compute_blocks(self) -> None:
         """Let what FSDP gathers at once be cast at once: blocks, and experts that were spread."""
-        spread = {*self.experts}
+        spread = {*experts_of(self)}
         inside_blocks = {part for block in self._listed for part in block.modules()}
         self._outside = [part for part in self.modules() if part not in inside_blocks]
         for part in (*self.blocks, *spread):
