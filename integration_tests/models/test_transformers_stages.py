@@ -21,11 +21,12 @@ from hp_expert.hugging_face import apply_to_transformers
 from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
-from hp_trainer.model import DropoutKey, Microbatch, Stage
+from hp_trainer.model import DocumentTrial, DropoutKey, Microbatch, Stage
 from hp_trainer.model.compiled import compile_blocks
 from hp_trainer.model.declared import declared
 from hp_trainer.model.parameters import Parameter, named_parameters
 from hp_trainer.model.recompute import Recompute
+from hp_trainer.model.stage import experts_of
 from hp_trainer.model.transformer import build_stage
 from hp_trainer.overlap import overlap_experts
 from hp_transformers.stages.export import write_folder
@@ -183,10 +184,10 @@ def test_compiled_layers_have_the_same_bits(tmp_path: Path) -> None:
 def test_exchanges_of_all_experts_are_those_that_a_pair_overlaps(tmp_path: Path) -> None:
     stage, _ = stage_of(run_of(make_folder("qwen3_moe", tmp_path)))
     apply_to_transformers(stage)
-    before = [part.dispatcher for part in stage.experts]
+    before = [part.dispatcher for part in experts_of(stage)]
     overlap = CommComputeOverlap(HookCoordinator(timeout=5.0))
     overlap_experts(stage, overlap)
-    after = [part.dispatcher for part in stage.experts]
+    after = [part.dispatcher for part in experts_of(stage)]
     assert len(before) == 4
     assert not {type(each) for each in before} & {type(each) for each in after}
 
@@ -406,11 +407,13 @@ def test_documents_that_see_each_other_are_found_whatever_does_it_is_called(
     folder, _ = own_folder(tmp_path / "drifts", DRIFTS, first_that_drifts=3)
     stage, _ = stage_of(run_of(folder, model__trust_remote_code=True), layers)
     said = r'must be "joined" with OwnForCausalLM: model.layers.3.input_layernorm \(Breeze\)'
+    assert isinstance(stage, DocumentTrial)
     with pytest.raises(ConfigError, match=said):
         stage.try_documents()
 
     folder, _ = own_folder(tmp_path / "calm", DRIFTS, first_that_drifts=4)
     calm, _ = stage_of(run_of(folder, model__trust_remote_code=True), layers)
+    assert isinstance(calm, DocumentTrial)
     calm.try_documents()
 
 
@@ -420,6 +423,7 @@ def test_a_trial_finds_nothing_where_documents_stay_apart(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     stage, _ = stage_of(run_of(make_folder(name, tmp_path, weights=False)), dtype=dtype)
+    assert isinstance(stage, DocumentTrial)
     stage.try_documents()
 
 
@@ -430,6 +434,7 @@ def test_a_trial_finds_keys_that_are_chosen_in_other_documents(tmp_path: Path) -
     path = tmp_path / "model" / "config.json"  # which chooses more keys than a trial has
     path.write_text(json.dumps({**json.loads(path.read_text()), "index_topk": 2048}))
     stage, _ = stage_of(run_of(tmp_path / "model", data__documents="separate"))
+    assert isinstance(stage, DocumentTrial)
     stage.try_documents()
     indexer = stage.get_submodule("model.layers.1.self_attn.indexer")
     indexer.forward = partial(_blind, indexer.forward)
