@@ -457,7 +457,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """Run the acceptance kit (docs/gpus.md), on the torch that HP_TORCH or HP_TORCH_INDEX name."""
+    """Run the acceptance kit (docs/how-to/gpus.md), on the torch that HP_TORCH[_INDEX] names."""
     _install(session, *map(_with_extras, PACKAGES), group="test-transformers")
     session.run("python", "-m", "integration_tests.acceptance", *session.posargs)
 

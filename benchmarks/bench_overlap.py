@@ -11,7 +11,7 @@ pairs. Outputs and gradients must have equal bits in all ways:
     overlapped   a pair with a group for what travels beside rows, weight gradients put off
 
 `sequential` exchanges as `overlapped` does, `one group` is compared with a sequential pair of its
-own. `bound` is what no order of launches can beat, see docs/benchmarks.md.
+own. `bound` is what no order of launches can beat, see docs/reference/benchmarks.md.
 
     python benchmarks/bench_overlap.py
     python benchmarks/bench_overlap.py --layers 8 --compute 0.04 --top-k 4

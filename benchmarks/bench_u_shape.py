@@ -1,6 +1,6 @@
 """Compare the searched order of U-shaped pipelines with the documented one, in the simulator.
 
-    python benchmarks/bench_u_shape.py > docs/hp-vtp/u_shape_table.md    # all points, minutes
+    python benchmarks/bench_u_shape.py > docs/reference/tables/u_shape_table.md    # all, minutes
     python benchmarks/bench_u_shape.py --stages 4 --microbatches 24
 
 A forward of the edge takes 1, one of the cloud 2, a backward twice its forward. The latency is that

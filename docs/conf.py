@@ -21,7 +21,11 @@ extensions = [
     "myst_parser",
     "expansions",
 ]
-exclude_patterns = ["_build", "hp-schedule/search_table.md", "hp-vtp/u_shape_table.md"]
+exclude_patterns = [
+    "_build",
+    "reference/tables/search_table.md",
+    "reference/tables/u_shape_table.md",
+]
 html_theme = "furo"
 html_title = project
 html_show_copyright = False

@@ -1,8 +1,8 @@
 """Print the public names of every package from its source, or compare them with packages/*/api.txt.
 
-The public modules are those with an ``automodule`` in docs/PACKAGE/api.md, and their public names
-are in ``__all__``. Nothing is imported, so torch is not needed. A change of a name, a parameter, a
-default or an annotation shows up as a line of the diff.
+The public modules are those with an ``automodule`` in docs/reference/PACKAGE/api.md, and their
+public names are in ``__all__``. Nothing is imported, so torch is not needed. A change of a name, a
+parameter, a default or an annotation shows up as a line of the diff.
 
     python tools/public_api.py            # exit status 1 and a diff when a snapshot is out of date
     python tools/public_api.py --write    # rewrite the snapshots
@@ -135,7 +135,7 @@ def public_modules(package: griffe.Module) -> Iterator[griffe.Module]:
     Raises:
         ValueError: If the page leaves out the package itself, or names what is no module.
     """
-    page = ROOT / "docs" / package.path.replace("_", "-") / "api.md"
+    page = ROOT / "docs" / "reference" / package.path.replace("_", "-") / "api.md"
     documented = re.findall(r"automodule:: (\S+)", page.read_text())
     if package.path not in documented:
         message = f"{page.relative_to(ROOT)} must have an automodule of {package.path}"

@@ -51,7 +51,7 @@ def apply(diff: str, file: Path) -> None:
 @pytest.fixture(scope="module")
 def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of hp_context with what the page adds."""
-    page = DOCS / "hp-context" / "add-a-kernel.md"
+    page = DOCS / "how-to" / "add-an-attention-kernel.md"
     folder = tmp_path_factory.mktemp("attention")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGES / "hp-context" / "src", folder, ignore=ignored, dirs_exist_ok=True)
@@ -128,7 +128,7 @@ def test_an_added_attention_kernel_passes(
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the two files of the page."""
-    page = DOCS / "hp-expert" / "add-a-kernel.md"
+    page = DOCS / "how-to" / "add-an-expert-kernel.md"
     folder = tmp_path_factory.mktemp("experts")
     names = ("fp8_products.py", "test_fp8_products.py")
     for block, name in zip(blocks(page, "python"), names, strict=True):

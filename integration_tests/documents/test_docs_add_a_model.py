@@ -14,7 +14,7 @@ from hp_trainer.model import Countable, CutByExchanges, DocumentTrial, Spreading
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-PAGE = Path(__file__).parents[2] / "docs" / "hp-train" / "add-a-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-model.md"
 MOST_LINES = 60
 MOST_METHODS = 8
 PLAIN = '''

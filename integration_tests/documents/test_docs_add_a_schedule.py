@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "packages" / "hp-schedule"
-PAGE = ROOT / "docs" / "hp-schedule" / "add-a-schedule.md"
+PAGE = ROOT / "docs" / "how-to" / "add-a-schedule.md"
 NAME = "one_at_a_time"
 COMMAND = ("-m", "hp_schedule.cli")
 

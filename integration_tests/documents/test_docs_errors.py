@@ -33,7 +33,7 @@ def fixed_parts(message: ast.expr) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_message_is_on_the_page(package: str) -> None:
-    page = (ROOT / "docs" / package / "errors.md").read_text()
+    page = (ROOT / "docs" / "reference" / package / "errors.md").read_text()
     found = list(messages(package))
     assert len(found) > 20
     missing = [(place, text) for place, text in found if text.strip()[:LENGTH] not in page]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-QUICKSTARTS = [ROOT / "docs" / "hp-context" / "index.md"]
+QUICKSTARTS = [ROOT / "docs" / "reference" / "hp-context" / "index.md"]
 READMES = sorted(ROOT.glob("packages/*/README.md")) + QUICKSTARTS
 
 # All at once, each starts an interpreter as a reader would, and another for the ranks it forks.

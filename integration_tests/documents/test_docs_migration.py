@@ -1,4 +1,4 @@
-"""docs/migration.md says where names of other projects are found here; what it says must be so."""
+"""What docs/reference/migration.md says of names of other projects and of ours is so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migration.md"
 # Public names of hyper_parallel.core.pipeline_parallel.scheduler and of what it uses: each class
 # with its public members, "-" for the name itself.
 SCHEDULER = """

@@ -30,7 +30,7 @@ def public_names(package: Path, module: str) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_the_page_of_a_package_describes_every_public_name_once(package: Path) -> None:
-    page = (ROOT / "docs" / package.name / "api.md").read_text()
+    page = (ROOT / "docs" / "reference" / package.name / "api.md").read_text()
     described = {module: Counter[str]() for module in re.findall(r"automodule:: (\S+)", page)}
     for module, names in NAMES.findall(page):
         described[module].update(names.split())
@@ -61,7 +61,7 @@ def test_every_note_that_is_named_is_on_a_page_and_no_two_have_one_title() -> No
         if source != own:
             assert set(references(source.read_text())) <= set(titles), source
     for package in PACKAGES:
-        page = (ROOT / "docs" / package.name / "notes.md").read_text()
+        page = (ROOT / "docs" / "reference" / package.name / "notes.md").read_text()
         assert f"```{{notes}} {package.name}\n```" in page
 
 

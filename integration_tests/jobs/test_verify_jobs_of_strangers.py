@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "hp-verify" / "jobs.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "verify-any-job.md").read_text()
 HP = [sys.executable, "-c", "import sys; from hp_verify.cli import main; sys.exit(main())"]
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 

@@ -62,7 +62,7 @@ log_every = 1
 DOES_ITS_WORK = (0,)
 REFUSED = (2,)
 MACHINE = (11,)
-"""Statuses of docs/hp-train/stops.md."""
+"""Statuses of docs/how-to/stop-and-resume.md."""
 # Without it root may read and write everything, whatever the modes are.
 _AS_ANYBODY = "exec setpriv --bounding-set -dac_override,-dac_read_search bash -c "
 _PLAIN = "HP config one.toml --origins"

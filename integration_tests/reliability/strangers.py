@@ -28,7 +28,7 @@ from hp_train.cli import main
 from integration_tests.reliability.outcome import Outcome
 
 REFUSED = (2, 3, 4)
-"""Statuses of a config, data and a checkpoint that cannot be used, see docs/hp-train/stops.md."""
+"""Statuses of unusable configs, data and checkpoints, see docs/how-to/stop-and-resume.md."""
 
 _LONGEST_LINE = 400
 _SECONDS = 60.0

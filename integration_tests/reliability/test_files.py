@@ -13,7 +13,7 @@ from integration_tests.reliability.test_train_command import TINY
 from integration_tests.runs import write_corpus
 
 ROOT = Path(__file__).parents[2]
-_PAGE = ROOT / "docs" / "hp-train" / "files.md"
+_PAGE = ROOT / "docs" / "reference" / "files.md"
 _WATCH = """
 import os, sys
 _log = os.open(os.environ["WATCHED"], os.O_WRONLY | os.O_APPEND)

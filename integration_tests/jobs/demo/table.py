@@ -33,7 +33,7 @@ def table(found: Sequence[Architecture]) -> str:
         "",
         "<!-- written by `nox -s demo -- --table`; not by hand -->",
         "",
-        f"{facts}; {where}. [How](../hp-verify/jobs.md#a-demonstration).",
+        f"{facts}; {where}. [How](../../how-to/verify-any-job.md#a-demonstration).",
         "",
         *_counts(found),
         *_causes(found, versions.get("transformers", "")),

@@ -32,8 +32,8 @@ _TO_DO = (
     "to do: look into every cell that is different or failed, and into those that do not train: "
     "a size that the rule does not shrink goes into "
     "integration_tests/models/architectures/overrides.py. "
-    "Then --new --write --page docs/hp-transformers/transformers-table.md, and once without --new: "
-    "what they share may have changed as well"
+    "Then --new --write --page docs/reference/tables/transformers-models.md, and once without "
+    "--new: what they share may have changed as well"
 )
 
 

@@ -32,7 +32,7 @@ def page(table: Table) -> str:
         "",
         f"{len(table.rows)} causal architectures, {len(trained)} of which train in one process.",
         f"{facts}; {seconds / 60:.0f} CPU minutes on Gloo.",
-        "[How it is made](verify.md#models-of-transformers).",
+        "[How it is made](../../how-to/verify-a-layout.md#models-of-transformers).",
         "",
         *_LEGEND,
         "",

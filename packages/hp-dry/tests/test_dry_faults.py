@@ -1,7 +1,8 @@
 """Real torch programs with a fault each, in a dry run: all are found and named by file and line.
 
 Every program has a sound version, in which nothing is found. The same programs are given to torch's
-own tools as far as those run without a GPU, and `docs/hp-dry/dry-faults.md` has what came out.
+own tools as far as those run without a GPU, and
+`docs/reference/tables/dry-faults.md` has what came out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hp_dry.trace import (
 )
 from hp_platform.testing import run_distributed
 
-PAGE = Path(__file__).parents[3] / "docs" / "hp-dry" / "dry-faults.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "tables" / "dry-faults.md"
 
 
 def name_of(case: Case) -> str:

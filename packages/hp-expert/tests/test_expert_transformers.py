@@ -71,7 +71,7 @@ LATENT = {
     "topk_group": 1,
 }
 FULL = {"layer_types": ["full_attention"] * 2}
-# Every row of the table in docs/hp-expert/transformers.md: class and what its configuration needs.
+# Each row of the table in docs/how-to/spread-experts-of-transformers.md: class, configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", ROUTED | LATENT),
     "deepseek_v3": ("DeepseekV3", ROUTED | LATENT),

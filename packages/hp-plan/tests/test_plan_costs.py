@@ -129,7 +129,7 @@ def test_what_is_kept_for_backward_is_within_ten_percent(name: str, dtype: torch
 
 
 def test_what_a_model_of_ones_own_keeps_is_within_ten_percent(tmp_path: Path) -> None:
-    page = Path(__file__).parents[3] / "docs" / "hp-train" / "add-a-model.md"
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "add-a-model.md"
     if not page.exists():
         pytest.skip("not in a checkout")
     (tmp_path / "own.py").write_text(page.read_text().split("```python\n")[1].split("```")[0])

@@ -305,7 +305,7 @@ def test_toml_itself_agrees_that_the_printed_config_is_toml() -> None:
 
 
 def test_the_documentation_lists_every_key_with_its_default() -> None:
-    page = Path(__file__).parents[3] / "docs" / "hp-train" / "config.md"
+    page = Path(__file__).parents[3] / "docs" / "reference" / "config.md"
     if not page.exists():
         pytest.skip("not in a checkout")
     rows = {line.split("`")[1]: line for line in page.read_text().splitlines() if "| `" in line}

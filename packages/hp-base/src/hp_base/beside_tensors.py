@@ -11,7 +11,7 @@ GPU_MARGIN: Mapping[str, float] = {
     "peer_memory": 0.47e9,
     "fragmentation": 0.05,
 }
-"""What a GPU gives to others than tensors, as others have measured it; docs/hp-plan/plan.md.
+"""Memory of a GPU that holds no tensors, as others measured it; docs/how-to/plan-a-layout.md.
 
 Context: 1.06 GB beside torch's tensors on an H100 whose communicator has done nothing yet
 (NVIDIA/nccl #1685). Communicators: 544 to 688 MB each on four A100 (NVIDIA/nccl #964), of which

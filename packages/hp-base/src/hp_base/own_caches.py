@@ -5,7 +5,7 @@ name, by default some of them among temporary files, under names that everybody 
 first has their code run by the next. So each of them is in a folder in the cache of this user, of
 whose path no part belongs to another user or can be exchanged by one; where there is none, in a new
 folder that ends with the process. A folder that a variable names is looked at alike.
-docs/hp-train/files.md lists what else is read and written outside of a run directory.
+docs/reference/files.md lists what else is read and written outside of a run directory.
 """
 
 import atexit

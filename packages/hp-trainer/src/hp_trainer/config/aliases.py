@@ -86,7 +86,7 @@ _ABSENT = {
         "train.min_learning_rate_ratio of train.learning_rate"
     ),
     "nodes nnodes num_nodes node_rank master_addr master_port": (
-        "torchrun or Slurm starts hp train on each node; docs/hp-train/nodes.md says how"
+        "torchrun or Slurm starts hp train on each node; docs/how-to/nodes.md says how"
     ),
     "wandb mlflow tracker trackers report_to wandb_project comet": (
         "metrics are in metrics.jsonl of the run, and with run.tensorboard in its events"

@@ -1,4 +1,4 @@
-"""What is done about a loss or a gradient that is not finite; see docs/hp-train/stops.md.
+"""What is done about a loss or a gradient that is not finite; see docs/how-to/stop-and-resume.md.
 
 Note [skipped step]: a step whose loss or gradient norm is not finite changes nothing but the
 position of the run. Its gradients and the loads of its routers are dropped: weights, Adam's
