@@ -1,6 +1,6 @@
 """Pipeline schedules as data: generate, prove, simulate, draw and run (planning needs no torch)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hp_schedule.costs import Costs, ModelCosts
 from hp_schedule.errors import DeadlockError, ScheduleError
@@ -138,7 +138,7 @@ __version__ = "0.1.0"
 _OF_SEARCHING = frozenset(("SearchResult", "search", "shorten"))
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Load the search when somebody asks for it: whoever runs a schedule needs none of it.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final, NoReturn, get_args
@@ -13,7 +14,7 @@ from hp_schedule.simulation import ChannelModel
 GENERATORS: Final = {
     name: kind for kind in SCHEDULES.values() for name in (kind.name, kind.generate.__name__)
 }
-"""What `generate` makes: every schedule by its name, and by that of its function."""
+"""Schedules that `generate` makes, by their names and by the names of their functions."""
 
 
 OPTIONS: Final = {
@@ -38,7 +39,7 @@ MODEL: Final = {
     "kept-input": "memory a stage keeps until a RECOMPUTE; default: 0",
     "host-bandwidth": "microbatches copied to the host per unit of time; default: without end",
 }
-"""What can be said of a model whose stages are alike, as `ModelCosts` has it."""
+"""Options for the costs of a model whose stages are alike (`ModelCosts`), with their help."""
 
 
 def flag(option: str) -> str:
@@ -46,7 +47,7 @@ def flag(option: str) -> str:
     return "--" + option.removeprefix("num_").replace("_", "-")
 
 
-def _reading(annotation: Any) -> dict[str, Any]:
+def _reading(annotation: object) -> dict[str, Any]:
     """Return how a value is read: a switch, a number, or a number or else one of several words."""
     if annotation is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -54,6 +55,10 @@ def _reading(annotation: Any) -> dict[str, Any]:
     if len(kinds) == 1:
         return {"type": kinds.pop()}
     return {"type": lambda text: int(text) if text.isdecimal() else text}
+
+
+_Adder = Callable[..., argparse.ArgumentParser]
+"""Makes the parser of a subcommand: `add_parser` of argparse."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,7 +72,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser; `command` of what it parses is the name of the subcommand."""
     whole = _Parser(prog="hp-schedule", description="Pipeline schedules as data.")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    generate = _command(commands, "generate", "make a schedule from its closed form")
+    add: _Adder = commands.add_parser
+    generate = _command(add, "generate", "make a schedule from its closed form")
     generate.add_argument("name", choices=[*GENERATORS])
     for option, annotation in OPTIONS.items():
         names = ", ".join(kind.name for kind in SCHEDULES.values() if option in kind.options)
@@ -84,9 +90,9 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--communication", action="store_true", help="insert sends and receives")
     generate.add_argument("--csv", action="store_true", help="print torch's CSV")
     generate.add_argument("--output", "-o", type=Path, default=Path("-"), help="default: print")
-    show = _command(commands, "show", "draw a schedule", file=True)
+    show = _command(add, "show", "draw a schedule", file=True)
     show.add_argument("--cells", action="store_true", help="as it stands, messages included")
-    check = _command(commands, "check", "prove that a schedule runs", file=True)
+    check = _command(add, "check", "prove that a schedule runs", file=True)
     check.epilog = (
         "exit status: 0 if it trains as it stands or is what a flag says, 1 if it is unsound, "
         "2 for bad input, 3 if it has no mistake but is not runnable as it stands"
@@ -115,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--max-active-stages", type=int, help="stages a rank may hold gathered; default: all"
     )
-    cost = _command(commands, "simulate", "time, bubble and memory", file=True)
+    cost = _command(add, "simulate", "time, bubble and memory", file=True)
     _add_costs(cost)
     cost.add_argument(
         "--channels",
@@ -127,8 +133,8 @@ def parser() -> argparse.ArgumentParser:
     cost.add_argument("--cores", type=int, help="that all ranks share; default: enough")
     cost.add_argument("--svg", type=Path, help="write a picture")
     cost.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
-    _add_search(commands)
-    convert = _command(commands, "convert", "between JSON and torch's CSV", file=True)
+    _add_search(add)
+    convert = _command(add, "convert", "between JSON and torch's CSV", file=True)
     convert.add_argument("output", type=Path, nargs="?", default=Path("-"))
     convert.add_argument("--to", choices=["csv", "json"], help="default: the output's ending")
     convert.add_argument(
@@ -137,8 +143,8 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-def _add_search(commands: Any) -> None:
-    find = _command(commands, "search", "find a short schedule")
+def _add_search(add: _Adder) -> None:
+    find = _command(add, "search", "find a short schedule")
     find.add_argument(
         "--virtual",
         type=_numbers,
@@ -195,9 +201,9 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"({text}) must be numbers as in 1,2,4") from None
 
 
-def _command(commands: Any, name: str, text: str, *, file: bool = False) -> argparse.ArgumentParser:
+def _command(add: _Adder, name: str, text: str, *, file: bool = False) -> argparse.ArgumentParser:
     """Add a subcommand that reads a schedule from a file, or makes one of some size."""
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command = add(name, help=text, description=text)
     command.add_argument("--json", action="store_true", help="machine-readable output")
     if file:
         command.add_argument("file", type=Path, help="JSON or torch's CSV; - for standard input")

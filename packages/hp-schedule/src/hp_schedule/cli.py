@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from hp_schedule.arguments import GENERATORS, MODEL, OPTIONS, flag, parser
 from hp_schedule.costs import Costs, ModelCosts, numbers
@@ -128,7 +128,7 @@ def _check(options: argparse.Namespace) -> int:
     return status
 
 
-def _verdict(report: ValidationReport) -> dict[str, Any]:
+def _verdict(report: ValidationReport) -> dict[str, object]:
     findings = [
         {"kind": f.kind.value, "rank": f.rank, "cell": f.position, "message": f.message}
         for f in report.findings
@@ -220,7 +220,7 @@ def _found(result: SearchResult) -> str:
 
 
 def _costs(options: argparse.Namespace) -> ModelCosts | Costs:
-    """Return the costs of the stages from a file, or those of a model from the other options.
+    """Return the costs of the stages from a file, or a model's costs from the other options.
 
     Raises:
         ValueError: If both are given, or the file has no costs.
@@ -280,7 +280,7 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def _summary(schedule: Schedule) -> dict[str, Any]:
+def _summary(schedule: Schedule) -> dict[str, object]:
     return {
         "num_ranks": schedule.num_ranks,
         "num_stages": schedule.num_stages,

@@ -1,4 +1,4 @@
-"""What the steps of a schedule cost, and a model before it is cut into stages."""
+"""Costs of the steps of a schedule, and of a model before it is cut into stages."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ class Costs:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be > 0")
 
     def durations(self, num_stages: int, num_microbatches: int) -> tuple[list[float], ...]:
-        """Return what every compute step takes.
+        """Return the duration of every compute step.
 
         Returns:
             One table for each kind of compute step (F, B, I, W, RECOMPUTE, numbered as in
@@ -84,7 +84,7 @@ class Costs:
         return forward, full, input_grad, weight_grad, again  # see Note [Order of kinds]
 
     def held(self, num_stages: int, num_microbatches: int) -> "Held":
-        """Return what every microbatch holds in every stage.
+        """Return the memory that every microbatch holds in every stage.
 
         Raises:
             ValueError: If a sequence does not have one entry per stage, or per microbatch, or more
@@ -132,7 +132,7 @@ class Held(NamedTuple):
     Attributes:
         all: Held from a forward, or a RECOMPUTE, to the end of the backward.
         input: Held from a forward to its RECOMPUTE.
-        moved: What of all is away between OFFLOAD and RELOAD.
+        moved: Memory, of `all`, that is on the host between OFFLOAD and RELOAD.
     """
 
     all: list[float]
@@ -153,7 +153,7 @@ class ModelCosts:
         weight_grad: Duration of the backward of its weights.
         activation: Memory that a microbatch holds in one rank's share.
         first_scale: The first stage's costs relative to the others'; memory stays.
-        last_scale: The last stage's.
+        last_scale: The same for the last stage.
         microbatch_scale: Each microbatch's costs and memory relative to those above; empty for
             microbatches of one size.
         latency: Latency of a message between ranks; see `Costs`.
@@ -210,7 +210,7 @@ class ModelCosts:
 def per_step(name: str, value: PerStep, num_stages: int, num_microbatches: int = 1) -> list[float]:
     """Return one number per step, indexed by stage * num_microbatches + microbatch.
 
-    Of what is done once for all microbatches, one number per stage.
+    With one microbatch, the default, it returns one number per stage.
 
     Raises:
         ValueError: If a sequence has another length.

@@ -1,4 +1,4 @@
-"""Which values the steps of a schedule read, write and carry.
+"""Values that the steps of a schedule read, write and carry, as tables.
 
 A value is the output of a stage for a microbatch, or the gradient of a stage's input for a
 microbatch. Values are numbered, so that checks and passes keep their state in flat arrays:

@@ -85,8 +85,8 @@ class Executor:
     """Runs one rank's row on a driver.
 
     Args:
-        row: The steps.
-        driver: The machine.
+        row: Steps of the rank.
+        driver: Machine that runs them.
         handlers: Functions that replace the driver's own execution of a type of step.
         on_step: Called with each step before it starts.
 
@@ -170,7 +170,7 @@ def run_together(executors: Sequence[Executor]) -> None:
 
 
 def describe_stuck(executors: Sequence[Executor]) -> str:
-    """Say where each rank stands that is not done."""
+    """Name the cell and the step of each rank that is not done."""
     places = (
         f"rank {rank} at cell {executor.position} ({executor.step})"
         for rank, executor in enumerate(executors)
@@ -180,7 +180,7 @@ def describe_stuck(executors: Sequence[Executor]) -> str:
 
 
 def actions_of(driver: Driver) -> tuple[Callable[[int, int], None], ...]:
-    """Return what to call for each kind of step that is no overlap, with stage and microbatch."""
+    """Return the driver's method for each kind of step that is no overlap."""
     steps: dict[MetaStepType, Callable[[int, int], None]] = {
         MetaStepType.FWD: driver.forward,
         MetaStepType.BWD: driver.backward,

@@ -14,7 +14,7 @@ from typing import Final
 
 
 class MetaStepType(Enum):
-    """What a step does; the value is its name in the text notation."""
+    """The action of a step; the value is its name in the text notation."""
 
     FWD = "F"
     BWD = "B"
@@ -72,14 +72,14 @@ class MetaStep:
     """One step of one rank's list.
 
     Attributes:
-        type: What is done.
+        type: Action of the step.
         stage_index: Index of the stage; None for an overlap, whose halves carry their own.
-        microbatch_index: Which microbatch; None for an overlap and for the FSDP steps.
+        microbatch_index: Index of the microbatch; None for an overlap and for the FSDP steps.
         sub_steps: The two halves of an overlap in their order, otherwise empty. One half is a
             forward, the other a full or an input backward.
 
     Raises:
-        TypeError: If the type is none, as in upstream's order of the fields.
+        TypeError: If `type` is no MetaStepType, as in upstream's order of the fields.
         ValueError: If the fields do not fit the type.
     """
 

@@ -219,12 +219,12 @@ def parse(text: str) -> Schedule:
     return from_json(text) if text.lstrip().startswith("{") else from_csv(text)
 
 
-def _to_document(step: MetaStep | None) -> list[Any] | None:
+def _to_document(step: MetaStep | None) -> list[object] | None:
     if step is None:
         return None
     if step.sub_steps:
         return ["OVERLAP", *(_to_document(half) for half in step.sub_steps)]
-    document: list[Any] = [step.type.value, step.stage_index]
+    document: list[object] = [step.type.value, step.stage_index]
     return document if step.microbatch_index is None else [*document, step.microbatch_index]
 
 
@@ -282,5 +282,5 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

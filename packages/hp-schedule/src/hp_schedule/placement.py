@@ -1,4 +1,4 @@
-"""Which rank a stage lives on."""
+"""Placements: the rank of every stage, and the stages of every rank."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args

@@ -15,7 +15,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Final
+from typing import Final
 
 from hp_schedule.costs import Costs, Latency
 
@@ -31,7 +31,7 @@ _LISTS: Final = ("", ", or one per stage", ", or one per stage, or per stage and
 
 def costs_to_json(costs: Costs) -> str:
     """Return costs as JSON; what is as it is by default is left out."""
-    document: dict[str, Any] = {"version": _VERSION}
+    document: dict[str, object] = {"version": _VERSION}
     for field in fields(Costs):
         value = getattr(costs, field.name)
         if value == field.default:
@@ -72,11 +72,11 @@ def num_stages_of(costs: Costs) -> int | None:
     return next((len(value) for value in values if isinstance(value, Sequence)), None)
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     return [_listed(entry) for entry in value] if isinstance(value, Sequence) else value
 
 
-def _edges(entries: list[Any]) -> Latency:
+def _edges(entries: list[object]) -> Latency:
     found: dict[tuple[int, int], float] = {}
     for entry in entries:
         match entry:
@@ -89,7 +89,7 @@ def _edges(entries: list[Any]) -> Latency:
     return found
 
 
-def _check(name: str, value: Any, depth: int) -> None:
+def _check(name: str, value: object, depth: int) -> None:
     if isinstance(value, list) and depth:
         for entry in value:
             _check(name, entry, depth - 1)

@@ -61,7 +61,7 @@ def _view(code: int) -> MetaStep | None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in order; equal schedules compare and hash equal.
+    """The steps of every rank in order; equal schedules compare and hash equal.
 
     Attributes:
         steps: One row per rank.
@@ -69,10 +69,10 @@ class Schedule:
         num_microbatches: Microbatches, numbered from 0, that pass through every chain.
         chains: Logical pipelines: each a sequence of stages that hand their output to the next.
             Every stage belongs to exactly one. Default: one chain of all stages in order.
-        gathered_stages: Those whose parameters are sharded, so that UNSHARD and RESHARD steps must
-            gather and free them. None: not said, then all if there are any such steps.
-        reduced_stages: Those whose gradients REDUCE_GRAD steps must reduce. None: not said, then
-            all if there are any such steps.
+        gathered_stages: Stages whose parameters are sharded, so that UNSHARD and RESHARD steps must
+            gather and free them. None: all if there are any such steps, else none.
+        reduced_stages: Stages whose gradients REDUCE_GRAD steps must reduce. None: all if there are
+            any such steps, else none.
 
     Raises:
         ValueError: If the placement, the chains or the counts do not fit each other. Whether the

@@ -1,4 +1,4 @@
-"""When steps ran, planned or measured."""
+"""Timelines: the spans of time in which steps ran, planned or measured."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class Span:
 
     Attributes:
         rank: Rank of the pipeline that runs the step.
-        step: A compute step, or what the rank stood waiting for meanwhile: a receive or a send, the
-            gathering of parameters (UNSHARD), the last reduction of gradients (REDUCE_GRAD), what
-            comes back from the host (RELOAD).
+        step: A compute step, or the step that the rank stood waiting for: a receive or a send, the
+            gathering of parameters (UNSHARD), the last reduction of gradients (REDUCE_GRAD), a copy
+            from the host (RELOAD).
         start: Seconds from any origin common to all spans of a timeline.
         end: Not before start.
     """

@@ -1,4 +1,4 @@
-"""How values get from one rank to another: the seam between a schedule and a network.
+"""Transport of values from one rank to another: the seam between a schedule and a network.
 
 The torch runtime ships one implementation (`hp_schedule.runtime.TorchTransport`); other ones, for
 example between stages with different numbers of ranks, implement the same protocol.
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class MessageKind(Enum):
-    """What a message carries; the value names it in errors."""
+    """The content of a message; the value names it in errors."""
 
     INPUT = "input"
     OUTPUT_GRADIENT = "output gradient"
@@ -84,5 +84,6 @@ class Transport(Protocol[T]):
             error: Error of this rank.
 
         Returns:
-            What this rank is to raise: the error, or one that names the rank that failed first.
+            The exception that this rank is to raise: the error, or one that names the rank that
+            failed first.
         """

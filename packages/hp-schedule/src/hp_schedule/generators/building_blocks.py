@@ -35,10 +35,10 @@ input gradients of the second and the first."""
 
 @dataclass(frozen=True)
 class BuildingBlocks(Vee):
-    """Rows as their blocks say, with weight gradients in the free slots.
+    """Rows made of building blocks, with weight gradients in the free slots.
 
     Attributes:
-        block: Gives the block of a rank, called with the number of ranks and the rank.
+        block: Function of the number of ranks and a rank; returns the block of that rank.
     """
 
     block: Callable[[int, int], Block] = field(kw_only=True)
@@ -63,7 +63,7 @@ class BuildingBlocks(Vee):
 
 @dataclass(frozen=True)
 class FilledBlocks(BuildingBlocks):
-    """Blocks whose waits are filled, which takes all ranks together.
+    """Building blocks whose waits are filled; a row depends on all ranks.
 
     Attributes:
         latency: Slots a message takes.

@@ -1,4 +1,4 @@
-"""Schedules of which each rank can write its own row alone.
+"""Schedules whose rows can be made one by one: a rank needs no other rank's row.
 
 Note [Logical time]. A closed form says for every step in which order it runs on its rank and at
 which logical time it ends. Logical time is no duration, it is a proof: it grows along every row,
@@ -30,7 +30,7 @@ class ClosedForm(ABC):
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of a step.
         num_stages_per_rank: Stages on every rank.
-        style: Where stages live.
+        style: Placement of the stages.
     """
 
     num_ranks: int
@@ -51,7 +51,7 @@ class ClosedForm(ABC):
         """Return the row of one rank, made from the rules of its own row and its neighbours'.
 
         Args:
-            rank: Which.
+            rank: Rank of the pipeline.
             communication: Whether to insert sends and receives.
 
         Raises:
@@ -103,13 +103,13 @@ class Vee(ClosedForm):
     style: PlacementStyle = "v"
 
     def arms(self, rank: int) -> tuple[int, int]:
-        """Return the stages of a rank, that on the way there and that on the way back."""
+        """Return a rank's stage on the way to the last rank and its stage on the way back."""
         return rank, self.num_stages - 1 - rank
 
 
 @dataclass(frozen=True)
 class GivenRows(ClosedForm):
-    """Rows that are known without their times, which a run of all of them tells.
+    """Rows that are known without their times; a simulated run of all rows finds the times.
 
     Attributes:
         rows: The packed compute steps of each rank, in order.

@@ -1,7 +1,7 @@
-"""The registry of schedules: what each says of itself, and what follows from that.
+"""The registry of schedules: what each declares, and what follows from its rows.
 
 A generator is a function of this package that returns a `ClosedForm`, with `schedule_kind` above
-it. That is all there is to a schedule: the command's choices and options, the places a search
+it. Nothing else is needed for a schedule: the command's choices and options, the plans a search
 starts from, the named classes, hp-train's `pipeline.schedule` and the table of the documentation
 are read from here.
 """
@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, Final, ParamSpec
+from typing import Final, ParamSpec
 
 from hp_schedule.generators.form import ClosedForm
 from hp_schedule.packing import BWD_WEIGHT
@@ -18,33 +18,33 @@ from hp_schedule.placement import PlacementStyle
 from hp_schedule.schedule import Schedule
 
 P = ParamSpec("P")
-Variants = Mapping[str, Mapping[str, Any]]
-"""Options by the name of what they make."""
+Variants = Mapping[str, Mapping[str, object]]
+"""Keyword arguments of a generator, by a name for the schedule that they make."""
 
 LAST: Final = 100
-"""Behind all that say where they stand in lists."""
+"""Default `order`: behind all schedules that give one."""
 
 REGISTERED: Final[list["ScheduleKind"]] = []
-"""In the order in which their modules were imported."""
+"""All schedules, in the order in which their modules were imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKind:
-    """One way to order forwards and backwards; what can be seen from its rows is not declared.
+    """One way to order forwards and backwards; properties that its rows show are not declared.
 
     Attributes:
         name: Name of the schedule in configs and on command lines.
         generate: Called with the number of ranks, `num_microbatches` and `options` returns the
             compute steps.
-        form: The same, but returns the rule of the rows.
+        form: Takes the same arguments and returns the rule that makes the rows.
         purpose: Purpose of the schedule, in half a sentence.
-        source: Who published it, and where.
-        order: Place in lists; of equal places the name decides.
+        source: Authors and place of publication.
+        order: Sort key in lists; schedules with the same key are sorted by name.
         pairs: The option that makes a forward and a backward one step wherever both are side by
             side; empty: it has no such places.
-        with_one_stage: Name of the schedule that it is, step for step, with one stage per rank.
-        more_variants: Called with the number of ranks returns further options worth a try, by what
-            to call them.
+        with_one_stage: Name of the schedule with the same steps when there is one stage per rank.
+        more_variants: Called with the number of ranks returns further options worth a try, by a
+            name for each.
     """
 
     name: str
@@ -58,19 +58,19 @@ class ScheduleKind:
     more_variants: Callable[[int], Variants] | None = None
 
     @cached_property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The keywords of `generate` but `num_microbatches`, each with its annotation."""
         parameters = [*inspect.signature(self.form, eval_str=True).parameters.values()]
         return {parameter.name: parameter.annotation for parameter in parameters[2:]}
 
     @cached_property
     def stages_per_rank(self) -> int:
-        """The only number that it takes; 0: any."""
+        """The only number of stages per rank that it takes; 0: any."""
         return 0 if "num_stages_per_rank" in self.options else self._small.num_stages_per_rank
 
     @cached_property
     def style(self) -> PlacementStyle:
-        """Where stages live; but in a ``loop`` the first rank has the first stage and the last."""
+        """Placement of the stages; in a ``u`` the first rank has the first stage and the last."""
         return self._small.style
 
     @property
@@ -99,16 +99,16 @@ class ScheduleKind:
         num_stages_per_rank: int,
         *,
         paired: bool | None = False,
-        **options: Any,
+        **options: object,
     ) -> Schedule:
         """Return the compute steps.
 
         Args:
             num_ranks: Ranks of the pipeline.
             num_microbatches: Any number from 1.
-            num_stages_per_rank: Passed over where only one number is possible.
-            paired: Whether to make pairs of a forward and a backward, where there are any; None: as
-                the generator does unless told.
+            num_stages_per_rank: Stages per rank; ignored where only one number is possible.
+            paired: Whether to make pairs of a forward and a backward, where there are any; None:
+                the generator's default.
             **options: Keyword arguments of the generator.
 
         Raises:
@@ -121,14 +121,14 @@ class ScheduleKind:
         return self.generate(num_ranks, num_microbatches=num_microbatches, **options)
 
     def variants(self, num_ranks: int, *, latency: float = 0.0) -> Variants:
-        """Return the options worth a try, none at first, by the name of what they make.
+        """Return sets of options worth a try, the empty set first, by a name for each schedule.
 
         Args:
             num_ranks: Ranks of the pipeline.
             latency: Time of a message, in units of one step, for those that allow for it.
         """
         name = self.generate.__name__
-        found: dict[str, Mapping[str, Any]] = {name: {}}
+        found: dict[str, Mapping[str, object]] = {name: {}}
         if self.more_variants:
             more = self.more_variants(num_ranks)
             found |= {f"{name}{suffix}": options for suffix, options in more.items()}
@@ -147,7 +147,7 @@ def schedule_kind(
     with_one_stage: str = "",
     more_variants: Callable[[int], Variants] | None = None,
 ) -> Callable[[Callable[P, ClosedForm]], Callable[P, Schedule]]:
-    """Enter a function into the registry; what callers get in its place returns all the rows.
+    """Enter a function into the registry and replace it by one that returns all the rows.
 
     Arguments are those of `ScheduleKind`; the name is the function's where there is no other.
 
@@ -185,7 +185,9 @@ def schedule_kind(
     return register
 
 
-def closed_form(generator: Callable[..., Schedule], num_ranks: int, **options: Any) -> ClosedForm:
+def closed_form(
+    generator: Callable[..., Schedule], num_ranks: int, **options: object
+) -> ClosedForm:
     """Return the rule by which a generator makes its rows, to make the row of one rank alone.
 
     >>> from hp_schedule import closed_form, one_f_one_b

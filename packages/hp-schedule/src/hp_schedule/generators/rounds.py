@@ -1,4 +1,4 @@
-"""What GPipe, 1F1B, their interleaved and their zero-bubble forms have in common.
+"""Rows in rounds: GPipe, 1F1B, their interleaved and their zero-bubble forms.
 
 Write down the forwards of a rank in a row, its backwards in a second row shifted by its warm-up,
 and, where the backward is split, its weight gradients in a third row shifted further by a delay.
@@ -37,7 +37,7 @@ from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode
 
 _COLUMN = 16
 _LINES = (0, 6, 15)
-"""When F, B and W of a column end, from its beginning."""
+"""Slots from the beginning of a column to the ends of its F, B and W."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""When the compute steps of a schedule run."""
+"""Times at which the compute steps of a schedule end when nothing holds them up."""
 
 import math
 

@@ -41,9 +41,9 @@ from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
 
 _Cell = tuple[float, int, int, int]
-"""Time, number of the rank it comes from, position among those at once, code."""
+"""Time, number of the rank that produces it, position among cells of that time, code."""
 _Post = Callable[[float, int], None]
-"""Takes down a message, told when it is produced and by which step."""
+"""Notes a message; called with the time at which it is produced and the step's code."""
 
 
 def add_send_recv(
@@ -89,7 +89,7 @@ def lay_out(
         schedule: Schedule without communication steps. The rows of ranks that are neither among
             `ranks` nor their neighbours are not looked at.
         times: See `add_send_recv`.
-        ranks: Which.
+        ranks: Ranks whose rows are laid out.
 
     Raises:
         ValueError: If there is not one time for each compute step.
@@ -105,7 +105,7 @@ def lay_out(
 
 
 def _times(schedule: Schedule, costs: Costs) -> Sequence[Sequence[float]]:
-    """Return when the compute steps of each rank end."""
+    """Return the times at which the compute steps of each rank end."""
     durations = costs.durations(schedule.num_stages, schedule.num_microbatches)
     if any(min(durations[kind]) <= 0 for kind in SEND_OF):
         raise ValueError("forward, input_grad and weight_grad + input_grad must be > 0")
@@ -129,9 +129,9 @@ class _Flow:
 
     Attributes:
         position: 1, or 2 for the messages of the second halves of overlaps.
-        times: When they are produced.
-        sends: Codes.
-        receives: Codes.
+        times: Times at which they are produced.
+        sends: Codes of the sends.
+        receives: Codes of the receives.
     """
 
     source: int
@@ -170,12 +170,12 @@ def _flows(schedule: Schedule, times: Sequence[Sequence[float]]) -> list[_Flow]:
 def _posts(
     schedule: Schedule, position: int, flows: dict[tuple[int, int, int], _Flow]
 ) -> dict[int, _Post]:
-    """Return, for each kind and stage whose result goes to another rank, what takes it down.
+    """Return, for each kind and stage whose result goes to another rank, what notes the message.
 
     Args:
-        schedule: Its placement and its chains.
+        schedule: Schedule whose placement and chains are read.
         position: See `_Flow`.
-        flows: Where messages are taken down, by source, destination and position.
+        flows: Flows to which messages are added, by source, destination and position.
     """
     peer = dataflow(schedule).peer
     posts: dict[int, _Post] = {}
@@ -191,7 +191,7 @@ def _posts(
 
 
 def _post(flow: _Flow, send: int, receive: int) -> _Post:
-    """Return what takes down a message, given the codes of microbatch 0."""
+    """Return a function that notes a message, given the codes of microbatch 0."""
     add_time, add_send, add_receive = flow.times.append, flow.sends.append, flow.receives.append
 
     def post(time: float, code: int) -> None:

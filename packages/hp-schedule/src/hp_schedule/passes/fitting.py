@@ -1,4 +1,4 @@
-"""What microbatches keep, chosen one by one so that a schedule fits its memory.
+"""Choice of the microbatches that recompute or offload, so that a schedule fits its memory.
 
 Memory is a matter of one rank's row. It is walked until it holds too much; then, of the
 microbatches in flight there, the one whose backward is farthest gives up what it keeps: it makes
@@ -34,21 +34,21 @@ from hp_schedule.simulation import simulate
 from hp_schedule.simulation.recurrence import peak_memory
 
 Choice = Mapping[tuple[int, int], Retention]
-"""By (stage, microbatch); those that are not named keep everything."""
+"""The way of retention by (stage, microbatch); those that are not named keep everything."""
 
 _ROUNDING: Final = 1e-9
 _AHEAD: Final = (1, 2, 0)
-"""Compute steps that a copy back is given."""
+"""Numbers of compute steps to try between the start of a copy back and its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A schedule that keeps within its memory.
+    """A schedule that fits its memory.
 
     Attributes:
         schedule: The schedule with its RECOMPUTE, OFFLOAD and RELOAD steps.
-        choice: Who gives up what it keeps, and how.
-        makespan: What the simulator says it takes.
+        choice: The microbatches that recompute or offload.
+        makespan: Duration of the schedule in the simulator.
     """
 
     schedule: Schedule
@@ -64,14 +64,14 @@ def fit_memory(
     ways: Sequence[Retention] = ("recompute", "offload"),
     num_tries: int = 64,
 ) -> Fit | None:
-    """Choose who runs again and who is copied away, so that the memory suffices at little time.
+    """Choose microbatches to recompute or to offload, so that memory suffices at little time.
 
     Args:
         schedule: Schedule without such steps; messages may be there or not.
         costs: Durations, memory and the bandwidth to the host.
         memory_limit: What the activations of a rank may take at most, in the unit of the costs, by
             the rows (`validate`) as well as in time (`simulate`).
-        ways: What may be chosen; nothing is added where the schedule fits as it is.
+        ways: Ways that may be chosen; nothing is added where the schedule fits as it is.
         num_tries: Variations that are simulated after the first plans.
 
     Returns:
@@ -94,7 +94,7 @@ def fit_memory(
 
 
 def check_ways(ways: Sequence[str]) -> None:
-    """Refuse what is no way to make room.
+    """Refuse unknown ways to make room.
 
     Raises:
         ValueError: If one is unknown.
@@ -105,7 +105,7 @@ def check_ways(ways: Sequence[str]) -> None:
 
 
 def _plans(ways: Sequence[Retention]) -> Iterator[tuple[frozenset[Retention], int]]:
-    """Yield what may be chosen, and how early copies come back."""
+    """Yield pairs of ways that may be chosen and of how early copies come back."""
     if "recompute" in ways:
         yield frozenset({"recompute"}), 1
     for ahead in _AHEAD if "offload" in ways else ():
@@ -133,7 +133,7 @@ def _variations(choice: Choice) -> Iterator[Choice]:
 
 
 class _Fitting:
-    """Choices for one schedule.
+    """Finds choices for one schedule.
 
     Args:
         schedule: See `fit_memory`.
@@ -177,7 +177,7 @@ class _Fitting:
         return Fit(schedule, choice, result.makespan)
 
     def _thinned(self, choice: Choice) -> Choice:
-        """Take back what is needless once all the rest is chosen."""
+        """Drop those choices without which the rest still fits."""
         left = dict(choice)
         place_of = self._schedule.stage_to_rank
         for place in sorted(choice, key=lambda place: place[::-1]):
@@ -187,7 +187,7 @@ class _Fitting:
         return left
 
     def _row(self, choice: Choice, rank: int) -> list[int]:
-        """Return the steps of a rank with a choice."""
+        """Return the steps of a rank with the steps of a choice inserted."""
         place_of = self._schedule.stage_to_rank
         mine = [key for key in choice if place_of[key[0]] == rank]
         again = {encode(FWD, *key) for key in mine if choice[key] == "recompute"}
@@ -203,11 +203,11 @@ class _RowWalk:
     """The compute steps of one rank and when they end.
 
     Args:
-        codes: The steps.
-        ends: Their ends.
+        codes: Packed compute steps in order.
+        ends: Times at which they end.
         num_microbatches: Number of microbatches of the schedule.
-        costs: The bandwidth to the host.
-        held: What microbatches hold.
+        costs: Costs whose bandwidth to the host is read.
+        held: Memory that microbatches hold.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class _RowWalk:
     def choose(
         self, limit: float, ways: frozenset[Retention], ahead: int
     ) -> dict[tuple[int, int], Retention] | None:
-        """Choose so that the row never holds more than the limit.
+        """Choose microbatches so that the row never holds more than the limit.
 
         Args:
             limit: Largest memory of a rank, in the unit of the costs.
@@ -277,7 +277,7 @@ class _RowWalk:
     def _returning(
         self, number: int, ahead: int, chosen: Mapping[int, Retention], begun: Mapping[int, int]
     ) -> float:
-        """Return what is there again from a step on."""
+        """Return the microbatches whose copies are back from a step on."""
         more = 0.0
         for kind, index in self._steps[number]:
             if kind in {BWD, BWD_INPUT} and chosen.get(index) == "recompute":
@@ -293,7 +293,7 @@ class _RowWalk:
     def _candidates(
         self, number: int, chosen: Mapping[int, Retention], begun: Mapping[int, int]
     ) -> list[int]:
-        """Return who still keeps everything at a step, the one with the farthest backward first."""
+        """Return the microbatches that keep everything at a step, the farthest backward first."""
         free = [index for index in begun if index not in chosen and self._uses[index] > number]
         return sorted(free, key=lambda index: (-self._uses[index], -index))
 
@@ -304,12 +304,12 @@ class _RowWalk:
         away: Mapping[int, float],
         ways: frozenset[Retention],
     ) -> tuple[int, Retention] | None:
-        """Return who is to give up what it keeps at a step, and how.
+        """Return the microbatch that makes room at a step, and its way.
 
         Args:
-            number: The step.
-            candidates: The best one first.
-            away: When a copy would be at the host, of those that could be copied.
+            number: Number of the step in the row.
+            candidates: Eligible microbatches, the best one first.
+            away: Times at which copies would have reached the host, of those that can be copied.
             ways: What may be chosen.
         """
         start = self._ends[number - 1] if number else 0.0

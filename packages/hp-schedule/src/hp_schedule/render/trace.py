@@ -17,7 +17,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     Args:
         timelines: Timelines by title, in seconds.
     """
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for pid, (title, timeline) in enumerate(timelines.items()):
         events.append(_metadata("process_name", pid, 0, {"name": title}))
         events.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
@@ -29,11 +29,11 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+def _metadata(name: str, pid: int, tid: int, args: dict[str, object]) -> dict[str, object]:
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
-def _event(span: Span, pid: int, origin: float) -> dict[str, Any]:
+def _event(span: Span, pid: int, origin: float) -> dict[str, object]:
     leaves = list(span.step.leaves())
     return {
         "name": str(span.step),

@@ -30,13 +30,13 @@ class BackwardSplitter(Protocol):
 
         Args:
             module: Module whose parameters get gradients, of which any part may be put off.
-            outputs: Where the backward starts: tensors that require grad, each with its graph.
+            outputs: Tensors that require grad, each with its graph.
             grads: Their gradients, as many.
-            inputs: What the forward received, leaves that require grad; may be empty.
+            inputs: Inputs of the forward: leaves that require grad; may be empty.
 
         Returns:
-            The gradients of the inputs, and the function that computes what was put off and
-            accumulates it into the `grad` of the parameters.
+            The gradients of the inputs, and a function that computes the weight gradients that were
+            put off and accumulates them into the `grad` of the parameters.
         """
 
 
@@ -68,7 +68,7 @@ class DeferringSplitter:
 
 
 def nothing() -> None:
-    """Stand for weight gradients of which none were put off."""
+    """Do nothing: the second part of a backward that has put nothing off."""
 
 
 def full_backward(

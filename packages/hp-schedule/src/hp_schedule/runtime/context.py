@@ -1,4 +1,4 @@
-"""What the steps of a run work with: its microbatches, and what lives between steps."""
+"""State of a run that its steps work with: microbatches, and tensors that live between steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a run is given, all by entry.
+    """The microbatches of a run: arguments and targets, by entry.
 
     Entry ``chain * num_microbatches + microbatch`` belongs to a microbatch of a chain, so with one
     chain the entries are the microbatches.
@@ -27,22 +27,22 @@ class Batch:
         args: Positional arguments of the first stage; unused on ranks without it.
         kwargs: Keyword arguments of every stage.
         targets: Second argument of the loss function; unused on ranks without the last stage.
-        loss_scale: What every loss is multiplied with for the backward.
+        loss_scale: Factor of every loss in the backward.
     """
 
-    args: Sequence[Sequence[Any]]
-    kwargs: Sequence[Mapping[str, Any]]
-    targets: Sequence[Any]
+    args: Sequence[Sequence[object]]
+    kwargs: Sequence[Mapping[str, object]]
+    targets: Sequence[object]
     loss_scale: float = 1.0
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What lives from the forward of a microbatch in a stage to its backward.
+    """Tensors that live from the forward of a microbatch in a stage to its backward.
 
     Attributes:
-        received: The stage's inputs, leaves; empty at the start of a chain.
-        outputs: The outputs, or the loss at the end of a chain; graphs included.
+        received: Inputs of the stage, leaves; empty at the start of a chain.
+        outputs: Outputs with their graphs; at the end of a chain the loss.
     """
 
     received: tuple[Tensor, ...]
@@ -51,11 +51,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PipelineContext:
-    """What a function registered for a type of step works with.
+    """Context that a function registered for a type of step gets.
 
     Attributes:
         rank: Rank of the pipeline.
-        schedule: What is run.
+        schedule: Schedule that is run.
         stages: This rank's stages by index.
         batch: The microbatches: args, kwargs and targets.
         losses: Detached losses so far, by entry of the batch.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,24 +30,24 @@ class StageDriver:
 
     All state is keyed by stage and microbatch and lives as long as the run, so a handler may run
     steps of different microbatches from several threads. Nothing in it refers back to it, so that
-    what is left, the batch above all, goes with the run and does not wait for a garbage collection.
+    its tensors, the batch above all, are freed with the run without a garbage collection.
 
     Args:
         rank: Rank in the pipeline.
-        schedule: What is run.
+        schedule: Schedule that is run.
         stages: This rank's stages by index.
         transport: Moves messages; None if the schedule has none.
-        expectations: Expectations of the stages after this rank's, kept from run to run.
+        expectations: Input specs of the stages after this rank's; the same object in every run.
         sharding: Does the FSDP steps; None leaves them to registered functions.
-        shared: Keeps the gradients of parameters that several stages have apart by stage.
-        loss_fn: Applied to what a chain's last stage returns; None takes that for the loss.
+        shared: Parameters that several stages have; keeps their gradients apart by stage.
+        loss_fn: Applied to the output of a chain's last stage; None: that output is the loss.
         batch: The microbatches.
         keep_outputs: Whether to keep what the last stages return, detached.
-        recorder: Told of every span; None records nothing.
+        recorder: Recorder of every span; None records nothing.
 
     Attributes:
-        losses: Detached, by entry of the batch.
-        outputs: What the last stages returned, by entry of the batch.
+        losses: Detached losses, by entry of the batch.
+        outputs: Outputs of the last stages, by entry of the batch.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class StageDriver:
         recorder: Recorder | None,
     ) -> None:
         self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Any] = {}
+        self.outputs: dict[int, object] = {}
         self._schedule = schedule
         self._stages = stages
         self._sharding = sharding
@@ -109,7 +108,7 @@ class StageDriver:
 
     @property
     def context(self) -> PipelineContext:
-        """Return what a registered function works with."""
+        """Return the context that a registered function gets."""
         return PipelineContext(
             rank=self._rank,
             schedule=self._schedule,
@@ -132,7 +131,7 @@ class StageDriver:
         self._wait_input(key)
         received = self._inputs.pop(key, None)
         args = self._batch.args[entry] if received is None else received
-        grad_mode: AbstractContextManager[Any] = torch.enable_grad()
+        grad_mode: AbstractContextManager[object] = torch.enable_grad()
         if not self._training:
             grad_mode = torch.no_grad()
         elif key in self._recomputed or key in self._offloaded:
@@ -169,7 +168,7 @@ class StageDriver:
             finish()
 
     def recompute(self, stage_index: int, microbatch_index: int) -> None:
-        """Run a forward again that has kept nothing, for the backward that follows."""
+        """Run a forward again that has saved nothing, for the backward that follows."""
         stage, key = self._ready_stage(stage_index), (stage_index, microbatch_index)
         entry = self._first_entry[stage_index] + microbatch_index
         chunk, repeat = self._chunks[key], self._repeats.pop(key)
@@ -182,11 +181,11 @@ class StageDriver:
         self._chunks[key] = Chunk(chunk.received, outputs)
 
     def offload(self, stage_index: int, microbatch_index: int) -> None:
-        """Start to copy to the host what autograd has saved for a backward."""
+        """Start to copy the tensors that autograd has saved for a backward to the host."""
         self._kept[stage_index, microbatch_index].offload()
 
     def reload(self, stage_index: int, microbatch_index: int) -> None:
-        """Start to bring back what was copied."""
+        """Start to copy them back from the host."""
         self._kept[stage_index, microbatch_index].reload()
 
     def overlap(self, step: MetaStep) -> None:
@@ -208,7 +207,7 @@ class StageDriver:
         self._in_overlap = True
         run_halves()
         self._in_overlap = False
-        if self._recorder is not None:
+        if self._recorder is not None and start is not None:
             self._recorder.add(step, start)
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
@@ -251,7 +250,7 @@ class StageDriver:
         action(step.stage_index or 0, step.microbatch_index or 0)
 
     def wait_inputs(self, step: MetaStep) -> None:
-        """Wait until what a compute step reads is on this rank."""
+        """Wait until the inputs of a compute step are on this rank."""
         for leaf in step.leaves():
             key = (leaf.stage_index or 0, leaf.microbatch_index or 0)
             if leaf.type is MetaStepType.FWD:
@@ -273,8 +272,8 @@ class StageDriver:
         if self._p2p is not None:
             self._p2p.finish()
 
-    def _finish_chain(self, output: Any, entry: int) -> tuple[Tensor, ...]:
-        """Keep output and loss of a chain; return what the backward starts from."""
+    def _finish_chain(self, output: object, entry: int) -> tuple[Tensor, ...]:
+        """Store output and loss of a chain; return the tensors that the backward starts from."""
         if self._keep_outputs:
             self.outputs[entry] = _detached(output)
         # Without a loss function what the stage returns in training is the loss.
@@ -319,7 +318,7 @@ class StageDriver:
             self._pass_input_grads(key, chunk.received, found)
 
     def _wait_input(self, key: Key) -> None:
-        """Have the input of a stage among the values, as leaves, unless it starts a chain."""
+        """Wait for the input of a stage and store it as leaves, unless it starts a chain."""
         if self._schedule.upstream[key[0]] < 0 or key in self._inputs:
             return
         with self._span(MetaStepType.FWD_RECV, key):
@@ -330,15 +329,15 @@ class StageDriver:
         )
 
     def _wait_output_grads(self, key: Key) -> None:
-        """Have the gradients of a stage's outputs among the values, unless it ends a chain."""
+        """Wait for the gradients of a stage's outputs and store them, unless it ends a chain."""
         if self._schedule.downstream[key[0]] < 0 or key in self._output_grads:
             return
         with self._span(MetaStepType.BWD_RECV, key):
             self._output_grads[key] = self._messages.take_gradient(*key)
 
     @contextmanager
-    def _keeping(self, stage: PipelineStage, key: Key, passed: Sequence[Any]) -> Iterator[None]:
-        """Run a forward that keeps nothing, or what can be copied away."""
+    def _keeping(self, stage: PipelineStage, key: Key, passed: Sequence[object]) -> Iterator[None]:
+        """Save nothing for the backward of a forward inside, or tensors that can be moved."""
         if key in self._recomputed:
             repeat = self._repeats[key] = stage.repeat()
             keeping: AbstractContextManager[None] = repeat.first_run()
@@ -414,13 +413,13 @@ class StageDriver:
         with doing(words):
             start = None if recorder is None else recorder.mark()
             yield
-            if recorder is not None:
+            if recorder is not None and start is not None:
                 recorder.add(step, start)
 
 
 @lru_cache(maxsize=1 << 16)  # every run of a schedule has the same steps
 def _described(step_type: MetaStepType, stage: int, microbatch: int) -> tuple[MetaStep, str]:
-    """A step of one stage, and the words for it."""
+    """Return a step of one stage, and its description."""
     step = MetaStep(step_type, stage, microbatch)
     return step, f"stage {stage}, microbatch {microbatch}: in step {step}"
 
@@ -440,7 +439,7 @@ def _without_autocast(stage: PipelineStage) -> AbstractContextManager[None]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _detached(output: Any) -> Any:
+def _detached(output: object) -> object:
     if isinstance(output, Tensor):
         return output.detach()
     if isinstance(output, (tuple, list)):

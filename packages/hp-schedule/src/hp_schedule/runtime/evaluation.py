@@ -19,9 +19,9 @@ _KEPT = {FWD, FWD_SEND, FWD_RECV}
 
 
 def forward_part(schedule: Schedule) -> Schedule:
-    """Return what is left of a schedule without its backwards, in the same order.
+    """Return a schedule without its backwards, the other steps in the same order.
 
-    Nothing that is left waits for what is dropped, so a sound schedule stays sound. Parameters are
+    No forward waits for a step that is dropped, so a sound schedule stays sound. Parameters are
     gathered where a forward follows before they are freed, and not elsewhere.
     """
     return schedule.with_rows(_forward_row(row.codes()) for row in schedule.steps)

@@ -16,7 +16,7 @@ two threads would still make hooks that stay free parameters between them, which
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
 
 if TYPE_CHECKING:
-    # Imported by whoever shards a module; it takes two seconds, which others need not spend.
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+_FSDP: Final = "torch.distributed.fsdp"
+"""Imported by whoever shards a module; it takes two seconds, which others need not spend."""
 
 _REDUCE: Final = "hp_schedule_reduce_grad"
 """The method that sharded modules get for the small backward."""
@@ -61,11 +63,11 @@ class FullySharded:
         self._gathered = {index for index, modules in self._modules.items() if not modules}
         for root in (root for roots in self._roots.values() for root in roots):
             setattr(root, _REDUCE, _identity)
-            _fsdp().register_fsdp_forward_method(root, _REDUCE)
+            sys.modules[_FSDP].register_fsdp_forward_method(root, _REDUCE)
 
     @contextmanager
     def during_run(self) -> Iterator[None]:
-        """Silence the hooks, and give them back their voice in the end."""
+        """Switch FSDP's hooks off, and on again at the end."""
         self._set(False)
         for module in self._all():
             module.set_reshard_after_forward(False, recurse=False)
@@ -113,7 +115,7 @@ class FullySharded:
             self._gathered.discard(stage.stage_index)
 
     def reduce_grad(self, stage: PipelineStage) -> None:
-        """Reduce what all backwards have left; Note [Who launches collectives].
+        """Reduce the gradients of all backwards; Note [Who launches collectives].
 
         Waits for nothing on CUDA, where the gradients are ready for the current stream.
         """
@@ -152,7 +154,7 @@ def sharded_modules(module: nn.Module) -> list["FSDPModule"]:
 def check_sharding(
     stages: Iterable[PipelineStage], schedule: Schedule, sharding: StageSharding | None
 ) -> None:
-    """Refuse what would leave gradients unreduced without a word.
+    """Refuse stages and schedules that would silently leave gradients unreduced.
 
     Raises:
         ValueError: If stages have sharded modules and nobody reduces the gradients of W steps, or a
@@ -205,9 +207,5 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _is_sharded(module: nn.Module) -> TypeGuard["FSDPModule"]:
-    return _fsdp() is not None and isinstance(module, _fsdp().FSDPModule)
-
-
-def _fsdp() -> Any:
-    """Return `torch.distributed.fsdp` if anybody has imported it."""
-    return sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get(_FSDP)
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

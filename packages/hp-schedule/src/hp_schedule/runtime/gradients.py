@@ -1,4 +1,4 @@
-"""Whether gradients find the same way back for every microbatch of a run.
+"""Check that gradients find the same way back for every microbatch of a run.
 
 An output that does not require grad gets no gradient, and what it was computed from does not
 train: right for masks, tables and frozen stages, which are so for every microbatch. Where some
@@ -14,7 +14,7 @@ from hp_schedule.runtime.specs import Specs
 
 
 class GradientPaths:
-    """What the outputs of the stages of a rank require in one run."""
+    """Checks that an output requires grad for every microbatch of a run or for none."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[int, list[bool]]] = {}
@@ -27,13 +27,14 @@ class GradientPaths:
         *,
         expected: Callable[[], Specs | None],
     ) -> None:
-        """Take note of the outputs of a forward that trains.
+        """Check the outputs of a forward that trains against the first microbatch's.
 
         Args:
             stage: Index of the stage.
             microbatch: Index of the microbatch.
             outputs: Outputs of the stage for that microbatch.
-            expected: Returns what the next stage expects; asked only if a gradient has no way.
+            expected: Returns the specs that the next stage expects; called only if a gradient is
+                missing.
 
         Raises:
             ValueError: If an output requires grad for some microbatches only, and the next stage

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 from weakref import WeakSet
 
 import torch
@@ -121,7 +121,7 @@ class _Graph:
         return not any(node.name() in _UNSPLITTABLE for node in self._nodes)
 
     def pieces(self, ends: Sequence[tuple[GradientEdge, Tensor]]) -> list[_Piece]:
-        """Return what is left for the second half, in the order from outputs to inputs.
+        """Return the nodes of the second half in groups, in the order from outputs to inputs.
 
         Args:
             ends: Outputs that are not early, with their gradients.
@@ -175,7 +175,7 @@ def _hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def _capturing(nodes: Iterable[Node]) -> Iterator[dict[Node, Grads]]:
-    """Keep the gradients that nodes get."""
+    """Collect the gradients that nodes get while the context is open."""
     captured: dict[Node, Grads] = {}
     keep = captured.__setitem__
     with _hooked(node.register_prehook(partial(keep, node)) for node in nodes):
@@ -192,7 +192,7 @@ def _replaying(captured: Mapping[Node, Grads]) -> AbstractContextManager[None]:
     )
 
 
-def _instead(grads: Grads, _given: Grads) -> Any:
+def _instead(grads: Grads, _given: Grads) -> object:
     return grads
 
 
@@ -202,7 +202,7 @@ def _recording_recompute(module: nn.Module) -> Iterator[list[nn.Module]]:
     seen: list[nn.Module] = []
     me = threading.get_ident()
 
-    def note(submodule: nn.Module, _args: Any) -> None:
+    def note(submodule: nn.Module, _args: object) -> None:
         if threading.get_ident() == me:
             seen.append(submodule)
 
@@ -245,7 +245,7 @@ def _run_piece(piece: _Piece, captured: Mapping[Node, Grads]) -> None:
     """Compute the gradients of one piece's parameters and accumulate them.
 
     Args:
-        piece: What to run.
+        piece: Piece to run.
         captured: The gradients of its nodes, as far as any reached them.
     """
     starts = [
@@ -276,7 +276,7 @@ def _backward(
 
 
 def _leaves(cut: Iterable[tuple[Node, int]]) -> list[Node]:
-    """Return what accumulates gradients behind a cut."""
+    """Return the nodes that accumulate gradients behind a cut."""
     seen = dict.fromkeys(node for node, _ in cut)
     stack = list(seen)
     while stack:
@@ -288,7 +288,7 @@ def _leaves(cut: Iterable[tuple[Node, int]]) -> list[Node]:
 
 @contextmanager
 def _collecting(piece: _Piece) -> Iterator[list[tuple[GradientEdge, Tensor]]]:
-    """Collect what the nodes of a piece send across the cut."""
+    """Collect the gradients that the nodes of a piece send across the cut."""
     found: list[tuple[GradientEdge, Tensor]] = []
 
     def collect(node: Node, grads: Grads, _given: Grads) -> None:

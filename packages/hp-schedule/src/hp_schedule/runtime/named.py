@@ -1,12 +1,12 @@
 """The schedules by name, for code that constructs one and calls `run`.
 
-What has no class here runs too: `from_schedule` takes what any generator makes, and a
+Schedules without a class here run too: `from_schedule` takes the schedule of any generator, and a
 class is a name.
 """
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 from hp_schedule.generators import SCHEDULES
 from hp_schedule.runtime.schedules import PipelineSchedule, ScheduleOptions
@@ -25,10 +25,10 @@ class NamedSchedule(PipelineSchedule):
     """
 
     name: ClassVar[str]
-    chosen: Mapping[str, Any] = MappingProxyType({})
+    chosen: Mapping[str, object] = MappingProxyType({})
 
     def construct_exec_order(self) -> Schedule:
-        """Return what the generator of that name makes."""
+        """Return the schedule of the generator of that name."""
         kind = SCHEDULES[self.name]
         return kind.build(
             self.num_ranks,

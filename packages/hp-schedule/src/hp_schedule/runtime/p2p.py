@@ -1,4 +1,4 @@
-"""One rank's messages of one run: what is expected of whom, and in which order it is asked for.
+"""One rank's messages of one run: which specs are expected, and the order of the receives.
 
 Note [Shapes on the way]. A stage with an `input_spec` tells the stage before it once, ahead of the
 first run, what it expects; its receives are posted where the schedule says. A stage without one
@@ -35,12 +35,12 @@ _HEADER_SPECS = (TensorSpec((HEADER_SIZE,), torch.int64),)
 
 @dataclass(slots=True)
 class Expectations:
-    """What the stages after a rank's expect; lives from the first run to the last.
+    """Input specs of the stages after a rank's; lives from the first run to the last.
 
     Attributes:
         specs: Specs that the next stage expects, by index of the stage before it, as far as it has
             said so; None if it expects a header.
-        asked: Whether this rank has told, and asked for, what there is to tell.
+        asked: Whether this rank has exchanged requests with its neighbours.
     """
 
     specs: dict[int, Specs | None] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class _Wanted:
     """A receive that is not posted yet.
 
     Attributes:
-        specs: Returns what will come, None while that is not known.
-        header: Tells it, if nothing else does.
+        specs: Returns the specs of the message, None while they are not known.
+        header: Message that tells the specs, if nothing else does.
     """
 
     message: Message
@@ -78,7 +78,7 @@ class _Receives:
             self._post()
 
     def progress(self) -> None:
-        """Post what has come to be known."""
+        """Post the receives whose specs have become known."""
         with self._lock:
             self._post()
 
@@ -112,10 +112,10 @@ class PointToPoint:
 
     Args:
         rank: Rank in the pipeline.
-        schedule: What is run.
+        schedule: Schedule that is run.
         stages: This rank's stages by index.
         transport: Moves messages.
-        expectations: Kept from run to run.
+        expectations: Input specs of the next stages; the same object in every run.
         output_specs: Returns the specs of a stage's outputs for a microbatch, None before its
             forward.
     """
@@ -162,12 +162,12 @@ class PointToPoint:
         self._send(message, tuple(value.detach() for value in values))
 
     def expected(self, stage: int, microbatch: int, values: Tensors) -> Specs | None:
-        """Return what the stage after one expects; the first time waits until it has said so.
+        """Return the specs that the next stage expects; the first time wait until it has told them.
 
         Args:
             stage: Index of the stage whose outputs are expected.
             microbatch: Index of the microbatch.
-            values: What it has, which a dry run takes to be that: there nobody can say so.
+            values: Outputs of the stage; a dry run, where nobody can tell, takes their specs.
         """
         known = self._expectations.specs
         if stage not in known:
@@ -215,7 +215,7 @@ class PointToPoint:
         return tuple(next(values) if spec.has_grad else None for spec in outputs)
 
     def _outputs(self, stage: int, microbatch: int) -> Specs | None:
-        """Specs of a stage's outputs, told by the next stage or as they are known by now."""
+        """Return the specs of a stage's outputs: the next stage's, planned ones, or their own."""
         return (
             self._expectations.specs.get(stage)
             or self._stages[stage].sent(microbatch)

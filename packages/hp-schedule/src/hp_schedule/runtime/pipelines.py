@@ -1,4 +1,4 @@
-"""Which ranks of the world make up each pipeline."""
+"""Ranks of the world that make up each pipeline."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""When the steps of a run ran.
+"""Recording of the times at which the steps of a run run.
 
 Times are seconds since the epoch, by this machine's clock at the end of the run and a monotonic one
 before it; spans of ranks on one machine fit to well below a millisecond, of ranks on several
@@ -8,15 +8,14 @@ mark the steps, so that recording never holds up the host; reading the timeline 
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from hp_schedule.ir import MetaStep
 from hp_schedule.timeline import Span, Timeline
 
-_Mark = Any
-"""Seconds as a float, or a CUDA event."""
+Mark = Callable[[], float]
+"""Returns seconds since the start of the run; on CUDA once the device has got there."""
 
 _READINGS = 5
 """How often the two clocks are compared; the earliest result was disturbed the least."""
@@ -30,56 +29,65 @@ class Recorder:
 
     Args:
         rank: Rank in the pipeline.
-        device: Where the stages compute.
+        device: Device of the stages.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
-        self._cuda = device.type == "cuda"
-        self.mark: Callable[[], _Mark] = _event if self._cuda else time.perf_counter
-        self._marks: list[tuple[MetaStep, _Mark, _Mark]] = []
-        self._origin: _Mark = self.mark()
+        self._spans: list[tuple[MetaStep, Mark, Mark]] = []
+        self.mark = _marks_of_device() if device.type == "cuda" else _marks_of_host()
 
-    def add(self, step: MetaStep, start: _Mark) -> None:
+    def add(self, step: MetaStep, start: Mark) -> None:
         """Record a span of a step that ends now.
 
         Args:
             step: The step.
-            start: What `mark` returned when it began.
+            start: Return value of `mark` when the step began.
         """
-        self._marks.append((step, start, self.mark()))
+        self._spans.append((step, start, self.mark()))
 
     def timeline(self) -> Timeline:
-        """Return the spans so far; on CUDA waits until the device has got there."""
-        if not self._marks:
+        """Return the spans so far; on CUDA wait until the device has got there."""
+        if not self._spans:
             return Timeline()
         epoch = min(self._origin_by_wall_clock() for _ in range(_READINGS))
-        marks, origin = self._marks, self._origin
-        if self._cuda:
-            seconds = self._seconds
-            marks = [(step, seconds(start), seconds(end)) for step, start, end in marks]
-            origin = 0.0
         return Timeline(
             [
-                Span(self._rank, step, epoch + (start - origin), epoch + (end - origin))
-                for step, start, end in marks
+                Span(self._rank, step, epoch + start(), epoch + end())
+                for step, start, end in self._spans
             ]
         )
 
     def _origin_by_wall_clock(self) -> float:
-        """Read both clocks: too late by however long this thread is kept waiting between them."""
-        now = self.mark()
-        if self._cuda:
+        """Read both clocks: too late by however long this thread waits between them."""
+        seconds = self.mark()()
+        return time.time() - seconds
+
+
+def _marks_of_host() -> Callable[[], Mark]:
+    origin = time.perf_counter()
+
+    def mark() -> Mark:
+        seconds = time.perf_counter() - origin
+        return lambda: seconds
+
+    return mark
+
+
+def _marks_of_device() -> Callable[[], Mark]:
+    def event() -> torch.cuda.Event:
+        made = torch.cuda.Event(enable_timing=True)
+        made.record()
+        return made
+
+    def mark() -> Mark:
+        now = event()
+
+        def seconds() -> float:
             now.synchronize()
-        return time.time() - self._seconds(now)
+            return float(origin.elapsed_time(now)) / 1e3
 
-    def _seconds(self, mark: _Mark) -> float:
-        if self._cuda:
-            return float(self._origin.elapsed_time(mark)) / 1e3
-        return float(mark - self._origin)
+        return seconds
 
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    origin = event()
+    return mark

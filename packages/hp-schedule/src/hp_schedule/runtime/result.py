@@ -1,4 +1,4 @@
-"""What a run of a schedule returned."""
+"""Result of a run of a schedule."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,19 +10,19 @@ from hp_schedule.timeline import Timeline
 
 
 class PipelineResult:
-    """What a run returned on one rank.
+    """Result of a run on one rank.
 
     Args:
         losses: See the attribute.
         outputs: See the attribute.
         timeline: Returns the spans.
-        concat_dim: Along which outputs are put together.
+        concat_dim: Dimension along which outputs are put together.
 
     Attributes:
         losses: One detached scalar per microbatch on the rank of the last stage, not scaled; empty
             elsewhere, and without both loss function and backwards.
-        outputs: What the last stage returned for each microbatch, detached; empty elsewhere, and
-            in training unless asked for.
+        outputs: Outputs of the last stage for each microbatch, detached; empty elsewhere, and in
+            training unless asked for.
     """
 
     def __init__(

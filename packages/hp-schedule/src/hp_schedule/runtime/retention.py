@@ -1,19 +1,18 @@
-"""What a forward keeps for its backward: nothing but its input, or in another memory meanwhile.
+"""Retention of tensors between forward and backward: recompute, or copies on the host.
 
 Note [Kept by handles]. Autograd saves tensors through hooks. A forward that is run again saves
 nothing: its graph is dropped when it ends, and the RECOMPUTE step makes another. A forward whose
-kept tensors are copied away saves handles, which know a storage and how a tensor lies in it.
+saved tensors are copied away saves handles, which know a storage and how a tensor lies in it.
 OFFLOAD copies each storage once, however many tensors lie in it, and forgets it on the device;
 RELOAD makes new ones. Backward finds the same bytes in the same layout, so the same kernels give
-the same bits. What others hold anyway stays where it is: parameters and buffers, what the stage has
-received and returned, what the caller has passed.
+the same bits. Tensors that others hold anyway stay where they are: parameters and buffers, inputs
+and outputs of the stage, arguments that the caller has passed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +20,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hp_platform import Event, current_stream, side_stream, use_stream
 
-ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+ContextFunction = Callable[
+    [], tuple[AbstractContextManager[object], AbstractContextManager[object]]
+]
 """Makes the contexts of a forward and of its RECOMPUTE, as `torch.utils.checkpoint` has it."""
 
 
 class Repeat:
-    """What a forward needs to be run again, beside its arguments.
+    """State that a forward needs to be run again, beside its arguments.
 
     Args:
-        device: Device whose generator the forward may draw from, besides the CPU's.
+        device: Device of the second generator that is saved and restored, besides the CPU's.
         preserve_rng_state: Whether it draws from generators.
-        context_fn: Makes what the two runs are to share.
+        context_fn: Makes the contexts of the two runs.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class Repeat:
         context_fn: ContextFunction | None,
     ) -> None:
         contexts = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
-        self._first: AbstractContextManager[Any] = contexts[0]
-        self._second: AbstractContextManager[Any] = contexts[1]
+        self._first: AbstractContextManager[object] = contexts[0]
+        self._second: AbstractContextManager[object] = contexts[1]
         self._devices = [device] if device.type == "cuda" else []
         self._states: list[Tensor] = []
         if preserve_rng_state:
@@ -72,7 +73,7 @@ def _drop(_: Tensor) -> None:
     """Save nothing in place of a tensor."""
 
 
-def _missing(_: Any) -> Tensor:
+def _missing(_: object) -> Tensor:
     raise RuntimeError("a forward that kept nothing must be run again before its backward")
 
 
@@ -82,8 +83,8 @@ class _Stored:
 
     Attributes:
         storage: The bytes on the device; None while they are on the host.
-        device: Where that is.
-        num_bytes: Its size.
+        device: Device of the storage.
+        num_bytes: Size of the storage.
         host: The bytes while they are away, uint8.
     """
 
@@ -123,13 +124,13 @@ _Handle = Callable[[], Tensor]
 
 
 class Kept:
-    """What autograd saves in one forward, so that it can be copied to the host and back.
+    """Tensors that autograd saves in one forward, which can be copied to the host and back.
 
     See Note [Kept by handles].
 
     Args:
-        device: Where the stage computes.
-        is_moved: Says of a saved tensor whether it is to be moved; None: of all.
+        device: Device of the stage.
+        is_moved: Predicate of a saved tensor: whether it is moved; None: all are.
         stays: Tensors whose memory others hold anyway.
     """
 
@@ -153,7 +154,7 @@ class Kept:
         return saved_tensors_hooks(self._pack, _unpack)
 
     def stay(self, tensors: Iterable[Tensor]) -> None:
-        """Let tensors that the forward has returned be where they are."""
+        """Leave tensors that the forward has returned where they are."""
         for storage in map(_storage_of, tensors):
             if storage is not None:
                 self._stored.pop(id(storage), None)
@@ -256,14 +257,14 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 def _follow(
     stream: torch.cuda.Stream | None, before: torch.cuda.Stream | None, device: torch.device
 ) -> None:
-    """Let a stream wait for what another one was given so far; both are None on a CPU."""
+    """Let a stream wait for all work of another one so far; both are None on a CPU."""
     given = Event(device)
     given.record(before)
     given.wait(stream)
 
 
-def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a caller has passed, in sequences and mappings too."""
+def tensors_within(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in an argument, in sequences and mappings too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -56,20 +56,20 @@ class PipelineScheduleRuntime:
         pipeline_rank: This rank's row.
         transport: Moves messages; may be None if all stages are on one rank.
         loss_fn: ``loss_fn(output, target)`` returns a scalar on the last stage of a chain. None:
-            what that stage returns is the loss.
-        loss_scale: What each loss is multiplied with for the backward, for example 1 / number of
-            microbatches; reported losses are not. May be set anew between runs. Gradients that are
-            there already are left as they are, so several runs accumulate.
+            the output of that stage is the loss.
+        loss_scale: Factor of each loss in the backward, for example 1 / number of microbatches;
+            reported losses are not scaled. May be set anew between runs. Existing gradients are
+            left as they are, so several runs accumulate.
         sharding: Does the FSDP steps of the schedule.
-        shared_parameters: Those that several stages have; their gradients are added up at the end
-            of every run.
+        shared_parameters: Parameters that several stages have; their gradients are added up at the
+            end of every run.
         args_batch_dim: For each positional argument of `run` the dim to cut along, None to hand it
             to every microbatch whole; default 0 for all.
         kwargs_batch_dim: The same by name; default 0 for those not named.
         target_batch_dim: The same for the targets.
         output_concat_dim: The dim along which `PipelineResult.output` puts outputs together.
-        return_outputs: Whether to keep what the last stages return; None does so without backwards.
-            May be set anew between runs.
+        return_outputs: Whether to return the outputs of the last stages; None: only without
+            backwards. May be set anew between runs.
         on_step: Called before each step, for example to tell a watchdog.
 
     Raises:
@@ -113,12 +113,12 @@ class PipelineScheduleRuntime:
 
     @property
     def schedule(self) -> Schedule:
-        """Return what is run."""
+        """Return the schedule that is run."""
         return self._schedule
 
     @property
     def pipeline_rank(self) -> int:
-        """Return which row of it is run here."""
+        """Return the index of the row that is run here."""
         return self._rank
 
     @cached_property
@@ -134,7 +134,7 @@ class PipelineScheduleRuntime:
         self._custom[step_type] = fn
 
     def run(
-        self, *args: Any, target: Any = None, record: bool = True, **kwargs: Any
+        self, *args: object, target: object = None, record: bool = True, **kwargs: object
     ) -> PipelineResult:
         """Cut a batch into microbatches and run the schedule once; parameter gradients accumulate.
 
@@ -145,14 +145,14 @@ class PipelineScheduleRuntime:
             **kwargs: Keyword arguments of every stage's module.
 
         Returns:
-            As `run_microbatches`; which see for the errors too.
+            Same as `run_microbatches`, which lists the errors too.
         """
         return self._run(
             self._schedule, lambda: self._batch(*self._cut(args, kwargs, target)), record=record
         )
 
     def evaluate(
-        self, *args: Any, target: Any = None, record: bool = False, **kwargs: Any
+        self, *args: object, target: object = None, record: bool = False, **kwargs: object
     ) -> PipelineResult:
         """Run the forwards alone, without gradients, and return losses and outputs.
 
@@ -166,13 +166,13 @@ class PipelineScheduleRuntime:
 
     def evaluate_microbatches(
         self,
-        args: Sequence[Sequence[Any]],
-        kwargs: Sequence[Mapping[str, Any]] | None = None,
-        targets: Sequence[Any] | None = None,
+        args: Sequence[Sequence[object]],
+        kwargs: Sequence[Mapping[str, object]] | None = None,
+        targets: Sequence[object] | None = None,
         *,
         record: bool = False,
     ) -> PipelineResult:
-        """Do what `evaluate` does with a batch that is cut already; see `run_microbatches`."""
+        """Evaluate a batch that is cut already; see `evaluate` and `run_microbatches`."""
         return self._run(
             self._forward_part,
             lambda: self._batch(args, kwargs, targets, training=False),
@@ -181,9 +181,9 @@ class PipelineScheduleRuntime:
 
     def run_microbatches(
         self,
-        args: Sequence[Sequence[Any]],
-        kwargs: Sequence[Mapping[str, Any]] | None = None,
-        targets: Sequence[Any] | None = None,
+        args: Sequence[Sequence[object]],
+        kwargs: Sequence[Mapping[str, object]] | None = None,
+        targets: Sequence[object] | None = None,
         *,
         record: bool = True,
     ) -> PipelineResult:
@@ -255,7 +255,7 @@ class PipelineScheduleRuntime:
         )
 
     def _give_up(self, error: BaseException, executor: Executor | None) -> BaseException:
-        """Say where it happened, fail the other ranks, and return what this one is to raise."""
+        """Note the place of an error in it, fail the other ranks, and return the error to raise."""
         where = self._where(executor)
         error.add_note(where)
         mark_place(error, where.removeprefix(f"rank {self._rank}").lstrip(":, "))
@@ -267,8 +267,8 @@ class PipelineScheduleRuntime:
         return raised
 
     def _cut(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
-    ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]], Sequence[Any] | None]:
+        self, args: Sequence[object], kwargs: Mapping[str, object], target: object
+    ) -> tuple[Sequence[Sequence[object]], Sequence[Mapping[str, object]], Sequence[object] | None]:
         num = self._num_entries
         args_dims, kwargs_dims, target_dim = self._batch_dims
         cut = split_args(args, num, dims=args_dims if args else None)
@@ -281,9 +281,9 @@ class PipelineScheduleRuntime:
 
     def _batch(
         self,
-        args: Sequence[Sequence[Any]],
-        kwargs: Sequence[Mapping[str, Any]] | None,
-        targets: Sequence[Any] | None,
+        args: Sequence[Sequence[object]],
+        kwargs: Sequence[Mapping[str, object]] | None,
+        targets: Sequence[object] | None,
         *,
         training: bool = True,
     ) -> Batch:

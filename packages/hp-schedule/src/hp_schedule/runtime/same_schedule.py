@@ -1,4 +1,4 @@
-"""Whether all ranks run one schedule: with different ones they would mix up each other's messages.
+"""Check that all ranks run one schedule: with different ones their messages would be mixed up.
 
 Messages have no tags (hp_schedule.runtime.transport), so a rank cannot see that what it receives is
 of another microbatch than its own schedule says: gradients would be wrong without a word.
@@ -21,8 +21,7 @@ _OF_ONE_RANK = FSDP_KINDS | RETENTION_KINDS
 def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
     """Refuse schedules that differ; every rank of the world calls this, and all of them raise.
 
-    Steps that concern nobody else, those of sharded parameters and of what
-    microbatches keep, may differ.
+    Steps that concern no other rank (FSDP, RECOMPUTE, OFFLOAD and RELOAD) may differ.
 
     Args:
         schedule: Schedule of this rank.
@@ -49,7 +48,7 @@ def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
 
 
 class _Said(NamedTuple):
-    """What a rank tells the others: the ranks of its pipeline, its edges, its steps."""
+    """Facts that ranks compare: the ranks of the pipeline, its edges, a digest of its steps."""
 
     pipeline: tuple[int, ...]
     edges: tuple[tuple[int, int], ...]

@@ -46,11 +46,11 @@ class PipelineSchedule(PipelineScheduleRuntime):
         pipelines: For each of several pipelines side by side the global ranks of its ranks in
             order; or the pipeline axis of a `DeviceMesh`, as in ``mesh["pp"]``, or its group.
             Default one over the whole world.
-        groups: Those of an earlier schedule with the same edges; default new ones.
+        groups: Groups of an earlier schedule with the same edges; default new ones.
         overlap_p2p: Whether sends go on while the rank computes; otherwise it waits for each.
         max_active_stages: Most stages whose parameters a rank has gathered at once, if `sharding`
             is given and the order has no FSDP steps of its own.
-        shared_parameters: What stages have in common.
+        shared_parameters: Parameters that several stages have.
         **options: See `PipelineScheduleRuntime`.
 
     Raises:
@@ -60,7 +60,7 @@ class PipelineSchedule(PipelineScheduleRuntime):
     """
 
     placement: ClassVar[PlacementStyle] = "loop"
-    """Where stages live if `construct_exec_order` returns rows."""
+    """Placement of the stages if `construct_exec_order` returns rows."""
 
     def __init__(
         self,
@@ -168,11 +168,11 @@ def from_schedule(
     stages: PipelineStage | Sequence[PipelineStage],
     **options: Unpack[ScheduleOptions],
 ) -> PipelineSchedule:
-    """Return what runs a schedule that was searched, read from a file or made by a generator.
+    """Return a runtime for a schedule that was searched, read from a file or generated.
 
     Args:
         schedule: Schedule to run; messages are inserted if it has none.
-        stages: This rank's.
+        stages: Stages of this rank.
         **options: See `PipelineSchedule`.
     """
     return _Given(schedule, stages, **options)

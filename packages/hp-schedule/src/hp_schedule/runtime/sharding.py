@@ -1,4 +1,4 @@
-"""How a schedule drives sharded parameters: the seam between the FSDP steps and an FSDP."""
+"""The protocol by which a schedule's FSDP steps drive an FSDP implementation."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from hp_platform import new_group
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.transport import close_group
 from hp_schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class SharedParameterInfo:
 
 
 _Place = tuple[int, nn.Module, str]
-"""A stage, its module and the name that a parameter has in it."""
+"""A stage, its module, and the name of a parameter in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class SharedParameters:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Run what computes gradients inside; they are summed over all copies at the end."""
+        """Sum the gradients that are computed inside over all copies at the end."""
         parameters = [parameter for copies in self._copies for parameter in copies]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -260,11 +263,10 @@ def _sum_by_stage(
 
 
 def _local(x: Tensor) -> Tensor:
-    local: Any = x
-    return local.to_local() if _is_sharded(x) else x
+    return x.to_local() if _is_sharded(x) else x
 
 
-def _is_sharded(x: Tensor) -> bool:
+def _is_sharded(x: Tensor) -> "TypeGuard[DTensor]":
     # DTensor's module takes seconds to import; whoever has one has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)

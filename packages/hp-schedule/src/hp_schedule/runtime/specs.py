@@ -1,4 +1,4 @@
-"""What tensors travel between two stages: shapes and dtypes, and how a rank tells another of them.
+"""Specs of the tensors that travel between two stages, and headers that carry specs between ranks.
 
 A header is one int64 tensor of a fixed size, so that it can be received before anything is known:
 the number of tensors, then for each its dtype, whether it requires grad and has a layout of its
@@ -48,15 +48,15 @@ _DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor looks like that a stage receives for one microbatch.
+    """Shape, dtype and layout of a tensor that a stage receives for one microbatch.
 
     Attributes:
         shape: Shape for one microbatch.
         dtype: Dtype of the elements.
         requires_grad: Whether the stage before gets a gradient of it; None means that it does if
             the dtype can have one.
-        strides: How it lies in memory when the stage gets it (Note [Layouts]); None: densely, in
-            the order of its dims.
+        strides: Strides in elements when the stage gets it (Note [Layouts]); None: dense, in the
+            order of its dims.
         offset: Number of elements between a boundary of 64 bytes and its beginning in that memory.
     """
 
@@ -99,7 +99,7 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of this shape where it is to lie, itself if it does already."""
+        """Return a tensor in this memory layout: itself if it has that layout, otherwise a copy."""
         is_dense = self.strides is None
         lies_so = tensor.is_contiguous() if is_dense else tensor.stride() == self.strides
         if lies_so and _offset(tensor) == self.offset:
@@ -119,7 +119,7 @@ class TensorSpec:
 
 
 Specs = tuple[TensorSpec, ...]
-"""One per tensor of a message."""
+"""One spec per tensor of a message."""
 
 
 def _dense(shape: Sequence[int]) -> tuple[int, ...]:
@@ -233,17 +233,17 @@ class HeaderRead:
     """The read of a header: the `purpose` of `hp_platform.host_reads.arrived`.
 
     Attributes:
-        likely: What it says if the stages fit together; None: nobody can tell.
+        likely: Specs that it holds if the stages fit together; None: unknown.
     """
 
     likely: Specs | None
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return a description for messages."""
         return "shapes of a message"
 
     def numbers(self, *, like: Tensor) -> Tensor:
-        """Return what the host would read of such a header."""
+        """Return the numbers that the host would read of such a header."""
         return like if self.likely is None else to_header(self.likely)
 
 
@@ -252,7 +252,7 @@ def from_header(header: Tensor, *, likely: Specs | None = None) -> Specs | None:
 
     Args:
         header: Header, [HEADER_SIZE] int64 on any device.
-        likely: Specs that a dry run takes the header to hold; None: nobody can tell.
+        likely: Specs that a dry run takes the header to hold; None: unknown.
     """
     numbers = iter(arrived(header.cpu(), purpose=HeaderRead(likely)).tolist())
     count = next(numbers)

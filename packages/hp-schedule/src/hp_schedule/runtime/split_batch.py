@@ -1,6 +1,6 @@
 """Cut a batch into microbatches, and put their outputs together again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ BatchDims = Sequence[int | None]
 """For each positional argument the dim to cut along; None hands it to every microbatch whole."""
 
 
-def split_args(args: Sequence[Any], num: int, *, dims: BatchDims | None = None) -> list[list[Any]]:
+def split_args(
+    args: Sequence[object], num: int, *, dims: BatchDims | None = None
+) -> list[list[Any]]:
     """Cut positional arguments into microbatches.
 
     Tensors are cut as even as can be, the longer parts first; inside lists, tuples and dicts as
@@ -39,7 +41,7 @@ def split_args(args: Sequence[Any], num: int, *, dims: BatchDims | None = None) 
 
 
 def split_kwargs(
-    kwargs: Mapping[str, Any], num: int, *, dims: Mapping[str, int | None] | None = None
+    kwargs: Mapping[str, object], num: int, *, dims: Mapping[str, int | None] | None = None
 ) -> list[dict[str, Any]]:
     """Cut keyword arguments into microbatches, as `split_args` does; dims not named are 0.
 
@@ -76,7 +78,7 @@ def concat_outputs(outputs: Sequence[Any], *, dim: int = 0) -> Any:
     return list(outputs)
 
 
-def _split(value: Any, num: int, dim: int | None, *, name: str) -> Sequence[Any]:
+def _split(value: object, num: int, dim: int | None, *, name: str) -> Sequence[object]:
     if dim is None or value is None:
         return [value] * num
     if isinstance(value, Tensor):
@@ -95,5 +97,6 @@ def _split(value: Any, num: int, dim: int | None, *, name: str) -> Sequence[Any]
         columns = [_split(part, num, dim, name=name) for part in value]
         rows = [[column[index] for column in columns] for index in range(num)]
         # Named tuples take their fields one by one.
-        return [type(value)(*r) if hasattr(value, "_fields") else type(value)(r) for r in rows]
+        make: Callable[..., object] = getattr(value, "_make", type(value))
+        return [make(row) for row in rows]
     return [value] * num

@@ -5,7 +5,7 @@ the rotary embeddings, from the hidden states instead of token embeddings after 
 Nothing of a model's arithmetic is written down here a second time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +20,12 @@ MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 example Gemma, scale them first."""
 
 _OF_THE_LOSS: Final = ("labels", "num_items_in_batch", "logits_to_keep")
-"""Arguments that only the last stage knows what to do with."""
+"""Arguments that only the last stage uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitModel:
-    """What a model was cut into.
+    """Stages that a model was cut into.
 
     Attributes:
         modules: One per stage. The first takes token ids `[batch, sequence]`, the others hidden
@@ -33,7 +33,7 @@ class SplitModel:
             example ``attention_mask`` and ``position_ids``, the same on every stage. The last
             returns logits `[batch, sequence, vocabulary]`, or the model's own loss if it is given
             ``labels``. Names of parameters are those of the whole model.
-        shared_parameters: Those that several stages have: tied embeddings.
+        shared_parameters: Parameters that several stages have: tied embeddings.
     """
 
     modules: tuple[nn.Module, ...]
@@ -89,7 +89,7 @@ class _Layers(nn.Module):
     def __len__(self) -> int:
         return len(list(self.children()))
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
         return list(self.children())[index]
 
 
@@ -115,8 +115,8 @@ def _even(total: int, num_stages: int) -> list[int]:
 
 
 def _stage(model: nn.Module, kept: range, *, is_first: bool, is_last: bool) -> nn.Module:
-    """Return a copy of the modules, though not of the tensors, with what is not kept left out."""
-    memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    """Return a copy of the model with the layers of a range only; tensors are not copied."""
+    memo: dict[int, object] = {id(x): x for x in (*model.parameters(), *model.buffers())}
     memo |= {id(x): None for i, x in enumerate(_decoder(model).layers) if i not in kept}
     stage: Any = deepcopy(model, memo)
     decoder = _decoder(stage)
@@ -132,21 +132,24 @@ def _stage(model: nn.Module, kept: range, *, is_first: bool, is_last: bool) -> n
         decoder.norm = nn.Identity()
         stage.set_output_embeddings(None)
     forward = type(stage).forward if is_last else _hidden_states
-    stage.forward = partial(_forward, stage, forward, is_first)
+    stage.forward = partial(_forward, partial(forward, stage), is_first)
     return stage  # type: ignore[no-any-return]
 
 
-def _forward(stage: Any, forward: Any, is_first: bool, x: Tensor, **kwargs: Any) -> Tensor:
+def _forward(
+    forward: Callable[..., Sequence[Tensor]], is_first: bool, x: Tensor, **kwargs: object
+) -> Tensor:
     given = {"input_ids" if is_first else "inputs_embeds": x}
-    # The first value is the loss if there are labels, else what the stage is for.
-    output: Tensor = forward(stage, use_cache=False, **given, **kwargs)[0]
-    return output
+    # The first value is the loss if there are labels, else the logits or hidden states.
+    return forward(use_cache=False, **given, **kwargs)[0]
 
 
-def _hidden_states(stage: Any, **kwargs: Any) -> Any:
+def _hidden_states(stage: Any, **kwargs: object) -> Sequence[Tensor]:
+    """Return the hidden states of a stage that is not the last, in a sequence of one."""
     for name in _OF_THE_LOSS:
         kwargs.pop(name, None)
-    return stage.base_model(**kwargs)
+    output: Sequence[Tensor] = stage.base_model(**kwargs)
+    return output
 
 
 def _shared(modules: Sequence[nn.Module]) -> tuple[SharedParameterInfo, ...]:

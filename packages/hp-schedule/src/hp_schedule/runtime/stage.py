@@ -1,4 +1,4 @@
-"""One stage of a pipeline: a module, its place, what comes in and how its backward is split."""
+"""One stage of a pipeline: a module, its index, its inputs and how its backward is split."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,11 +17,11 @@ from hp_schedule.runtime.retention import ContextFunction, Kept, Repeat, tensors
 from hp_schedule.runtime.specs import Specs, TensorSpec, as_specs, describe
 
 GivenSpecs = TensorSpec | Sequence[TensorSpec]
-"""Of one message: a spec for each of its tensors, or that of its only one."""
+"""Specs of one message: one for each of its tensors, or just one for a single tensor."""
 
 
 class PipelineStage:
-    """A module and its place in the pipeline. Holds no state of any run.
+    """A module and its place in the pipeline, without state of any run.
 
     Args:
         module: Called as ``module(*received, **kwargs)`` with the tensors that the stage before
@@ -31,16 +31,16 @@ class PipelineStage:
             is still on its way while later microbatches run: a buffer that those change is to be
             returned as a clone. What it receives are leaves, so those that require grad cannot be
             changed in place.
-        stage_index: Place of the stage, from 0.
+        stage_index: Index of the stage, from 0.
         num_stages: Stages of the whole schedule.
-        device: Where received tensors are put; the module must be there already.
-        input_spec: What the stage receives for each microbatch, one spec per tensor. Receives are
+        device: Device of received tensors; the module must be there already.
+        input_spec: Specs of the tensors that the stage receives for each microbatch. Receives are
             then posted as early as the schedule says. None: the sender tells the shapes, which may
             differ per microbatch, in a small message ahead of each; the tensors themselves are
             asked for when the stage needs them, so their way is not hidden behind compute, and on
             CUDA the host waits for the small message. A function of the microbatch's index: shapes
             differ per microbatch as both ends know beforehand; see `output_spec`.
-        output_spec: If given, what every output must look like. A function of the microbatch's
+        output_spec: Specs that every output must fit, if given. A function of the microbatch's
             index: so must what the next stage receives, whose `input_spec` is the same function
             then; neither asks the other.
         splitter: Splits the backward for schedules that run its two parts as steps of their own.
@@ -48,8 +48,9 @@ class PipelineStage:
             decisions that both must share, as that of `torch.utils.checkpoint` does.
         preserve_rng_state: Whether a RECOMPUTE draws the random numbers of its forward; False for
             modules that draw none.
-        is_offloaded: Says of a tensor that autograd saves whether OFFLOAD moves it. What others
-            hold anyway stays: parameters, buffers, inputs, outputs. Default: moves all else.
+        is_offloaded: Predicate of a tensor that autograd saves: whether OFFLOAD moves it. Tensors
+            that others hold anyway stay: parameters, buffers, inputs, outputs. Default: moves all
+            else.
 
     Raises:
         ValueError: If the index is out of range.
@@ -87,21 +88,21 @@ class PipelineStage:
 
     @property
     def is_planned(self) -> tuple[bool, bool]:
-        """Say if shapes of what it receives, and of what it sends, are known by microbatch."""
+        """Tell whether the shapes of its inputs, and of its outputs, are known by microbatch."""
         return callable(self._received), callable(self._sent)
 
     def received(self, microbatch: int) -> Specs | None:
-        """Return what it receives for a microbatch; None: the sender tells."""
+        """Return the specs of its inputs for a microbatch; None: the sender tells them."""
         given = self._received
         return as_specs(given(microbatch)) if callable(given) else self.input_spec
 
     def sent(self, microbatch: int) -> Specs | None:
-        """Say what the next stage receives for a microbatch, where that is known by microbatch."""
+        """Return the specs of its outputs where they are known by microbatch; None elsewhere."""
         given = self._sent
         return as_specs(given(microbatch)) if callable(given) else None
 
-    def forward_one_chunk(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module on one microbatch and return what it returns.
+    def forward_one_chunk(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        """Run the module on one microbatch and return its output.
 
         Raises:
             ValueError: If its output does not fit output_spec.
@@ -112,18 +113,18 @@ class PipelineStage:
         return output
 
     def repeat(self) -> Repeat:
-        """Return what lets a forward keep nothing and run again."""
+        """Return the contexts in which a forward keeps nothing and runs again."""
         return Repeat(
             self.device,
             preserve_rng_state=self._preserve_rng_state,
             context_fn=self._context_fn,
         )
 
-    def kept(self, passed: Iterable[Any]) -> Kept:
-        """Return what takes hold of all that a forward keeps.
+    def kept(self, passed: Iterable[object]) -> Kept:
+        """Return the store of all tensors that autograd saves in a forward.
 
         Args:
-            passed: What the forward gets; its tensors stay where they are.
+            passed: Arguments of the forward; their tensors stay where they are.
         """
         module = self.module
         given = [tensor for value in passed for tensor in tensors_within(value)]
@@ -139,9 +140,9 @@ class PipelineStage:
         """Run the backward of one microbatch; parameter gradients accumulate.
 
         Args:
-            outputs: Where it starts: tensors that require grad, each with its graph.
+            outputs: Tensors that require grad, each with its graph.
             grads: Their gradients, as many.
-            inputs: What the forward received, leaves that require grad.
+            inputs: Inputs of the forward: leaves that require grad.
 
         Returns:
             The gradients of the inputs, None where nothing reached one.
@@ -151,10 +152,10 @@ class PipelineStage:
     def backward_input_one_chunk(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], *, inputs: Sequence[Tensor]
     ) -> tuple[Grads, WeightBackward]:
-        """Run the first part of the backward; return with its gradients what runs the second."""
+        """Run the first part of a backward; return its gradients and a function for the second."""
         return self.splitter.split_backward(self.module, outputs, grads, inputs=inputs)
 
-    def tensors_of(self, output: Any) -> tuple[Tensor, ...]:
+    def tensors_of(self, output: object) -> tuple[Tensor, ...]:
         """Return the tensors that an output passes on to the next stage.
 
         Raises:

@@ -7,6 +7,7 @@ the place, the device and the group are used, all public.
 
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from hp_schedule.schedule import Schedule
 
 
 class TorchStage(Protocol):
-    """What is used of a `torch.distributed.pipelining.PipelineStage`."""
+    """The attributes of a `torch.distributed.pipelining.PipelineStage` that are used here."""
 
     submod: nn.Module
     stage_index: int
@@ -42,33 +43,32 @@ def as_torch_schedule(
     stages: TorchStage | Sequence[TorchStage],
     *,
     loss_fn: Callable[..., Tensor] | None = None,
-    args_chunk_spec: tuple[Any, ...] | None = None,
-    kwargs_chunk_spec: dict[str, Any] | None = None,
-    output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+    args_chunk_spec: tuple[object, ...] | None = None,
+    kwargs_chunk_spec: dict[str, object] | None = None,
+    output_merge_spec: dict[str, object] | tuple[object, ...] | None = None,
     scale_grads: bool = True,
     input_specs: InputSpecs | None = None,
     splitter: BackwardSplitter | None = None,
     shared_parameters: Sequence[SharedParameterInfo] = (),
 ) -> "TorchSchedule":
-    """Return what runs a schedule on torch's stages; every rank of the world calls this.
+    """Return a runtime for a schedule on torch's stages; every rank of the world calls this.
 
     Args:
-        schedule: Schedule to run; messages are inserted if it has none, and its number of
-            microbatches is the one of every step. It says itself which rank has
-            which stages, so a V or any other placement is fine.
-        stages: This rank's. Where `fully_shard` was applied to their modules the schedule takes
-            command (`FullySharded`); FSDP steps are added if it has none.
+        schedule: Schedule to run; messages are inserted if it has none. Its number of microbatches
+            is that of every step. It has its own placement of the stages: a loop, a V or any other.
+        stages: Stages of this rank. Where `fully_shard` was applied to their modules the schedule
+            takes command (`FullySharded`); FSDP steps are added if it has none.
         loss_fn: ``loss_fn(output, target)`` returns a scalar. None: `step` only runs forward.
         args_chunk_spec: Same as in torch: `TensorChunkSpec` per positional argument.
-        kwargs_chunk_spec: The same by name.
-        output_merge_spec: How outputs of microbatches are put together.
+        kwargs_chunk_spec: The same for keyword arguments, by name.
+        output_merge_spec: Same as in torch: how outputs of microbatches are put together.
         scale_grads: Whether gradients are those of the mean over the microbatches' losses. The
             loss is scaled, not the gradients, so steps may be repeated to accumulate.
-        input_specs: What one microbatch of the input of each stage looks like. Receives are then
+        input_specs: Specs of one microbatch of the input, by index of the stage. Receives are then
             posted ahead of time; stages that are not named are told the shapes by the sender, so
             microbatches may differ.
         splitter: Splits backwards in schedules with I and W steps; default by cutting the graph.
-        shared_parameters: Those that several stages have.
+        shared_parameters: Parameters that several stages have.
 
     Raises:
         ScheduleError: If the schedule is not valid.
@@ -103,10 +103,10 @@ def as_torch_schedule(
 
 
 class TorchSchedule:
-    """Has `step` and `eval` of torch's schedules; made by `as_torch_schedule`.
+    """A schedule with `step` and `eval` as torch's schedules have them; see `as_torch_schedule`.
 
     Attributes:
-        runtime: What runs the schedule: registers functions, records timelines.
+        runtime: Runtime that runs the schedule: registers functions, records timelines.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class TorchSchedule:
         runtime: PipelineSchedule,
         loss: "_Loss",
         *,
-        args_chunk_spec: tuple[Any, ...] | None,
-        kwargs_chunk_spec: dict[str, Any] | None,
-        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None,
+        args_chunk_spec: tuple[object, ...] | None,
+        kwargs_chunk_spec: dict[str, object] | None,
+        output_merge_spec: dict[str, object] | tuple[object, ...] | None,
     ) -> None:
         self.runtime = runtime
         self._loss = loss
@@ -127,12 +127,12 @@ class TorchSchedule:
 
     def step(
         self,
-        *args: Any,
-        target: Any = None,
+        *args: object,
+        target: object = None,
         losses: MutableSequence[Tensor] | None = None,
         return_outputs: bool = True,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        loss_kwargs: Mapping[str, object] | None = None,
+        **kwargs: object,
     ) -> Any:
         """Train on one batch; parameter gradients accumulate.
 
@@ -164,10 +164,10 @@ class TorchSchedule:
 
     def eval(
         self,
-        *args: Any,
-        target: Any = None,
+        *args: object,
+        target: object = None,
         losses: MutableSequence[Tensor] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """Run forward only, without gradients; those that are there stay as they are.
 
@@ -179,11 +179,11 @@ class TorchSchedule:
         return self._finish(result.losses, result.outputs, losses)
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any] | None]:
+        self, args: tuple[object, ...], kwargs: dict[str, object], target: object
+    ) -> tuple[list[tuple[object, ...]], list[dict[str, object]], list[object] | None]:
         num = self.runtime.num_microbatches
-        cut_args: list[tuple[Any, ...]] = [()] * num
-        cut_kwargs: list[dict[str, Any]] = [{}] * num
+        cut_args: list[tuple[object, ...]] = [()] * num
+        cut_kwargs: list[dict[str, object]] = [{}] * num
         if args or kwargs:
             args_spec, kwargs_spec = self._specs
             cut_args, cut_kwargs = _torchs().split_args_kwargs_into_chunks(
@@ -197,9 +197,9 @@ class TorchSchedule:
     def _finish(
         self,
         found: Sequence[Tensor],
-        outputs: Sequence[Any],
+        outputs: Sequence[object],
         losses: MutableSequence[Tensor] | None,
-    ) -> Any:
+    ) -> object:
         if self._has_end and losses is not None:
             losses[:] = found
         return _torchs().merge_chunks(list(outputs), self._merge_spec) if outputs else None
@@ -210,16 +210,16 @@ class _Loss:
 
     def __init__(self, fn: Callable[..., Tensor] | None) -> None:
         self.fn = fn
-        self.kwargs: Mapping[str, Any] = {}
+        self.kwargs: Mapping[str, object] = {}
 
-    def __call__(self, output: Any, target: Any) -> Tensor:
+    def __call__(self, output: object, target: object) -> Tensor:
         if self.fn is None:
             raise RuntimeError("loss_fn (None) must be given to compute a loss")
         return self.fn(output, target, **self.kwargs)
 
 
-def _torchs() -> Any:
-    """Return torch's module of microbatches, which whoever has torch's stages has imported."""
+def _torchs() -> ModuleType:
+    """Return torch's module that cuts and merges microbatches; torch's stages have imported it."""
     return import_module("torch.distributed.pipelining.microbatch")
 
 

@@ -39,11 +39,11 @@ _serial = count()  # calls of build_edge_groups, which every rank makes in one o
 
 
 class EdgeGroups:
-    """The process groups of this rank's edges, kept here alone so that `close` really closes them.
+    """The process groups of this rank's edges; nobody else refers to them, so `close` closes them.
 
     Args:
         groups: Process groups by edge.
-        note: Where a rank that fails leaves its reason.
+        note: Note in which a rank that fails leaves its reason.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from hp_schedule.searching.problem import EPSILON, Problem
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """When every step of a problem starts.
+    """Start times of all steps of a problem.
 
     Attributes:
         starts: Start of each step, by step.

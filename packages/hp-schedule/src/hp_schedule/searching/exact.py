@@ -11,12 +11,13 @@ timed anew with the true durations. The effort is CP-SAT's deterministic time, a
 runs on one thread: the same arguments give the same result on every machine.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd, inf, isinf, lcm
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from hp_schedule.searching.construct import Plan
 from hp_schedule.searching.orders import interchangeable
@@ -43,18 +44,18 @@ _SHARES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What the solver found.
+    """Result of the solver.
 
     Attributes:
-        plan: A plan of the problem at most as long as the one it began with.
-        bound: No plan with the same steps outside of the window is shorter.
+        plan: A plan of the problem, at most as long as the first plan.
+        bound: Lower bound of the makespan of plans with the same steps outside of the window.
     """
 
     plan: Plan
     bound: float
 
 
-def engine() -> Any:
+def engine() -> ModuleType:
     """Return the solver's module.
 
     Raises:
@@ -247,7 +248,7 @@ class _Model:
     def _add_rank(self, rank: int) -> None:
         """Let a rank do one step at a time, in its memory."""
         problem, model, starts = self._problem, self._model, self._starts
-        interval: Callable[..., Any] = model.new_fixed_size_interval_var
+        interval = model.new_fixed_size_interval_var
         mine = [step for step in starts if problem.rank[step] == rank]
         model.add_no_overlap([interval(starts[s], self.duration[s], "") for s in mine])
         if isinf(problem.memory_limit):

@@ -84,7 +84,7 @@ class SearchResult:
         schedule: No messages; `hp_schedule.add_send_recv` adds the messages, without loss of
             time if it is told the costs.
         costs: Costs of the stages of the schedule.
-        makespan: What the simulator says it takes.
+        makespan: Duration of the schedule in the simulator.
         lower_bound: No schedule of the places, split and memory that were searched is shorter.
         origin: Origin of the schedule, in words, such as the name of a closed form.
         num_stages_per_rank: Number of stages per rank of the schedule.
@@ -92,8 +92,8 @@ class SearchResult:
         makespans: The best of every number of stages per rank and placement; with retention, of
             those that were best for some limit.
         num_candidates: Plans that were built.
-        ended_by: What ended the search: it met the bound, it had built the candidates asked for,
-            or its time was up.
+        ended_by: Reason for the end of the search: it met the bound, it had built the candidates
+            asked for, or its time was up.
     """
 
     schedule: Schedule

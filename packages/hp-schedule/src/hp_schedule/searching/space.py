@@ -25,11 +25,11 @@ from hp_schedule.simulation import simulate
 
 _POOL_SIZE = 6
 _SIDEWAYS = 0.3
-"""How often a plan as long as the worst kept takes its place."""
+"""Probability that a plan as long as the worst kept one takes its place."""
 _OTHER_ORDER = 0.3
-"""How often a pattern is followed in one of the first orders instead of that of the best plan."""
+"""Probability that a pattern is followed in one of the first orders, not in the best plan's."""
 _REORDERED = 0.4
-"""How often a plan is varied with its microbatches in another order."""
+"""Probability that a plan is varied with its microbatches in another order."""
 _TRIED = 20
 """Orders that are tried at once."""
 _KNOWN = 32
@@ -45,7 +45,7 @@ _PATIENT = 8
 
 
 class Recipe(NamedTuple):
-    """How to make a plan from a periodic pattern: see `template` and `construct`.
+    """Parameters by which a plan is made from a periodic pattern: see `template` and `construct`.
 
     Attributes:
         stretch: Period of the pattern, in units of the busiest rank's work for one microbatch.
@@ -67,8 +67,8 @@ class Candidate:
     """A schedule that was found.
 
     Attributes:
-        makespan: What the simulator says it takes.
-        origin: How it was found, in words.
+        makespan: Duration of the schedule in the simulator.
+        origin: Origin in words, such as the name of a closed form.
         problem: Problem of its space, with one order of the microbatches.
         plan: Its steps in that problem.
         patience: Patience with which it was built.
@@ -168,7 +168,7 @@ class Space:
 
     @property
     def mean_latency(self) -> float:
-        """Of a message, in units of a mean step; 0 if steps take no time."""
+        """The mean latency of a message, in units of a mean step; 0 if steps take no time."""
         lags = [lag for lag in self._problem.lag if lag > 0]
         step = sum(self._problem.duration) / self._problem.num_steps
         return sum(lags) / len(lags) / step if lags and step > 0 else 0.0
@@ -180,7 +180,7 @@ class Space:
         return candidate.problem.schedule(in_order(candidate.problem, candidate.plan.sequence))
 
     def makespan(self, candidate: Candidate) -> float:
-        """Return what the simulator says that a candidate takes; a plan's sums round otherwise."""
+        """Return a candidate's duration in the simulator; a plan's own sums round otherwise."""
         return simulate(self.schedule(candidate), self.costs, blocking=self._blocking).makespan
 
     def adopt(self, name: str, schedule: Schedule) -> None:

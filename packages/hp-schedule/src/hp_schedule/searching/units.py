@@ -7,9 +7,9 @@ if both are brought to one size first. Units are powers of two: changing them ro
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hp_schedule.costs import Costs, ModelCosts, numbers
+from hp_schedule.costs import Costs, ModelCosts, PerStep, numbers
 
 
 class Units(NamedTuple):
@@ -34,25 +34,28 @@ class Units(NamedTuple):
             input_grad=_divided(costs.input_grad, self.time),
             weight_grad=_divided(costs.weight_grad, self.time),
             activation=_divided(costs.activation, self.memory),
-            recompute=_divided(costs.recompute, self.time),
+            recompute=None if costs.recompute is None else _divided(costs.recompute, self.time),
             kept_input=_divided(costs.kept_input, self.memory),
-            offloaded=_divided(costs.offloaded, self.memory),
+            offloaded=None if costs.offloaded is None else _divided(costs.offloaded, self.memory),
             host_bandwidth=costs.host_bandwidth * self.time / self.memory,
-            latency=_divided(costs.latency, self.time),
+            latency=(
+                {edge: number / self.time for edge, number in costs.latency.items()}
+                if isinstance(costs.latency, Mapping)
+                else costs.latency / self.time
+            ),
             bandwidth=costs.bandwidth * self.time,
         )
 
 
-def _power_of_two(*values: Any) -> float:
+def _power_of_two(*values: PerStep) -> float:
     largest = max(number for value in values for number in numbers(value))
     return math.ldexp(1.0, math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
 
 
-def _divided(value: Any, unit: float) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, Mapping):
-        return {key: number / unit for key, number in value.items()}
-    if isinstance(value, Sequence):
-        return [_divided(entry, unit) for entry in value]
-    return value / unit
+def _divided(value: PerStep, unit: float) -> PerStep:
+    if not isinstance(value, Sequence):
+        return value / unit
+    return [
+        [number / unit for number in entry] if isinstance(entry, Sequence) else entry / unit
+        for entry in value
+    ]

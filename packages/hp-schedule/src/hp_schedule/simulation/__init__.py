@@ -1,4 +1,4 @@
-"""How long a schedule takes, how much of it is bubble, and what it holds in memory."""
+"""Simulation of a schedule: its duration, its bubble and its memory."""
 
 from hp_schedule.simulation.channels import ChannelModel
 from hp_schedule.simulation.precedence import Path, Precedence, length

@@ -1,4 +1,4 @@
-"""What each step of a schedule starts after, found once to be priced with many costs.
+"""Precedence of the steps of a schedule, found once to be priced with many costs.
 
 Where nothing but other steps holds a step up, a schedule takes as long as its longest path. A path
 is a sum of costs: the longest with some costs is a bound with all others, and a few of them tell
@@ -31,7 +31,7 @@ _Step = tuple[int, int, int, int, int]
 """Where the cost of a step is; the steps that it starts after: the one in front of it and the one
 that computed what it reads; where the latency of that is; the one that gathers its parameters."""
 Path = tuple[tuple[int, int], ...]
-"""Which costs a path is made of, and how many times."""
+"""Indices of the costs that a path consists of, each with the number of times."""
 
 
 class Precedence:

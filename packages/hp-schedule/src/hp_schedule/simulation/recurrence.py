@@ -55,14 +55,14 @@ still; what a message with its result occupies, if it has one that takes time.""
 
 @dataclass(slots=True)
 class _Free:
-    """When a channel is free again."""
+    """The time at which a channel is free again."""
 
     at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Channel:
-    """A channel, and how long it has a value of each microbatch."""
+    """A channel, and how long a value of each microbatch occupies it."""
 
     free: _Free
     sending: list[float]
@@ -77,7 +77,7 @@ class _Channel:
 
 @dataclass(slots=True)
 class Numbers:
-    """What is found, but for the makespan by rank; see `Simulation`."""
+    """Numbers of a simulation; lists are by rank, see `Simulation`."""
 
     makespan: float
     busy: list[float]

@@ -22,7 +22,7 @@ from hp_schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the simulator found.
+    """Result of a simulation.
 
     Attributes:
         makespan: Time from the start of the first step to the end of the last.

@@ -34,7 +34,7 @@ from hp_schedule.validation.report import Finding, FindingKind, finding_at
 
 
 class Wait(NamedTuple):
-    """Where a rank stands, why, and for which other rank."""
+    """A rank's wait: its cell, the reason in words, and the rank that it waits for."""
 
     position: int
     text: str
@@ -133,7 +133,7 @@ def message_ends(schedule: Schedule, value: int) -> tuple[End, End]:
 
 
 def cell_of(schedule: Schedule, end: End) -> int:
-    """Return where in its row a step stands."""
+    """Return the cell of a step in its row."""
     return schedule.steps[end.rank].index(end.step)
 
 

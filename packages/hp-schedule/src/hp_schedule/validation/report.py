@@ -1,4 +1,4 @@
-"""What a validation found."""
+"""The report of a validation."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -38,7 +38,7 @@ class FindingKind(Enum):
 
 
 class Lacking(Enum):
-    """What a schedule without a mistake has not yet, and needs to train as it stands."""
+    """A part that a schedule without a mistake lacks, and that it needs to train as it stands."""
 
     BACKWARD = "backward"
     """It is forward only."""
@@ -63,7 +63,7 @@ class Finding:
 
     Attributes:
         kind: The rule.
-        message: What is wrong; begins with the rank and the cell.
+        message: Description of the mistake; begins with the rank and the cell.
         rank: The rank whose row is wrong.
         position: The cell in that row; None for a step that is missing.
     """
@@ -88,11 +88,11 @@ class ValidationReport:
     """The result of `hp_schedule.validate`; true in a condition if nothing was found.
 
     Attributes:
-        schedule: What was checked.
+        schedule: Schedule that was checked.
         findings: Broken rules, at most 20; deadlocks are looked for only in schedules that break
             no other rule.
-        lacking: What is not there at all, unless the caller has said that it must be there (then
-            its absence is a finding) or must not.
+        lacking: Parts that are absent altogether, unless the caller has said that they must be
+            there (then their absence is a finding) or must not.
     """
 
     schedule: Schedule

@@ -154,7 +154,7 @@ class RowCheck:
         return None
 
     def _clash(self, code: int, bits: int) -> tuple[FindingKind, str]:
-        """Say what stands in the way of a step, told what was seen before it."""
+        """Describe the rule that a step breaks, given the bits that were set before it."""
         kind, place = code & KIND_MASK, code & ~KIND_MASK
         if bits >> kind & 1:
             return FindingKind.DUPLICATE, f"{unpack(code)} stands twice"

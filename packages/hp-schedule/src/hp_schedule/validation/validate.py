@@ -46,7 +46,7 @@ def validate(
     argument asks for it.
 
     Args:
-        schedule: Any.
+        schedule: Schedule to validate.
         forward_only: Whether there must be no backward at all; default: whether there is none, and
             then backwards are lacking.
         communication: Whether messages must be there; default: whether there are any, and if not
@@ -101,8 +101,8 @@ def validate_pipeline_execution(
     """Validate a schedule under the name that this has upstream; see `validate`.
 
     Args:
-        schedule: Any.
-        upstream: Nothing; a schedule knows its number of chunks and its placement.
+        schedule: Schedule to validate.
+        upstream: No arguments; a schedule knows its number of chunks and its placement.
         options: See `validate`.
 
     Raises:
@@ -121,7 +121,7 @@ def validate_pipeline_execution(
 def _lacking(
     schedule: Schedule, forward_only: bool | None, communication: bool | None
 ) -> Iterator[Lacking]:
-    """Yield what is absent altogether and the caller has said nothing about."""
+    """Yield the parts that are absent altogether and that the caller has not asked about."""
     if forward_only is None and schedule.is_forward_only:
         yield Lacking.BACKWARD
     if communication is None and schedule.edges and not schedule.has_communication:
