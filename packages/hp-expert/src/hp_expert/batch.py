@@ -1,4 +1,4 @@
-"""What the experts of one rank compute on, and how tokens become that where all experts are here.
+"""The batch that the experts of one rank compute, and the dispatcher of experts that are all local.
 
 Shape symbols: T tokens, K experts per token, N rows, F slots per row, P positions, L local experts,
 D width.
@@ -31,13 +31,13 @@ _GROUPED_PRODUCTS_SINCE = (9, 0)
 
 
 class Places(NamedTuple):
-    """Where slots are, as kernels want to know it.
+    """The places of the slots of a batch, as kernels read them.
 
     Attributes:
-        slot: Slot at each position, int64 [P]; any where there is padding.
+        slot: Slot at each position, int64 [P]; any number where there is padding.
         row: Row of that slot, int64 [P]; -1 where there is padding.
         position: Position of each slot, int64 [N, F]; -1 for a slot that has none.
-        ends: Where the positions of each expert end, int32 [L].
+        ends: End of the positions of each expert, int32 [L].
         partial: Whether a slot may have no position.
         padded: Whether there may be padding.
     """
@@ -50,34 +50,36 @@ class Places(NamedTuple):
     padded: bool
 
     def first(self, num_positions: int) -> "Places":
-        """Leave out the positions after the first ones, all of which are padding."""
+        """Return the places without the positions after the first ones, which are all padding."""
         slot, row = self.slot[:num_positions], self.row[:num_positions]
         return self._replace(slot=slot, row=row, padded=False)
 
 
 class ExpertBatch(NamedTuple):
-    """Rows, and which of this rank's experts take them.
+    """Rows, and the experts of this rank that each row goes to.
 
     A row has F slots: K where rows are tokens, one where a row was sent for one expert. A slot is
-    one (row, choice) pair, slot = row * F + choice; a position is a slot's place when slots are
-    sorted by expert. A slot that has no position is computed by no expert here, because it is
-    another rank's or was dropped; it counts nothing and its weight gets a gradient of exactly 0.
-    For each row the experts return the sum over its listed slots of weight times output.
+    one (row, choice) pair, slot = row * F + choice. A position is the place of a slot when slots
+    are sorted by expert. A slot without a position is computed by no expert here, because its
+    expert is on another rank or it was dropped: it adds nothing to a sum, and its weight gets a
+    gradient of exactly 0. For each row the experts return the sum of weight times output over the
+    slots of the row that have a position.
 
-    Note [Padding]. Where the host has not read how many slots there are, `counts` is None and P a
-    bound: the first `num_tokens_per_expert.sum()` positions are valid, the others are padding, with
-    anything in `order`. What is computed for padding is never read: not summed, not multiplied by
-    zero (it may be NaN), but masked.
+    Note [Padding]. Where the host has not read the number of slots, `counts` is None and P is an
+    upper bound: the first `num_tokens_per_expert.sum()` positions are valid, the others are
+    padding, for which `order` may contain any number. Results of padding are never read: they are
+    masked, and neither summed nor multiplied by zero, as they may be NaN.
 
     Attributes:
-        rows: [N, D], in any order.
+        rows: Rows [N, D], in any order.
         weights: Routing weight of each slot [N, F]; None: all are one.
         order: Slot at each position, int64 [P], P <= N * F unless padded. Slots differ.
         counts: Positions of each local expert, L numbers on the host; their sum is P.
             None: see Note [Padding].
-        num_tokens_per_expert: The same on the device, int64 [L].
+        num_tokens_per_expert: Positions of each local expert, on the device, int64 [L].
         num_slots_per_row: Number of slots per row, F.
-        placed: What the methods of this class would find out, where kernels have done so already.
+        placed: Places of the slots if kernels have found them already; None: the methods of this
+            class find them.
     """
 
     rows: Tensor
@@ -90,12 +92,12 @@ class ExpertBatch(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Slots of the rows, listed or not: N * F."""
+        """Return the number of slots of the rows, with a position or without: N * F."""
         return self.rows.shape[0] * self.num_slots_per_row
 
     @property
     def narrow(self) -> torch.dtype:
-        """In what numbers of slots are kept for long: int32 unless there are too many."""
+        """Return the integer dtype for slots that are saved: int32 unless there are too many."""
         is_small = self.rows.shape[0] * self.num_slots_per_row <= _MOST_INT32
         return torch.int32 if is_small else torch.int64
 
@@ -106,19 +108,19 @@ class ExpertBatch(NamedTuple):
         return self.counts is not None and self.order.numel() == num_slots
 
     def valid(self) -> Tensor | None:
-        """Return which positions are no padding, bool [P]; None if none is."""
+        """Return a mask of the positions that are not padding, bool [P]; None: there is none."""
         if self.counts is not None:
             return None
         positions = torch.arange(self.order.numel(), device=self.order.device)
         return positions < self.num_tokens_per_expert.sum()
 
     def slot_at(self, padding: int = 0) -> Tensor:
-        """Slot at each position, int64 [P]; `padding` where there is padding."""
+        """Return the slot at each position, int64 [P]; `padding` where there is padding."""
         valid = None if self.counts is not None else self.valid()
         return self.order if valid is None else self.order.where(valid, padding)
 
     def row_at(self) -> Tensor:
-        """Row of the slot at each position, an integer [P]; some row where there is padding."""
+        """Return the row of the slot at each position, integer [P]; any row for padding."""
         if self.placed is not None and self.counts is not None:
             return self.placed.row
         slot, slots_per_row = self.order, self.num_slots_per_row
@@ -127,7 +129,7 @@ class ExpertBatch(NamedTuple):
         return slot if slots_per_row == 1 else slot.div(slots_per_row, rounding_mode="floor")
 
     def at_slots(self, values_P: Tensor, *, default: float) -> Tensor:
-        """Put a value for each position to its slot: [N * F]; `default` where a slot has none."""
+        """Move a value of each position to its slot, [N * F]; `default` for slots without one."""
         if self.all_listed:
             return torch.empty_like(values_P).scatter_(0, self.order.to(torch.int64), values_P)
         num_slots = self.num_slots
@@ -137,7 +139,7 @@ class ExpertBatch(NamedTuple):
         return values.scatter_(0, slot_P, values_P)[:-1]
 
     def weight_at(self) -> Tensor | None:
-        """Routing weight of the slot at each position [P], fp32 or wider; None: all are one."""
+        """Return the routing weight at each position [P], fp32 or wider; None: all are one."""
         if self.weights is None:
             return None
         wide = torch.promote_types(self.weights.dtype, torch.float32)
@@ -146,17 +148,17 @@ class ExpertBatch(NamedTuple):
         return self.weights.reshape(-1).to(wide).index_select(0, self.slot_at())
 
     def weight_gradient(self, grad_P: Tensor | None) -> Tensor | None:
-        """Gradient of each slot's routing weight [N, F], from that at each position."""
+        """Return the gradient of the routing weights [N, F], from that at each position [P]."""
         if grad_P is None or self.weights is None:
             return None
         grad_S = self.at_slots(grad_P, default=0)
         return grad_S.view(self.weights.shape).to(self.weights.dtype)
 
     def positions(self, dtype: torch.dtype = torch.int64) -> tuple[Tensor, bool]:
-        """Position of each slot [N, F], -1 for one that has none, and whether there may be such.
+        """Return the position of each slot [N, F], -1 for none, and whether -1 may occur.
 
         Args:
-            dtype: Dtype of the positions, unless they are known.
+            dtype: Dtype of the positions, unless kernels have found them already.
         """
         all_listed = self.all_listed
         if self.placed is not None:
@@ -166,7 +168,7 @@ class ExpertBatch(NamedTuple):
         return position_S.view(-1, self.num_slots_per_row), not all_listed
 
     def places(self) -> Places:
-        """Find out all at once."""
+        """Return the places of all slots, found by torch unless kernels have found them."""
         if self.placed is not None:
             return self.placed
         ends = self.num_tokens_per_expert.cumsum(0, dtype=torch.int32)
@@ -178,16 +180,17 @@ class ExpertBatch(NamedTuple):
         return Places(self.order, row_P, position_NF, ends, partial=partial, padded=padded)
 
     def sum_over_slots(self, values_PD: Tensor, weights_NF: Tensor | None = None) -> Tensor:
-        """Sum weight * value over each row's listed slots, in fp32 or wider.
+        """Sum weight * value over the slots of each row that have a position, in fp32 or wider.
 
-        Differentiable, so that experts of one's own can end in it; with weights once.
+        Differentiable, so that other experts than `GroupedExperts` can end in it; with weights only
+        once.
 
         Args:
-            values_PD: What the experts made of the row at each position [P, D].
-            weights_NF: What each slot's value counts, such as `weights` [N, F]; None: one.
+            values_PD: Output of the experts at each position [P, D].
+            weights_NF: Factor of each slot's value, such as `weights` [N, F]; None: one.
 
         Returns:
-            [N, D], of the dtype of the values; zeros for a row that no expert here takes.
+            Sums [N, D], of the dtype of the values; zeros for a row without a local expert.
         """
         position_NF, partial = self.positions()
         padded, slot_P, row_P = self.counts is None, self.slot_at(-1), self.row_at()
@@ -197,7 +200,7 @@ class ExpertBatch(NamedTuple):
         return sum_slots(values_PD, permutation, weights_NF)
 
     def spans(self) -> list[slice]:
-        """Positions of each local expert, if the host knows them."""
+        """Return the positions of each local expert; raise ValueError if the host has no counts."""
         if self.counts is None:
             raise ValueError("counts (None) must be on the host")
         return [slice(*ends) for ends in pairwise(accumulate(self.counts, initial=0))]
@@ -218,15 +221,15 @@ class LocalRead:
     num_experts: int
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Describe the read in words."""
         return f"slots of {self.num_tokens} tokens x {self.top_k} of {self.num_experts} experts"
 
     def numbers(self, slots: Sequence[int], *, like: Tensor) -> Tensor:
-        """Numbers as the host would read them.
+        """Return the numbers that the host would read in a real run.
 
         Args:
-            slots: How many slots each expert gets: E numbers.
-            like: The copy, int64 [E + 2].
+            slots: Number of slots of each expert, E numbers.
+            like: Tensor that the host is about to read, int64 [E + 2].
         """
         without = self.num_tokens * self.top_k - sum(slots)
         return torch.tensor([*slots, 0, without], dtype=like.dtype, device="cpu")
@@ -234,11 +237,11 @@ class LocalRead:
 
 @dataclass(frozen=True, slots=True)
 class LocalDispatcher:
-    """All experts are in this process: rows stay where they are, nothing is copied.
+    """The dispatcher of experts that are all in this process: rows stay, nothing is copied.
 
-    Where the experts' products take their counts from the device, the host reads nothing: slots of
-    no expert are padding then (`ExpertBatch`, Note [Padding]), and an expert that does not exist
-    ends in an assertion of the device. Elsewhere the host reads the counts, once.
+    Where the products of the experts take their counts from the device, the host reads nothing:
+    slots without an expert are padding (`ExpertBatch`, Note [Padding]), and an expert that does not
+    exist ends in an assertion on the device. Elsewhere the host reads the counts, once.
 
     Attributes:
         num_experts: Number of experts, E.
@@ -249,7 +252,7 @@ class LocalDispatcher:
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, ExpertBatch]:
-        """Sort; see `Dispatcher.prepare`. What the other calls need to know is the batch."""
+        """Sort the slots; see `Dispatcher.prepare`. The state of the other calls is the batch."""
         error = wrong_input(x, experts, weights)
         if error is not None:
             raise error
@@ -274,11 +277,11 @@ class LocalDispatcher:
         return x, ExpertBatch(x, weights, order, counts, num_tokens, num_choices, placed)
 
     def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
-        """Return both."""
+        """Return the rows and the state unchanged."""
         return rows, state
 
     def finish_dispatch(self, rows: Tensor, state: ExpertBatch) -> ExpertBatch:
-        """Hand the tokens on as they are."""
+        """Return the batch with these rows."""
         return state._replace(rows=rows)
 
     def launch_combine(self, y: Tensor, state: ExpertBatch) -> Tensor:
@@ -310,7 +313,7 @@ def stays_on_device(rows: Tensor) -> bool:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Cast to what `torch.autocast`, if it is on, wants products to be computed in."""
+    """Cast to the dtype in which `torch.autocast`, if it is on, computes products."""
     return x.to(autocast_dtype(x))
 
 
@@ -323,13 +326,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def summed_dtype(rows: Tensor) -> torch.dtype:
-    """Return the dtype of sums of rows: fp32 or wider where `torch.autocast` made them narrow."""
+    """Return the dtype of sums of rows: fp32 or wider where `torch.autocast` narrowed the rows."""
     is_narrowed = torch.is_autocast_enabled(rows.device.type) and autocast_dtype(rows) == rows.dtype
     return torch.promote_types(rows.dtype, torch.float32) if is_narrowed else rows.dtype
 
 
 def wrong_input(x: Tensor, experts: Tensor, weights: Tensor | None) -> ValueError | None:
-    """Return what is wrong with the input itself; [T, D], [T, K] and [T, K], if anything."""
+    """Return an error if tokens [T, D], experts [T, K] or weights [T, K] are wrong, else None."""
     if x.ndim != 2 or x.dtype not in FLOATS:
         return ValueError(f"x ({tuple(x.shape)}, {x.dtype}) must be [T, D] and of a floating dtype")
     if experts.ndim != 2 or experts.dtype not in (torch.int64, torch.int32):

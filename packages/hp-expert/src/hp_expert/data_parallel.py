@@ -1,19 +1,19 @@
 """Experts beside data parallelism whose wrapper averages gradients instead of summing them.
 
 Note [Scale of gradients]. The gradient of an expert is the sum over the tokens of all ranks of its
-expert-parallel group; the ranks that hold the same expert (its replicas) have yet to be summed. A
-loss that is a sum over tokens, divided by the number of tokens of all ranks, needs nothing else:
-sum everything. A wrapper that averages, because each rank's loss is a mean over its own tokens,
-divides other parameters by the number of data-parallel ranks. Experts must be divided by that same
-number, which is not the number of their replicas: replicas times expert-parallel ranks. Ranks of
-tensor parallelism share tokens and count nowhere.
+expert-parallel group. The ranks that hold the same expert are its replicas; their gradients have
+yet to be summed. A loss that is a sum over tokens, divided by the number of tokens of all ranks,
+needs only that sum. A wrapper that averages, because the loss of each rank is a mean over its own
+tokens, divides other gradients by the number of data-parallel ranks. Gradients of experts must be
+divided by that same number, which is not the number of replicas, but replicas times expert-parallel
+ranks. Tensor-parallel ranks share tokens and are not counted.
 
-Note [Sums, scaled apart]. Left to itself, FSDP2 has NCCL divide while it sums: by AVG, or by
-PREMUL_SUM for any other factor, 1 included. Those come without copies by the switch or the network
-card, PREMUL_SUM of bf16 has given gradients of zero (pytorch #190745), and Gloo has neither. So
-FSDP2 is told to sum only, and divides what was summed. Over one rank nothing is summed, and FSDP2
-divides what it copies; told to sum only, it would divide that again, also where copies are summed
-afterwards, which it does by SUM in any case.
+Note [Sums, scaled apart]. By default FSDP2 has NCCL divide while it sums: by AVG, or by PREMUL_SUM
+for any other factor, 1 included. NCCL does neither without copies or in the switch (NVLS),
+PREMUL_SUM of bf16 has given gradients of zero (pytorch #190745), and Gloo has neither. So FSDP2 is
+told to sum only, and divides the sums. Over one rank nothing is summed, and FSDP2 divides while it
+copies; told to sum only, it would divide again, also with HSDP, where it sums the copies by SUM in
+any case.
 """
 
 import math
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert.experts import GroupedExperts
@@ -48,10 +48,10 @@ def fully_shard_experts(
     DTensors must be so on another axis of the same root mesh.
 
     Args:
-        module: `GroupedExperts`, or what contains some, or a model that `apply_to_transformers`
-            has spread.
+        module: `GroupedExperts`, a module that contains some, or a model that
+            `apply_to_transformers` has spread.
         mesh: The replicas: one axis, as of `init_device_mesh(..., ("efsdp", "ep"))["efsdp"]`, over
-            which they are sharded; or two, the ranks that keep copies first (HSDP).
+            which parameters are sharded; or two (HSDP), the first of ranks that keep copies.
         divide_gradients_by: 1 if the loss is divided by the tokens of all ranks; the number of
             data-parallel ranks, `efsdp * ep`, if it is a mean over those of this rank. See Note
             [Scale of gradients].
@@ -70,7 +70,7 @@ def fully_shard_experts(
     for experts in _experts_of(module):
         factor, dtype = divide_gradients_by, next(experts.parameters(recurse=False)).dtype
         alone = DeviceMesh.from_group(group, mesh.device_type) if num_shards == 1 else None
-        if alone is not None and _divides_twice(alone, dtype, options):
+        if alone is not None and _divides_twice(alone, dtype, options.get("mp_policy")):
             factor = math.sqrt(factor)
         fully_shard(experts, mesh=mesh, **({"shard_placement_fn": place} | options))
         assert isinstance(experts, FSDPModule)
@@ -80,7 +80,7 @@ def fully_shard_experts(
 
 
 def expert_parameter_names(module: nn.Module) -> list[str]:
-    """Names of the parameters of experts in a module, for wrappers that must leave them alone."""
+    """Return the names of a module's expert parameters, for wrappers that must not reduce them."""
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules()
@@ -95,12 +95,12 @@ def reduce_expert_gradients(
 ) -> None:
     """Sum the gradients of experts over the ranks that hold the same ones, and divide them.
 
-    For data parallelism that leaves experts alone; all replicas call it after backward. A gradient
-    that is missing counts as zero.
+    For data parallelism that does not reduce experts. All replicas call it after backward. A
+    missing gradient counts as zero.
 
     Args:
-        module: Contains the experts.
-        replicas: The ranks that hold the same experts; this rank alone is one as well.
+        module: Module that contains the experts.
+        replicas: The ranks that hold the same experts, this one included.
         divide_by: The number of data-parallel ranks if the wrapper of the other parameters
             averages; see Note [Scale of gradients].
     """
@@ -124,21 +124,22 @@ def _experts_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _fsdp_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:
-    """Cut along the experts, or inside them where there are fewer of them than shards."""
+    """Shard along the experts, or inside each expert where there are fewer experts than shards."""
     num_local_experts, width = local_part(parameter).shape[:2]
     cuts_inside = num_local_experts < num_shards and width % num_shards == 0
     return Shard(1) if cuts_inside else None
 
 
 @torch.enable_grad()
-def _divides_twice(mesh: DeviceMesh, dtype: torch.dtype, options: dict[str, Any]) -> bool:
+def _divides_twice(
+    mesh: DeviceMesh, dtype: torch.dtype, policy: MixedPrecisionPolicy | None
+) -> bool:
     """Tell whether FSDP2 applies a factor twice over one rank, as torch 2.13 does in fp16 and fp64.
 
-    Asked by a gradient of its own, because other versions may not; over one rank that is cheap.
+    Other versions may differ, so a small module is asked; over one rank that is cheap.
     """
     probe = nn.Linear(1, 1, bias=False, device=mesh.device_type, dtype=dtype)
-    policy = {"mp_policy": options["mp_policy"]} if "mp_policy" in options else {}
-    fully_shard(probe, mesh=mesh, **policy)
+    fully_shard(probe, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     assert isinstance(probe, FSDPModule)
     probe.set_gradient_divide_factor(4.0)
     probe(torch.ones(1, 1, device=mesh.device_type, dtype=dtype)).sum().backward()

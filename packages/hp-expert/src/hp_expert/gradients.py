@@ -1,12 +1,13 @@
-"""The norm of all gradients of a model, wherever its parts are, and clipping by it.
+"""The norm of all gradients of a model whose parameters are spread over ranks, and clipping by it.
 
 `torch.nn.utils.clip_grad_norm_` cannot stack norms of DTensors on different meshes, and takes an
-expert's plain local tensor for a whole one. Here every parameter says over which groups it is cut:
-a `DTensor` by its placements, an expert that a style spread over groups by the style.
+expert's plain local tensor for the whole parameter. Here the groups over which a parameter is
+sharded are known: of a `DTensor` from its placements, of a plain tensor of experts from the style
+that has spread them.
 
-Note [Same bits]. Powers are summed in fp64, in the order of the parameters; those of the ranks are
-gathered and summed in rank order, not reduced, so that every rank has the same bits whatever
-algorithm a collective takes. A replicated parameter counts once, on each rank by itself.
+Note [Same bits]. Powers are summed in fp64, in the order of the parameters. Powers of ranks are
+gathered and summed in rank order instead of being reduced, so that every rank gets the same bits
+whatever algorithm a collective uses. Every rank counts a replicated parameter once, on its own.
 """
 
 import math
@@ -28,9 +29,9 @@ Groups = tuple[ProcessGroup, ...]
 
 
 def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
-    """Groups over which plain expert parameters are cut, for the experts of a module.
+    """Return the groups over which the plain parameters of a module's experts are sharded.
 
-    What a style made a `DTensor` on a mesh is not listed: it knows by itself.
+    A parameter that is a `DTensor` is not listed: its placements say how it is sharded.
     """
     found: dict[Tensor, Groups] = {}
     for experts in module.modules():
@@ -46,7 +47,7 @@ def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
             groups = []
             if ranks.tp is not None and shard_dim(name, "tp") is not None:
                 groups.append(ranks.tp)
-            # A style of one's own may leave all experts on every rank.
+            # A user's own style may leave all experts on every rank.
             if ranks.ep is not None and parameter.shape[0] < total:
                 groups.append(ranks.ep)
             found[parameter] = tuple(groups)
@@ -63,15 +64,15 @@ def grad_norm(
 ) -> Tensor:
     """Return the norm of the gradients of all ranks' parameters, the same bits on every rank.
 
-    All ranks call it together, with parameters in the same order. Parameters without a gradient
-    count nothing.
+    All ranks call it together, with parameters in the same order. A parameter without a gradient
+    adds nothing.
 
     Args:
         parameters: A module or parameters, any mixture of plain tensors and DTensors on any
-            meshes. Of a module, experts that were spread over groups are found by themselves.
+            meshes. For a module, the groups of its experts are found by `shard_groups`.
         norm_type: p of the p-norm, positive; `math.inf` for the largest absolute value.
-        sharded: Groups over which plain parameters are cut, where `parameters` is no module:
-            `shard_groups(model)`, or one's own.
+        sharded: Groups over which plain parameters are sharded, where `parameters` is not a
+            module: `shard_groups(model)`, or your own.
         across: Ranks that have other parameters, such as the stages of a pipeline.
 
     Returns:
@@ -108,17 +109,17 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients, in place, so that their norm over all ranks is at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_`, down to the 1e-6 that it adds to the norm; see `grad_norm`
-    for what it takes. The host is not read unless `error_if_nonfinite`.
+    As `torch.nn.utils.clip_grad_norm_`, including the 1e-6 that it adds to the norm; see
+    `grad_norm` for the parameters. The host reads no value unless `error_if_nonfinite`.
 
     Args:
         parameters: See `grad_norm`.
-        max_norm: The largest norm that is left as it is.
+        max_norm: Largest norm for which gradients stay as they are.
         norm_type: See `grad_norm`.
         error_if_nonfinite: Raise, on every rank, instead of scaling by a norm that is not finite.
         sharded: See `grad_norm`.
         across: See `grad_norm`.
-        foreach: Scale many gradients in one kernel; None: where that is faster.
+        foreach: Whether to scale many gradients in one kernel; None: where that is faster.
 
     Returns:
         The norm before, fp64 [].
@@ -133,7 +134,7 @@ def clip_grad_norm_(
     gradients = [p.grad for p in _listed(parameters) if p.grad is not None]
     holders = []
     for gradient in map(local_part, gradients):
-        # torch scales what is the gradient of something, and takes plain tensors only at once.
+        # torch scales the gradients of tensors, and only plain tensors many at a time.
         holders.append(gradient.detach())
         holders[-1].grad = gradient
     nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach=foreach)
@@ -156,7 +157,7 @@ def _all_sharded(
 def _by_groups(
     parameters: Sequence[Tensor], sharded: Mapping[Tensor, Groups]
 ) -> dict[tuple[torch.device, Groups], list[Tensor]]:
-    """Parameters by device and by the groups they are cut over, in one order on all ranks."""
+    """Group parameters by device and by the groups that shard them, in one order on all ranks."""
     found: dict[tuple[torch.device, Groups], list[Tensor]] = {}
     for parameter in parameters:
         groups = (*sharded.get(parameter, ()), *_groups_of(parameter))
@@ -173,7 +174,7 @@ def _groups_of(parameter: Tensor) -> Groups:
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    """The local part of a gradient, cut as its parameter is: it may still be parts of a sum."""
+    """Return the local part of a gradient, sharded as its parameter: it may be a partial sum."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -181,7 +182,7 @@ def _gradient(parameter: Tensor) -> Tensor | None:
 
 
 def _power(gradients: list[Tensor], norm_type: float, like: Tensor) -> Tensor:
-    """Sum of |g|^p, or the largest |g|, fp64 []."""
+    """Return the sum of |g|^p, or the largest |g|, fp64 []."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=local_part(like).device)
     stacked = torch.stack(float64_norms(gradients, norm_type))
@@ -193,7 +194,7 @@ def _merge(powers: Tensor, norm_type: float) -> Tensor:
 
 
 def _over(power: Tensor, group: ProcessGroup, norm_type: float) -> Tensor:
-    """Merge over ranks, in rank order; see Note [Same bits]."""
+    """Merge the powers of ranks, in rank order; see Note [Same bits]."""
     everyone = [torch.empty_like(power) for _ in range(group.size())]
     dist.all_gather(everyone, power, group=group)
     return _merge(torch.stack(everyone), norm_type)

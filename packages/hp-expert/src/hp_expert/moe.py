@@ -1,14 +1,12 @@
 """A mixture-of-experts layer: router, experts, and an optional shared expert.
 
 Note [Outside the graph]. A layer reads on the host how many rows each expert and each rank gets,
-and sizes its tensors by that, which no graph of `torch.compile` can contain. So graphs are cut
-exactly here: the router and all that surrounds the layer are compiled, and what lies between the
-routing and the sum of the outputs runs as without a compiler. That is one region for each layer;
-with a shared expert, which is compiled as well and runs while rows travel, it is two. Nothing in
-them depends on what was compiled: another number of tokens compiles nothing anew.
+and sizes its tensors by these numbers, which no graph of `torch.compile` can contain. So graphs are
+cut exactly here: the router and everything around the layer are compiled, and the part between the
+routing and the sum of the outputs runs without a compiler. There is one such part in each layer,
+and two with a shared expert, which is compiled as well and runs while rows travel. These parts do
+not depend on the graphs: another number of tokens compiles nothing anew.
 """
-
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,9 +27,9 @@ class MoE(nn.Module):
     """y = sum over a token's experts of weight * expert(x), plus shared(x).
 
     Args:
-        router: Maps tokens to a `Routing`.
-        experts: Where they go.
-        shared: Every token goes through it as well; computed while rows travel.
+        router: Module that maps tokens to a `Routing`.
+        experts: Experts of the layer, on this rank and others.
+        shared: Shared expert, which every token goes through as well; computed while rows travel.
     """
 
     def __init__(
@@ -51,26 +49,26 @@ class MoE(nn.Module):
         """Apply the layer.
 
         Args:
-            x: [B, S, D], or any dims before the last two; what a router drops, it drops per
-                sequence of S tokens. [S, D] is one sequence.
-            replay: Experts to take instead of the router's, int64 [T, K] for the T tokens in order
-                [B * S, ...]; see `TopKRouter.route`.
+            x: Tokens [B, S, D], or any dims before the last two; [S, D] is one sequence. A router
+                with a capacity drops slots per sequence of S tokens.
+            replay: Experts to take instead of the router's choice, int64 [T, K] for the T = B * S
+                tokens; see `TopKRouter.route`.
             padding: Tokens that go to no expert and are not counted, bool [B, S]; None: none. The
                 shared expert computes them as any other.
 
         Returns:
-            y of the same shape and dtype, and the routing of the tokens in order [B * S, ...].
-            Under `torch.autocast` the experts multiply in its dtype and the sum over a token's
-            experts is fp32 or wider; between ranks rows travel in the dtype of autocast.
+            y of the shape and dtype of x, and the routing of the T tokens. Under `torch.autocast`
+            the experts multiply in its dtype and the sum over a token's experts is fp32 or wider;
+            between ranks rows travel in the dtype of autocast.
 
         Raises:
             ValueError: If the input is wrong.
-            hp_platform.PeerError: If that of another rank is, or anything else fails there: with
-                rank, place and error of the first failure.
+            hp_platform.PeerError: If the input of another rank is wrong, or anything else fails
+                there: with rank, place and error of the first failure.
         """
         x_TD = x.reshape(-1, x.shape[-1])
         try:
-            # Of the rows, not of x: their gradients are added before that of the shared expert.
+            # A view of the rows, not x: their gradients are added before that of the shared expert.
             options = {} if padding is None else {"padding": padding}
             routing: Routing = self.router(x_TD.view(x.shape), replay=replay, **options)
         except Exception as error:
@@ -110,7 +108,7 @@ def _through_experts(
 
 
 @outside_graph
-def _send(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Any]:
+def _send(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> tuple[Tensor, object]:
     dispatcher = experts.dispatcher
     with dispatching(dispatcher):
         rows = rows_for(dispatcher, x_TD)
@@ -120,7 +118,7 @@ def _send(experts: GroupedExperts, x_TD: Tensor, routing: Routing) -> tuple[Tens
 
 @outside_graph
 def _receive(
-    experts: GroupedExperts, rows: Tensor, state: Any, like: Tensor, shared: Tensor
+    experts: GroupedExperts, rows: Tensor, state: object, like: Tensor, shared: Tensor
 ) -> Tensor:
     dispatcher = experts.dispatcher
     with failing_together(groups=groups_of(dispatcher)):
@@ -128,7 +126,7 @@ def _receive(
         with doing("experts"):
             y = experts(batch)
         rows = dispatcher.launch_combine(y, state)
-        # What little follows stays here, or it would make up a graph of its own.
+        # The few operators that follow stay here, or they would become a graph of their own.
         y = dispatcher.finish_combine(rows, state).view_as(like).to(like.dtype)
         return y + shared
 
@@ -141,6 +139,6 @@ def _refuse(experts: GroupedExperts, x_TD: Tensor, error: Exception) -> None:
 
 @outside_graph
 def _give_up(experts: GroupedExperts, error: Exception) -> None:
-    """Tell the other ranks, which are about to get rows back."""
+    """Tell the other ranks, which wait for rows, of an error in the shared expert."""
     mark_place(error, "shared expert")
     raise_first(error, groups_of(experts.dispatcher))

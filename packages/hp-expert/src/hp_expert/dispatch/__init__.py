@@ -6,6 +6,8 @@ from hp_expert.dispatch.bounded import (
     BoundedAllToAllDispatcher,
     BoundedState,
     BufferOverflowError,
+    Mark,
+    RunAhead,
     rows_per_pair,
 )
 from hp_expert.dispatch.cost import (
@@ -17,7 +19,6 @@ from hp_expert.dispatch.cost import (
 from hp_expert.dispatch.deduplicated import SlotExchange
 from hp_expert.dispatch.exchange_plan import ExchangeRead
 from hp_expert.dispatch.protocol import Dispatcher, DispatchState, PreparesInTwo
-from hp_expert.dispatch.run_ahead import Mark, RunAhead
 from hp_expert.dispatch.tensor_sliced import SlicedState, TensorSlicedDispatcher
 from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
 

@@ -1,13 +1,14 @@
 """The dispatcher that exchanges rows between ranks by all-to-all.
 
 Note [One host read]. An exchange needs the number of rows for each rank as Python numbers. Counts
-sent, counts received and each rank's verdict on its own input travel in one small exchange, which
-the local sort and gather hide, and reach the host in one read. Nothing else waits for the device.
+sent, counts received and each rank's verdict on its own input are in one small exchange, which
+overlaps with the local sort and gather, and reach the host in one read. Nothing else waits for the
+device.
 
-Note [Small exchanges]. What travels beside rows is small: counts, codes, routing weights and their
-gradients. On the group of the rows each of them waits until all rows launched before it have
-arrived, those of another microbatch included, and holds up the rows that are launched after it.
-Over a group of its own (`small_group`) it takes the time that it needs.
+Note [Small exchanges]. Beside rows, ranks exchange small tensors: counts, codes, routing weights
+and their gradients. On the group of the rows a small exchange waits until all rows launched before
+it have arrived, those of another microbatch included, and delays the rows that are launched after
+it. On a group of its own (`small_group`) it takes only its own time.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
 experts, R rows received, D width, B = E blocks of rows.
@@ -15,7 +16,7 @@ experts, R rows received, D width, B = E blocks of rows.
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,8 +68,8 @@ class AllToAllDispatcher:
     Attributes:
         group: The ranks that share the experts.
         num_experts: Number of experts, E.
-        deduplicate: Whether a token's row goes to a rank once, however many of its experts live
-            there, instead of once for each. "auto": if `deduplication_pays`.
+        deduplicate: Whether a token's row goes to a rank once, however many of the token's experts
+            are there, instead of once for each. "auto": if `deduplication_pays`.
         small_group: Group of the same ranks in the same order for all exchanges but those of rows,
             see Note [Small exchanges]; None: `group`.
     """
@@ -79,7 +80,7 @@ class AllToAllDispatcher:
     small_group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a number of experts that the ranks cannot share equally, and other ranks."""
+        """Raise ValueError if ranks cannot share experts equally, or groups have other ranks."""
         if self.small_group is not None:
             ranks, others = map(dist.get_process_group_ranks, (self.group, self.small_group))
             if ranks != others:
@@ -94,12 +95,12 @@ class AllToAllDispatcher:
         if self.deduplicate not in (True, False, "auto"):
             raise ValueError(f"deduplicate ({self.deduplicate}) must be True, False or 'auto'")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AllToAllDispatcher":
+    def __deepcopy__(self, memo: dict[int, object]) -> "AllToAllDispatcher":
         """Return itself: copies of a module share the group, which cannot be copied."""
         return self
 
     def deduplicates(self, x: Tensor, experts: Tensor, weights: Tensor | None = None) -> bool:
-        """Tell whether tokens [T, D] are sent to a rank once; only shapes and dtypes matter."""
+        """Tell whether tokens [T, D] are sent to a rank once, from shapes and dtypes alone."""
         top_k = experts.shape[1]
         if self.deduplicate != "auto":
             return self.deduplicate and top_k > 1
@@ -120,16 +121,16 @@ class AllToAllDispatcher:
     def start_prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> "CountedSlice":
-        """Launch the exchange of counts, sort and gather; see `PreparesInTwo`."""
+        """Launch the exchange of counts, then sort and gather; see `PreparesInTwo`."""
         return count_slice(self, x, experts, weights)
 
     def finish_prepare(self, started: "CountedSlice") -> tuple[Tensor, DispatchState]:
-        """Wait for the counts, and keep as many rows as there are; see `PreparesInTwo`."""
+        """Wait for the counts, and cut the rows to them; see `PreparesInTwo`."""
         rows, state, _ = agree_on_slices(started)
         return rows, state
 
     def launch_dispatch(self, rows: Tensor, state: DispatchState) -> tuple[Tensor, DispatchState]:
-        """Launch the exchange of rows, and before it that of their weights and codes."""
+        """Launch the exchange of rows, after that of their weights and codes."""
         slots, weights, small = state.slots, state.weights, self.small_group or self.group
         if slots is not None:
             slots = replace(slots, codes=_exchange(slots.codes, slots, small))
@@ -174,18 +175,18 @@ def _exchange(x: Tensor, splits: DispatchState | SlotExchange, group: ProcessGro
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountedSlice:
-    """What `count_slice` hands to `agree_on_slices`: counts on their way, and what was done ahead.
+    """The state between `count_slice` and `agree_on_slices`: counts in flight, rows sorted.
 
     Attributes:
-        over: What exchanges the slices.
-        slices: Ranks that have the other slices; None: there is one.
+        over: Dispatcher that exchanges the slices.
+        slices: Ranks that have the other slices; None: there is one slice.
         x: Slice of this rank, tokens [T, D].
-        weights: Weight of each choice of these [T, K], if there are any.
-        error: What is wrong with the input of this rank.
-        read: Host read that follows, with the header of this rank.
+        weights: Weight of each choice of these tokens [T, K]; None: all are one.
+        error: Error in the input of this rank, if any.
+        read: Description of the host read that follows, with the header of this rank.
         sent: Blocks of this rank, int64 [W, Z, B].
-        exchange: Pending exchange of these.
-        ahead: Rows and slots in their order; None where the input is wrong.
+        exchange: Pending exchange of the blocks.
+        ahead: Sorted rows and slots; None where the input is wrong.
     """
 
     over: AllToAllDispatcher
@@ -208,16 +209,16 @@ def count_slice(
     slices: ProcessGroup | None = None,
     num_tokens: int = 0,
 ) -> CountedSlice:
-    """`over.start_prepare` for one slice of the tokens.
+    """Start `over.prepare` for one slice of the tokens; see `PreparesInTwo`.
 
     Args:
-        over: Exchanges the slices.
-        x: The slice of this rank; see `Dispatcher.prepare`.
-        experts: Expert of each choice, of the same tokens.
-        weights: Weight of each choice, of the same tokens.
-        slices: Ranks that have the other slices of the same tokens, in order; None: there is
-            one. Those of any two of them must exchange with the same ranks here.
-        num_tokens: How many the slices have together, if all ranks of `slices` know.
+        over: Dispatcher that exchanges the slices.
+        x: Tokens of the slice of this rank; see `Dispatcher.prepare`.
+        experts: Experts of these tokens.
+        weights: Weights of these tokens' choices.
+        slices: Ranks that have the other slices of the same tokens, in order; None: there is one
+            slice. With the ranks of `over.group` they form a grid.
+        num_tokens: Number of tokens of all slices together, if all ranks of `slices` know it.
     """
     W, L = over.group.size(), over.num_experts // over.group.size()
     error, counted, header = input_error(x, experts, weights), None, FAILED
@@ -253,7 +254,7 @@ def count_slice(
 def agree_on_slices(
     counted: CountedSlice,
 ) -> tuple[Tensor, DispatchState, list[ExchangePlan]]:
-    """`over.finish_prepare` for one slice of the tokens, and the plans of all slices."""
+    """Finish `over.prepare` for one slice of the tokens; return also the plans of all slices."""
     over, slices, ahead, error = counted.over, counted.slices, counted.ahead, counted.error
     num_local = over.num_experts // over.group.size()
     plans = agreed_plans(counted.sent, counted.exchange, num_local=num_local, purpose=counted.read)
@@ -265,13 +266,13 @@ def agree_on_slices(
     device = counted.x.device
     raise_on_all_ranks(error, counted.read.header, verdicts, groups=groups, device=device)
     assert ahead is not None  # or an error was raised
-    # Slices meet again as one batch, so their rows have the same number of slots.
+    # Slices are joined to one batch later, so their rows have the same number of slots.
     most = max([p.most for p in plans])
     return *_prepared(counted.x, counted.weights, ahead, mine._replace(most=most)), plans
 
 
 def _with_other_slices(sent: Tensor, slices: ProcessGroup | None) -> Tensor:
-    """The blocks of this rank for all slices of its tokens: [W, B] to [W, Z, B]."""
+    """Gather the blocks of all slices of the same tokens: [W, B] to [W, Z, B]."""
     if slices is None:
         return sent.unsqueeze(1)
     W, num_slices = sent.shape[0], slices.size()
@@ -280,12 +281,12 @@ def _with_other_slices(sent: Tensor, slices: ProcessGroup | None) -> Tensor:
 
 
 class _Ahead(NamedTuple):
-    """What is done before anybody knows how many rows there are.
+    """Rows and slots, sorted before their number is known on the host.
 
     Attributes:
-        rows: Which rows go where: as many as there may be at most.
-        gathered: Those rows.
-        slots: Permutation of the slots that these rows serve: likewise.
+        rows: Permutation to as many rows as there may be at most.
+        gathered: These rows.
+        slots: Permutation of as many slots as there may be at most.
         codes: Codes of these slots, uint8 or int32; None unless rows are deduplicated.
     """
 
@@ -301,13 +302,13 @@ def _sort_and_gather(
     if where is None:
         slots = sort_counted(counted)
         return _Ahead(slots, gather_rows(x, slots), slots, None)
-    # A token goes to no more ranks than there are, and no more than it has experts.
+    # A token goes to at most as many ranks as there are, and as it has experts.
     rows = sort_rows(where)
     most = min(rows.order.numel(), counted.keys.numel())
     rows = (
         rows.first(most)
         if counted.starts is None
-        else rows.without_padding(most)._replace(padded=True)  # not all of it
+        else rows.without_padding(most)._replace(padded=True)  # some padding is left
     )
     slots, codes = sort_codes(counted, where, num_local=num_local)
     return _Ahead(rows, gather_rows(x, rows), slots, codes)
@@ -316,16 +317,16 @@ def _sort_and_gather(
 def _prepared(
     x: Tensor, weights: Tensor | None, ahead: _Ahead, plan: ExchangePlan
 ) -> tuple[Tensor, DispatchState]:
-    """Keep of what was done ahead as much as there is."""
+    """Cut rows and slots that were sorted ahead to their number."""
     num_slots, volume, order, shared = sum(plan.slots.sent), plan.slots, None, None
     if ahead.codes is None:
         order = by_expert(plan.counts_by_rank, num_rows=sum(volume.received))
     else:
-        # More than that only if a token chose an expert twice.
+        # More than the usual number only if a token chose an expert twice.
         usual = min(ahead.slots.inverse.shape[1], len(plan.counts))
         shared = SlotExchange(ahead.codes[:num_slots], *volume, max(usual, plan.most))
         volume = plan.rows
-    by_kernels = ahead.rows.padded  # and then what has no place has none already
+    by_kernels = ahead.rows.padded  # which leave slots without an expert without a position
     cut = Permutation.without_padding if by_kernels else Permutation.first
     permutation = cut(ahead.rows, sum(volume.sent))
     state = DispatchState(
@@ -342,7 +343,7 @@ def _prepared(
 
 
 def _shared_batch(rows: Tensor, state: DispatchState, slots: SlotExchange) -> ExpertBatch:
-    """Number the slots while rows are still on their way, then wait for these."""
+    """Number the slots while the rows are still on their way, then wait for the rows."""
     per_row, num_rows = slots.num_slots_per_row, sum(state.output_splits)
     codes, weights, placed = wait_tensor(slots.codes), state.weights, None
     if fuses(codes):
@@ -367,9 +368,9 @@ def _shared_batch(rows: Tensor, state: DispatchState, slots: SlotExchange) -> Ex
 
 
 def by_expert(counts_WL: Tensor, *, num_rows: int) -> Tensor:
-    """Row at each position, for rows sorted by (rank, expert) and positions by (expert, rank).
+    """Return the row at each position, rows by (rank, expert) and positions by (expert, rank).
 
-    Blocks move as wholes: a position differs from its row by the shift of its block.
+    Blocks of rows stay together: a position differs from its row by the shift of its block.
     """
     first_row_WL = (counts_WL.flatten().cumsum(0) - counts_WL.flatten()).view_as(counts_WL)
     counts_B = counts_WL.t().flatten()

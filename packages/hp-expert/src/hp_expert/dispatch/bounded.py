@@ -1,13 +1,13 @@
-"""The dispatcher that never reads the host: buffers of a fixed size, checked once per step.
+"""The dispatcher without host reads: buffers of a fixed size, checked once per step.
 
-Note [Bounded buffers]. Every rank sends every other C rows, whatever the routing: slots sorted by
-expert, then padding. All shapes are known before anything runs, so nothing waits for the device and
-CUDA graphs can hold it. Where a rank has more than C slots for another one, those do not fit; it
-says so in the exchange that precedes the rows, and every rank makes its outputs NaN, so that no sum
-in which slots are missing is taken for a result, nor a gradient of one. The host learns of it when
-it asks. What is NaN has no experts to speak of: where the first weight is, which after an overflow
-in an earlier layer all are, the rows are too many at most by one, so that `rows_needed` is of
-routings alone.
+Note [Bounded buffers]. Every rank sends every other rank C rows, whatever the routing: slots sorted
+by expert, then padding. All shapes are known beforehand, so nothing waits for the device, and CUDA
+graphs can contain a dispatch. Where a rank has more than C slots for another one, the rest does not
+fit: it reports this in the exchange before the rows, and every rank makes its outputs NaN, so that
+no sum with missing slots, nor its gradient, is taken for a result. The host learns of it in
+`check`. Routing of NaN means nothing: where the first weight is NaN, as all weights are after an
+overflow in an earlier layer, at most one row too many is reported, so that `rows_needed` is of
+proper routing.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
 experts, C rows per pair of ranks, N = W * C rows of a buffer, D width.
@@ -15,8 +15,10 @@ experts, C rows per pair of ranks, N = W * C rows of a buffer, D width.
 
 import math
 import threading
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +40,6 @@ from hp_expert.dispatch.exchange_plan import (
     input_error,
     raise_if_different,
 )
-from hp_expert.dispatch.run_ahead import RunAhead
 from hp_expert.kernels import fuses, triton_buffers, triton_sorting
 from hp_expert.permute import (
     Permutation,
@@ -49,16 +50,16 @@ from hp_expert.permute import (
     sort_counted,
     sum_slots,
 )
-from hp_platform import agree, all_to_all, all_to_all_lazy, launch_all_to_all, wait_tensor
+from hp_platform import Event, agree, all_to_all, all_to_all_lazy, launch_all_to_all, wait_tensor
 
 _COLUMNS: Final = triton_buffers.Columns(CODE, INVALID, TOKENS, MOST, COUNTS)
 
 
 class BufferOverflowError(RuntimeError):
-    """More rows were to go from one rank to another than a buffer holds.
+    """The error that a rank had more rows for another rank than a buffer holds.
 
     Attributes:
-        rows_needed: The most rows of any pair of ranks.
+        rows_needed: Most rows that any rank had for another one.
     """
 
     def __init__(self, message: str, *, rows_needed: int) -> None:
@@ -69,17 +70,17 @@ class BufferOverflowError(RuntimeError):
 def rows_per_pair(
     num_tokens: int, top_k: int, num_experts: int, num_ranks: int, *, factor: float
 ) -> int:
-    """Return how many rows a buffer needs for `factor` times the load of balanced routing.
+    """Return the rows that a buffer needs for `factor` times the load of balanced routing.
 
-    A balanced rank sends T * k / W rows to each rank. No more than T * min(k, E / W) can go to
-    one, unless a token chooses an expert twice; such a buffer never overflows.
+    With balanced routing a rank sends T * k / W rows to each rank. At most T * min(k, E / W) can go
+    to one rank, unless a token chooses an expert twice: a buffer of this size never overflows.
 
     Args:
-        num_tokens: T, the most of any rank.
-        top_k: k, experts of a token.
-        num_experts: E, on all ranks together.
+        num_tokens: Most tokens of any rank, T.
+        top_k: Number of experts of a token, k.
+        num_experts: Number of experts on all ranks, E.
         num_ranks: Number of ranks, W.
-        factor: Multiple of the balanced load, at least 1, which leaves no room for any imbalance;
+        factor: Multiple of the balanced load, at least 1, which leaves no room for imbalance;
             infinity: the worst case.
     """
     if factor < 1:
@@ -88,17 +89,67 @@ def rows_per_pair(
     return math.ceil(min(factor * num_tokens * top_k / num_ranks, most))
 
 
+class Mark(Protocol):
+    """A point in the work of a device, such as `hp_platform.Event`."""
+
+    def record(self) -> None:
+        """Mark the end of the work that the device was given so far."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device has reached the mark."""
+
+
+class RunAhead:
+    """A bound on the marks that the host may be ahead of the device.
+
+    A layer without host reads never waits for the device. The host then queues the kernels of many
+    microbatches, and allocates for all of them before the first has freed anything. One object
+    serves a whole model, in any number of threads. It does nothing on a CPU, or while a CUDA graph
+    is captured.
+
+    Args:
+        limit: Number of marks that the device may not have reached yet, at least 1.
+        make_mark: Function that makes a mark for a device; None: `hp_platform.Event`.
+    """
+
+    def __init__(
+        self, limit: int, *, make_mark: Callable[[torch.device], Mark] | None = None
+    ) -> None:
+        if limit < 1:
+            raise ValueError(f"limit ({limit}) must be at least 1")
+        self.limit = limit
+        self._make_mark = make_mark
+        self._ahead: deque[Mark] = deque()
+        self._lock = threading.Lock()
+
+    def mark(self, device: torch.device) -> None:
+        """Mark this point, and wait while the device has not reached the one `limit` marks ago."""
+        if self._make_mark is None and (
+            device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        mark = (self._make_mark or Event)(device)
+        mark.record()
+        with self._lock:
+            self._ahead.append(mark)
+            due = self._ahead.popleft() if len(self._ahead) > self.limit else None
+        # Outside the lock: a thread that waits holds up no other.
+        if due is not None:
+            due.synchronize()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundedState:
-    """What one batch's dispatch tells its combine. All of it is read-only and on the device.
+    """The state of one batch between its dispatch and its combine; read-only, on the device.
 
     Attributes:
         permutation: Slot, and token, of each row of the buffer.
-        weights: Routing weights of the rows, [N] or None; after the launch of those received.
+        weights: Routing weights of the rows sent [N], after the launch of the rows received;
+            None: all are one.
         order: Received row at each position of expert order, padding last, int64 [N].
         num_tokens_per_expert: Positions of each local expert, int64 [L].
-        poison: 1, or NaN if what some rank sends is not all or not right.
-        placed: Where rows go, if kernels have found it out.
+        poison: 1, or NaN if rows of some rank are missing or wrong.
+        placed: Places of the received rows, if kernels have found them.
     """
 
     permutation: Permutation
@@ -119,13 +170,13 @@ class BoundedAllToAllDispatcher:
     Attributes:
         group: The ranks that share the experts.
         num_experts: Number of experts, E.
-        rows_per_pair: C, the same on every rank; see `rows_per_pair`.
-        device: Device of the rows. What went wrong is collected there until `check`.
-        control: A group of the same ranks that moves CPU tensors. If there is one, ranks agree on
-            shapes, dtypes and sizes before each exchange, and all raise if they are wrong on one;
-            without, a rank raises on its own. It costs a round trip between hosts, and no read of
-            the device; a captured graph leaves it out.
-        run_ahead: Marked at each call of `prepare`.
+        rows_per_pair: Rows of a pair of ranks, C, the same on every rank; see `rows_per_pair`.
+        device: Device of the rows. Errors are collected there until `check`.
+        control: Group of the same ranks for CPU tensors. With it, ranks agree on shapes, dtypes
+            and sizes before each exchange, and all raise if they are wrong on one; without it, a
+            rank raises on its own. It costs a round trip between hosts, and no read of the device;
+            it is not used while a graph is captured.
+        run_ahead: Bound on the host's run-ahead, marked in each `prepare`; None: no bound.
     """
 
     group: ProcessGroup
@@ -138,7 +189,7 @@ class BoundedAllToAllDispatcher:
     _lock: threading.Lock = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot be."""
+        """Raise ValueError for impossible sizes."""
         if self.num_experts % self.group.size():
             raise ValueError(
                 f"num_experts ({self.num_experts}) must be divisible by the size of the expert "
@@ -149,7 +200,7 @@ class BoundedAllToAllDispatcher:
         object.__setattr__(self, "_found", torch.zeros(3, dtype=torch.int64, device=self.device))
         object.__setattr__(self, "_lock", threading.Lock())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "BoundedAllToAllDispatcher":
+    def __deepcopy__(self, memo: dict[int, object]) -> "BoundedAllToAllDispatcher":
         """Return itself: copies of a module share the group, which cannot be copied."""
         return self
 
@@ -158,7 +209,7 @@ class BoundedAllToAllDispatcher:
     ) -> tuple[Tensor, BoundedState]:
         """Sort and gather into a buffer while counts are exchanged; see `Dispatcher.prepare`.
 
-        Experts that do not exist are found by `check`.
+        `check` finds experts that do not exist.
         """
         if self.run_ahead is not None:
             self.run_ahead.mark(x.device)
@@ -175,7 +226,7 @@ class BoundedAllToAllDispatcher:
         return rows_ND, BoundedState(permutation, weights_N, *found)
 
     def launch_dispatch(self, rows: Tensor, state: BoundedState) -> tuple[Tensor, BoundedState]:
-        """Launch the exchange of rows, and that of their routing weights."""
+        """Launch the exchanges of the routing weights and of the rows."""
         weights = state.weights
         if weights is not None:
             weights = all_to_all_lazy(weights, group=self.group)
@@ -205,10 +256,10 @@ class BoundedAllToAllDispatcher:
         )
 
     def check(self) -> None:
-        """Read what went wrong since the last call, on any rank, and raise the same on all of them.
+        """Read the errors of any rank since the last call, and raise the same on all ranks.
 
-        This waits for the device, and asks no other rank. Call it where the current stream has
-        everything behind it that was dispatched: once per step, before the step of the optimizer.
+        This waits for the device, and communicates with no rank. Call it once per step, after all
+        dispatches in the order of the current stream and before the step of the optimizer.
 
         Raises:
             BufferOverflowError: If a buffer was too small. All outputs since then may be NaN.
@@ -255,7 +306,7 @@ class BoundedAllToAllDispatcher:
     def _sort(
         self, received: Tensor, header: Header, weights: Tensor | None, *, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor, Places | None]:
-        """Sort what was received, and note down what is wrong; see `BoundedState`."""
+        """Sort the received rows, and record errors; return the last fields of `BoundedState`."""
         W, L, C = len(received), self.num_experts // len(received), self.rows_per_pair
         if fuses(received):
             with self._lock:
@@ -278,7 +329,7 @@ class BoundedAllToAllDispatcher:
         return by_expert(blocks, num_rows=W * C), counts_WL.sum(0), poison, None
 
     def _examine(self, received: Tensor, header: Header, weights: Tensor | None) -> Tensor:
-        """Note down what is wrong on any rank; return NaN if anything is, else 1."""
+        """Record the errors of all ranks; return NaN if there are any, else 1."""
         most = received[:, MOST].amax()
         is_different = (received[:, CODE] != header.code).sum()
         excess = most.where(most > self.rows_per_pair, 0)
@@ -287,13 +338,13 @@ class BoundedAllToAllDispatcher:
             excess = one_more.where(weights.detach()[0, 0].isnan(), excess)
         found = torch.stack([excess, received[:, INVALID].amax(), is_different])
         places = torch.arange(3, device=found.device)
-        with self._lock:  # of threads, as scatters on a device are atomic, also between streams
+        with self._lock:  # between threads on a CPU; scatters on a GPU are atomic
             self._found.scatter_reduce_(0, places, found, "amax")
         return torch.where(found.any(), math.nan, 1.0)
 
 
 def _told(header: Header, counted: SlotCounts, counts_WL: Tensor) -> Tensor:
-    """Return what ranks tell each other before rows travel, int64 [W, B]."""
+    """Return the blocks that this rank sends before the rows, int64 [W, B]."""
     (W, L), device = counts_WL.shape, counts_WL.device
     if counted.starts is not None:
         size, code = block_size(COUNTS + L), header.code
@@ -304,7 +355,7 @@ def _told(header: Header, counted: SlotCounts, counts_WL: Tensor) -> Tensor:
 
 
 def _into_buffer(counted: SlotCounts, counts_WL: Tensor, *, rows_per_pair: int) -> Permutation:
-    """Place the slots for rank r, sorted by expert, at r * C and after it, as far as they fit."""
+    """Place the slots for rank r, sorted by expert, from r * C on, as far as they fit."""
     W, L = counts_WL.shape
     if counted.starts is not None:
         sizes = {"num_local": L, "num_ranks": W, "room": rows_per_pair}
@@ -314,7 +365,7 @@ def _into_buffer(counted: SlotCounts, counts_WL: Tensor, *, rows_per_pair: int) 
     num_W = counts_WL.sum(1)
     start_W = num_W.cumsum(0) - num_W
     rank_TK = counted.experts.div(L, rounding_mode="floor")
-    # Slots that were dropped, or are wrong, have a rank after all others.
+    # Dropped and invalid slots have a rank after all others.
     offset_TK = by_key.inverse - F.pad(start_W, (0, 2))[rank_TK]
     fits_TK = (rank_TK < W) & (offset_TK < rows_per_pair)
     inverse_TK = torch.where(fits_TK, rank_TK * rows_per_pair + offset_TK, -1)
@@ -330,6 +381,6 @@ def _into_buffer(counted: SlotCounts, counts_WL: Tensor, *, rows_per_pair: int) 
 
 
 def _clipped(counts_WL: Tensor, *, rows_per_pair: int) -> Tensor:
-    """Counts of the rows that fit: no sum over L exceeds C, whatever was received."""
+    """Return the counts of the rows that fit: sums over L are at most C, whatever was received."""
     ends_WL = counts_WL.clamp(0, rows_per_pair).cumsum(1).clamp_max(rows_per_pair)
     return ends_WL.diff(dim=1, prepend=ends_WL.new_zeros(len(ends_WL), 1))

@@ -1,7 +1,7 @@
-"""What a dispatch costs on the wire, and when it pays to send a token to a rank once only.
+"""Bytes that a dispatch sends, and when it pays to send a token to a rank only once.
 
-With routing that prefers no expert, a token whose k experts differ has none of them among the
-L = E / W of a given rank with probability C(E - L, k) / C(E, k). So it goes to
+With routing that prefers no expert, none of a token's k different experts is among the L = E / W of
+a given rank with probability C(E - L, k) / C(E, k). So the token goes to
 
     r = W * (1 - C(E - L, k) / C(E, k))
 
@@ -12,7 +12,7 @@ each routing weight twice:
     deduplicated  r * 4 * row bytes + k * (2 * weight bytes + code bytes)
 
 per token, where a code says which of the rank's experts takes the row: one byte for up to 128
-experts per rank, four for more. The counts that precede the rows cost either way the same.
+experts per rank, four for more. The counts that precede the rows cost the same either way.
 """
 
 import math
@@ -25,8 +25,8 @@ class DispatchBytes(NamedTuple):
     """Bytes that one token sends in a layer's forward and backward, on average.
 
     Attributes:
-        plain: A row for each of its experts.
-        deduplicated: A row for each rank that has any of them.
+        plain: Bytes with a row for each expert of the token.
+        deduplicated: Bytes with a row for each rank that has any of these experts.
     """
 
     plain: float
@@ -34,12 +34,12 @@ class DispatchBytes(NamedTuple):
 
 
 def expected_rows_per_token(num_experts: int, top_k: int, num_ranks: int) -> float:
-    """Return how many of the ranks a token goes to on average; at most `top_k`.
+    """Return the number of ranks that a token goes to on average; at most `top_k`.
 
     Args:
-        num_experts: E, on all ranks together.
-        top_k: k, different experts of a token, at most E of them.
-        num_ranks: W; divides E.
+        num_experts: Number of experts on all ranks, E.
+        top_k: Number of different experts of a token, k, at most E.
+        num_ranks: Number of ranks, W; divides E.
     """
     num_elsewhere = num_experts - num_experts // num_ranks
     top_k = min(top_k, num_experts)
@@ -55,14 +55,14 @@ def dispatch_bytes(
     row_bytes: int,
     weight_bytes: int = 4,
 ) -> DispatchBytes:
-    """Apply the formula at the top of this file.
+    """Return the bytes of the formula at the top of this file.
 
     Args:
-        num_experts: E, on all ranks together.
-        top_k: k, experts of a token.
-        num_ranks: W; divides E.
+        num_experts: Number of experts on all ranks, E.
+        top_k: Number of experts of a token, k.
+        num_ranks: Number of ranks, W; divides E.
         row_bytes: Width of a row times the size of its dtype.
-        weight_bytes: Size of a routing weight; 0 without.
+        weight_bytes: Size of a routing weight; 0 without weights.
     """
     rows = expected_rows_per_token(num_experts, top_k, num_ranks)
     weights = top_k * 2 * weight_bytes
@@ -83,8 +83,8 @@ def deduplication_pays(
 ) -> bool:
     """Tell whether deduplicated rows need at most `largest_share` of the bytes of plain ones.
 
-    Arguments are those of `dispatch_bytes`. By default a quarter of the bytes must be saved: the
-    receiving rank has slots to sort and sums to take that the plain way does not have.
+    Arguments are those of `dispatch_bytes`. By default a quarter of the bytes must be saved, as the
+    receiving rank has to sort slots and take sums, which it has not with plain rows.
     """
     cost = dispatch_bytes(
         num_experts, top_k, num_ranks, row_bytes=row_bytes, weight_bytes=weight_bytes
@@ -93,5 +93,5 @@ def deduplication_pays(
 
 
 def code_bytes(num_local_experts: int) -> int:
-    """Bytes that say which local expert a slot has, and whether it begins a row."""
+    """Return the bytes of a code: the local expert of a slot, and whether the slot begins a row."""
     return 1 if 2 * num_local_experts - 1 <= _LARGEST_BYTE_CODE else 4

@@ -1,7 +1,7 @@
-"""Sending a token to a rank once, however many of its experts live there.
+"""Sending a token to a rank once, however many of the token's experts are there.
 
 Rows are sorted by (rank, token), and slots by (rank, token, choice), so that the slots of a row
-follow each other. With each slot travels a code: its local expert, and whether it begins the next
+follow each other. Each slot is sent as a code: its local expert, and whether it begins the next
 row. The receiver numbers rows and slots by counting those beginnings.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, W ranks, L local experts, N rows
@@ -22,13 +22,13 @@ from hp_expert.permute import Permutation, SlotCounts, narrowed, placed, sort_sl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotExchange:
-    """What travels with deduplicated rows.
+    """The exchange of the slots of deduplicated rows.
 
     Attributes:
-        codes: Codes of the slots sent, and after the launch those of the slots received, possibly
-            still on their way: uint8 or int32.
-        input_splits: Slots sent to each rank.
-        output_splits: Slots received from each rank.
+        codes: Codes of the slots sent, uint8 or int32; after the launch those of the slots
+            received, possibly still on their way.
+        input_splits: Number of slots sent to each rank.
+        output_splits: Number of slots received from each rank.
         num_slots_per_row: Number of slots per received row, F.
     """
 
@@ -39,13 +39,13 @@ class SlotExchange:
 
 
 class Destinations(NamedTuple):
-    """Which ranks each token goes to.
+    """The ranks that each token goes to.
 
     Attributes:
-        rank: Rank of each slot's expert, W or more if it has none: int64 [T, K]. Where kernels have
-            counted, each rank that a token goes to, or -1: int64 [T, W].
-        slots: How many slots of each token each rank has, int32 [T, W].
-        starts: What kernels have counted of `rank`, where there are some.
+        rank: Rank of each slot's expert, int64 [T, K]; W or more if there is no such expert. If
+            kernels have counted: each rank that a token goes to, or -1, int64 [T, W].
+        slots: Number of slots of each token on each rank, int32 [T, W].
+        starts: Counts of `rank` if kernels have counted; None: torch computes.
     """
 
     rank: Tensor
@@ -53,27 +53,27 @@ class Destinations(NamedTuple):
     starts: triton_sorting.Starts | None = None
 
     def num_rows(self) -> Tensor:
-        """Tokens that go to each rank, int64 [W]."""
+        """Return the number of tokens that go to each rank, int64 [W]."""
         if self.starts is not None:
             return self.starts.counts[: self.slots.shape[1]]
         return (self.slots > 0).sum(0)
 
     def most_slots(self) -> Tensor:
-        """Most slots that a token has on each rank, [W]; K unless an expert is chosen twice."""
+        """Return the most slots that any token has on each rank, int32 [W]."""
         if self.slots.shape[0] == 0:
             return self.slots.new_zeros(self.slots.shape[1])
         return self.slots.amax(0)
 
 
 def destinations(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> Destinations:
-    """Find the ranks of `SlotCounts.experts`."""
+    """Find the ranks that tokens go to, from `SlotCounts.experts`."""
     if fuses(experts_TK):
         rank_TW, slots = triton_sorting.find_ranks(
             experts_TK, num_local=num_local, num_ranks=num_ranks
         )
         return Destinations(rank_TW, slots, triton_sorting.count(rank_TW, num_ranks))
     rank_TK = experts_TK.div(num_local, rounding_mode="floor")
-    # A rank more takes slots that are wrong, and perhaps another one those that were dropped.
+    # Up to two more columns take the slots of experts that do not exist, and dropped slots.
     slots = torch.zeros(len(rank_TK), num_ranks + 2, dtype=torch.int32, device=rank_TK.device)
     return Destinations(rank_TK, slots.scatter_(1, rank_TK, 1, reduce="add")[:, :num_ranks])
 
@@ -91,7 +91,7 @@ def sort_rows(where: Destinations) -> Permutation:
 def sort_codes(
     counted: SlotCounts, where: Destinations, *, num_local: int
 ) -> tuple[Permutation, Tensor]:
-    """Sort the slots by rank and return their codes in that order; those of no rank come last."""
+    """Sort the slots by rank and return their codes in that order; slots of no rank come last."""
     num_ranks = where.slots.shape[1]
     dtype = torch.uint8 if code_bytes(num_local) == 1 else torch.int32
     if where.starts is not None:
@@ -111,7 +111,7 @@ def sort_codes(
 
 
 def unpack(codes_P: Tensor, *, num_slots_per_row: int) -> tuple[Tensor, Tensor]:
-    """Number the received slots.
+    """Number the received slots by torch.
 
     Returns:
         Slot of each code, row * F + choice, and the slot at each position of expert order; both
@@ -130,7 +130,7 @@ def place_codes(
     """Number the received slots by kernels.
 
     Returns:
-        Slot of each code, int64 [P], and where the slots are.
+        Slot of each code, int64 [P], and the places of the slots.
     """
     num_begun = (codes_P & 1).cumsum(0, dtype=torch.int64)
     slot_P, expert_P = triton_sorting.decode(codes_P, num_begun, per_row=num_slots_per_row)

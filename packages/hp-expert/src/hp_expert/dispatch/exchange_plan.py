@@ -1,20 +1,21 @@
-"""The exchange plan of a dispatch: what goes where, agreed by all ranks before rows travel.
+"""The exchange plan of a dispatch: the rows between ranks, on which all ranks agree beforehand.
 
-Every rank counts the slots that it has for each expert (`count_block`), and one small all-to-all
-brings every rank what is coming; `agreed_plans` reads both sides of it on the host, once, and from
-that follow all splits, sizes and buffers of the layer (`ExchangePlan`). In a dry run nothing was
-counted, and an `ExchangeRead` gives the numbers. What such a plan costs on average is in
-`hp_expert.dispatch.cost`.
+Every rank counts its slots of each expert (`count_block`), and one small all-to-all tells every
+rank what it will receive. `agreed_plans` reads the numbers sent and received on the host, once; all
+splits, sizes and buffers of the layer follow from them (`ExchangePlan`). In a dry run nothing was
+counted, and an `ExchangeRead` gives the numbers. `hp_expert.dispatch.cost` has the bytes of such a
+plan on average.
 
 Note [All or none]. A rank that raised on its own would leave the others waiting for its rows. Every
-rank therefore sends its verdict along with its counts, at no extra cost; all ranks see the same
-verdicts and either all go on or all raise.
+rank therefore sends a verdict on its input with its counts, at no extra cost; all ranks see the
+same verdicts and either all go on or all raise.
 
-Note [Blocks of one size]. Ranks that were given different numbers of experts, or of anything else,
-must find out, not wait for each other: so every rank sends every other a block of numbers that
-begins with its header and has the same size for up to about 500 counts (and for up to 1000, ...).
+Note [Blocks of one size]. Ranks that were given different numbers of experts, or other input that
+differs, must raise instead of waiting for each other: so every rank sends every other rank a block
+of numbers that begins with its header and has the same size for up to about 500 counts (and for up
+to 1000, ...).
 
-Where tokens were cut into slices first, a rank counts for all slices of its tokens.
+Where tokens were cut into slices first, a rank sends the counts of all slices of its tokens.
 
 Shape symbols: T tokens, K experts per token, D width, E experts, W ranks, Z slices, L = E / W local
 experts, B numbers in a block, C of them that are read.
@@ -23,7 +24,7 @@ experts, B numbers in a block, C of them that are read.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,27 +41,29 @@ from hp_platform.host_reads import arrived
 _NO_WEIGHTS = len(FLOATS)
 _GRAIN = 512
 
-# How many values each of them may have: dtype of the rows, that of the weights, K, number of
-# experts, whether rows are deduplicated, and whether rows and weights want gradients.
+# The number of values of each part of a header: dtype of the rows, dtype of the weights, K, number
+# of experts, whether rows are deduplicated, and whether rows and weights require gradients.
 _RANGES = (len(FLOATS), len(FLOATS) + 1, 1 << 12, 1 << 20, 2, 2, 2)
 
 
-# A block: code of the header, slots with experts that do not exist, tokens before they were cut
-# into slices, rows if they are deduplicated, most slots of such a row, then the slots of each of
-# the receiver's experts.
+# The columns of a block: code of the header, slots with experts that do not exist, tokens before
+# they were cut into slices, rows if they are deduplicated, most slots of such a row, then the slots
+# of each of the receiver's experts.
 CODE, INVALID, TOKENS, ROWS, MOST, COUNTS = range(6)
+Numbers: TypeAlias = list[list[list[int]]]
+"""Blocks on the host, by rank and slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What ranks must have in common, as one number.
+    """The properties of the input that all ranks must have in common, as one number.
 
-    Ranks that disagree would wait for different exchanges, in forward or in backward.
+    Ranks that differ in them would wait for different exchanges, in forward or in backward.
 
     Attributes:
         code: Width and dtype of the rows, dtype of the routing weights if there are any, number of
-            experts per token and of all, how rows travel, and what wants gradients; negative if
-            the input is wrong.
+            experts per token and of all experts, whether rows are deduplicated, and which tensors
+            require gradients; negative if the input is wrong.
     """
 
     code: int
@@ -75,7 +78,7 @@ class Header:
         num_experts: int,
         deduplicated: bool = False,
     ) -> "Header":
-        """Describe an input that was found right."""
+        """Return the header of a correct input."""
         training = torch.is_grad_enabled()
         values = (
             FLOATS.index(x.dtype),
@@ -92,7 +95,7 @@ class Header:
         return cls(code)
 
     def __str__(self) -> str:
-        """Describe it in words."""
+        """Describe the properties in words."""
         values, width = [], self.code
         for limit in reversed(_RANGES):
             width, value = divmod(width, limit)
@@ -110,15 +113,15 @@ class Header:
 
 
 FAILED: Final = Header(-1)
-"""Says that the input is wrong."""
+"""The header of a wrong input."""
 
 
 class Volume(NamedTuple):
-    """What crosses between this rank and each other one.
+    """The rows or slots between this rank and each rank.
 
     Attributes:
-        sent: Rows or slots that this rank sends to each rank, W numbers.
-        received: Rows or slots that it receives from each rank, W numbers.
+        sent: Number that this rank sends to each rank, W numbers.
+        received: Number that this rank receives from each rank, W numbers.
     """
 
     sent: tuple[int, ...]
@@ -126,16 +129,16 @@ class Volume(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-    """What one slice of the tokens sends and receives, as all ranks agreed.
+    """The rows and slots that one slice of the tokens sends and receives, the same on all ranks.
 
     Attributes:
-        num_invalid: Slots of this rank whose experts do not exist.
+        num_invalid: Number of slots of this rank whose experts do not exist.
         verdicts: Verdict of each rank: code of its header, number of its invalid slots.
         tokens: Tokens of each rank before they were cut into slices; 0 if they were not.
         slots: Slots sent and received.
         rows: Rows sent and received, if they are deduplicated.
-        counts: Slots of each local expert.
-        most: Most slots of a received row, if they are deduplicated.
+        counts: Number of slots of each local expert.
+        most: Most slots of a received row, if rows are deduplicated.
         counts_by_rank: Slots from each rank for each local expert, on the device, [W, L].
     """
 
@@ -156,12 +159,12 @@ class ExchangeRead:
     Attributes:
         header: Header that every rank sends.
         num_tokens: Number of tokens of this rank, or of its slice.
-        told_tokens: Number of tokens that the blocks state: 0 where tokens are not cut into slices.
+        told_tokens: Number of tokens in the blocks: 0 where tokens are not cut into slices.
         top_k: Number of experts per token, K.
         num_experts: Number of experts, E.
         rank: Rank in the group that exchanges rows.
         num_ranks: Number of ranks, W; 1 where every rank has all experts.
-        tells_rows: Whether blocks state the number of rows, and the most slots of a row.
+        tells_rows: Whether blocks contain the number of rows, and the most slots of a row.
     """
 
     header: Header
@@ -174,16 +177,16 @@ class ExchangeRead:
     tells_rows: bool = True
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Describe the read in words."""
         return f"slots of {self.num_tokens} tokens x {self.top_k} of {self.num_experts} experts"
 
     def numbers(self, slots: Sequence[int], rows: Sequence[int], *, like: Tensor) -> Tensor:
-        """Numbers sent and received, as the host would read them.
+        """Return the numbers sent and received, as the host would read them in a real run.
 
         Args:
-            slots: How many slots of a rank's tokens each expert gets: E numbers.
-            rows: How many of these tokens go to each rank, however often: W numbers.
-            like: The copy, int64 [2, W or more, (Z,) C].
+            slots: Number of slots of a rank's tokens for each expert, E numbers.
+            rows: Number of these tokens that go to each rank, each counted once, W numbers.
+            like: Tensor that the host is about to read, int64 [2, W or more, Z, C].
         """
         L = self.num_experts // self.num_ranks
 
@@ -197,16 +200,16 @@ class ExchangeRead:
             return block(0).expand(like.shape)
         sent = torch.stack([block(rank) for rank in range(self.num_ranks)])
         both = torch.stack([sent, block(self.rank).expand_as(sent)])
-        return (both.unsqueeze(2) if like.ndim > both.ndim else both).expand(like.shape)
+        return both.unsqueeze(2).expand(like.shape)
 
 
 def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception | None:
-    """Return what is wrong with tokens [T, D], experts [T, K] and weights [T, K], if anything."""
+    """Return the error to report of tokens [T, D], experts [T, K] and weights [T, K], or None."""
     return refused.get() or wrong_input(x, experts, weights)
 
 
 def block_size(num_numbers: int) -> int:
-    """Return how long a block with so many numbers is; see Note [Blocks of one size]."""
+    """Return the size of a block of at least so many numbers; see Note [Blocks of one size]."""
     return -(-num_numbers // _GRAIN) * _GRAIN
 
 
@@ -224,8 +227,8 @@ def count_block(
 
     Args:
         header: Header of this rank's input.
-        counted: Its slots; None if the input is wrong.
-        where: Its rows, if they are deduplicated.
+        counted: Slots of the input; None if the input is wrong.
+        where: Destinations of its tokens, if rows are deduplicated.
         num_ranks: Number of ranks, W.
         num_local: Number of local experts of a rank, L.
         num_tokens: Number of tokens before they were cut into slices; 0 if they were not.
@@ -245,13 +248,13 @@ def count_block(
 def agreed_plans(
     sent: Tensor, exchange: Pending[Tensor], *, num_local: int, purpose: object
 ) -> list[ExchangePlan]:
-    """Wait for the blocks of the others [W, Z, B] and read all of them on the host.
+    """Wait for the blocks of the other ranks, and read all blocks on the host.
 
     Args:
         sent: Blocks of this rank, int64 [W, Z, B].
         exchange: Pending all-to-all of `sent`.
         num_local: Number of local experts, L.
-        purpose: The `ExchangeRead` of this host read.
+        purpose: `ExchangeRead` of this host read.
 
     Returns:
         The plan of each slice.
@@ -288,16 +291,16 @@ def _of_slice(mine: list[list[int]], theirs: list[list[int]], counts_WL: Tensor)
 
 def read_counts(
     sent: Tensor, exchange: Pending[Tensor], *, num_columns: int, purpose: object
-) -> tuple[Tensor, Any, Any]:
-    """Wait for an exchange of numbers and read both sides of it: the only host read of a layer.
+) -> tuple[Tensor, Numbers, Numbers]:
+    """Wait for an exchange of blocks and read those sent and received: a layer's only host read.
 
-    On CUDA the read goes through a stream of its own: it waits for the exchange, and not for what
-    the current stream was given since, such as the gather of the rows.
+    On CUDA the read has a stream of its own: it waits for the exchange, and not for later work of
+    the current stream, such as the gather of the rows.
 
     Args:
-        sent: Blocks of this rank [W, ..., B].
+        sent: Blocks of this rank [W, Z, B].
         exchange: Pending exchange of `sent`.
-        num_columns: How many of each block to read.
+        num_columns: Number of columns of each block to read.
         purpose: Purpose of the read, from which a dry run knows the numbers.
 
     Returns:
@@ -323,12 +326,12 @@ def read_counts(
 
 _SMALLEST = 1 << 14
 _free_pinned: list[Tensor] = []
-"""Pinned memory that serves no read; adding and taking are one step each, in any thread."""
+"""Pinned memory that is not in use; `append` and `pop` are atomic, so that threads share it."""
 
 
 @contextmanager
 def _pinned_like(source: Tensor) -> Iterator[Tensor]:
-    """Pinned memory of the shape and dtype of `source` for as long as the context lasts."""
+    """Yield pinned memory of the shape and dtype of `source`, to use within the context."""
     try:
         memory = _free_pinned.pop()
     except IndexError:
@@ -348,15 +351,15 @@ def raise_on_all_ranks(
     groups: Sequence[ProcessGroup],
     device: torch.device,
 ) -> None:
-    """Return on all ranks or raise on all of them; see Note [All or none].
+    """Return on all ranks or raise on all ranks; see Note [All or none].
 
     Args:
-        error: What is wrong on this rank.
+        error: Error of this rank.
         mine: Header of this rank.
-        verdicts: Verdict of each rank: code of its header, how many of its slots are invalid.
-        groups: The ranks: those of one group; or, of two, all in the second group with a rank of
-            the first, which follow each other.
-        device: Where the exchange took place.
+        verdicts: Verdict of each rank: code of its header, number of its invalid slots.
+        groups: Group of these ranks; or two groups whose product they are: the verdicts of the
+            second group follow each other for each rank of the first.
+        device: Device of the exchange.
     """
     failed = [rank for rank, (code, bad) in enumerate(verdicts) if bad or code == FAILED.code]
     if failed:
@@ -370,24 +373,24 @@ def raise_on_all_ranks(
 
 
 def _own_or_peer_error(error: Exception | None, groups: Sequence[ProcessGroup]) -> Exception | None:
-    """What is wrong on this rank, or else what others say is on theirs, one group after another."""
+    """Return the error of this rank, or else one that another rank of a group reports."""
     for group in groups:
         try:
             agree(error, group=group, where="the exchange of rows between experts")
-        except Exception as agreed:  # noqa: BLE001 - this rank's own, of whatever kind
+        except Exception as agreed:  # noqa: BLE001 - may be this rank's own, of any type
             error = agreed
     return error
 
 
 def _peer_error(place: int, groups: Sequence[ProcessGroup]) -> PeerError:
-    """Say what is known of an error on a rank of the first group where no message can be sent."""
+    """Return the error for a rank of the first group whose message cannot be exchanged."""
     rank = dist.get_process_group_ranks(groups[0])[place]
     where = f"rank {rank}" + (" or another one of its tp group" if len(groups) > 1 else "")
     return PeerError(f"{where} has wrong input for its experts", rank=rank)
 
 
 def raise_if_different(mine: Header, codes: Sequence[int], *, rank: int) -> None:
-    """Raise if a rank has another header; every rank then finds one that differs from its own."""
+    """Raise ValueError if headers differ; every rank finds one that differs from its own."""
     others = [other for other, code in enumerate(codes) if code != mine.code]
     if others:
         raise ValueError(

@@ -1,22 +1,26 @@
-"""Bringing rows to the ranks of their experts and back, in calls that keep no state.
+"""The protocol of dispatchers: rows go to the ranks of their experts and back, in stateless calls.
 
-Note [State travels with the call]. A dispatcher is a value without memory: what a later call must
-know is in the `DispatchState` that the earlier one returned. So any number of microbatches may be
-between their dispatch and their combine, in any threads, and a recompute disturbs nobody.
+Note [State travels with the call]. A dispatcher is a value without memory: everything that a later
+call must know is in the `DispatchState` that the earlier call returned. So any number of
+microbatches may be between their dispatch and their combine, in any threads, and a recompute
+changes nothing for the others.
 
 Note [Launches are nothing but exchanges]. Between its first argument and its first result, a launch
-is one lazy all-to-all: nobody has waited for its result, nor in backward for the gradient of its
-argument. What runs next, in either direction, overlaps with the exchange. This is why rows are
-sorted and gathered before, in `prepare`, and summed after, in `finish_combine`.
+is one lazy all-to-all: nothing has waited for its result, nor in backward for the gradient of its
+argument. Work that follows a launch, in either direction, overlaps with the exchange. This is why
+rows are sorted and gathered before the launch, in `prepare`, and summed after it, in
+`finish_combine`.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, L local experts, R rows
 received, D width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.deduplicated import SlotExchange
@@ -28,74 +32,81 @@ StateT_co = TypeVar("StateT_co", covariant=True)
 
 
 class Dispatcher(Protocol[StateT]):
-    """Four calls that carry rows to their experts and back, after one that prepares them.
+    """Four calls that carry rows to their experts and back, after one that prepares the rows.
 
-    They are called in this order for one batch; calls for several batches may interleave. A module
-    uses whatever `GroupedExperts.dispatcher` is.
+    For one batch they are called in this order; calls for several batches may interleave. A
+    module uses the dispatcher in `GroupedExperts.dispatcher`.
     """
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, StateT]:
-        """Check and sort.
+        """Check and sort the slots of tokens.
 
         Args:
             x: Tokens [T, D].
-            experts: The experts of each, int64 [T, K]; -1 for a slot that was dropped: it goes
-                nowhere, counts nothing, and its weight gets a gradient of exactly 0.
-            weights: What each expert's output counts [T, K]; None: one.
+            experts: Experts of each token, int64 [T, K]; -1 for a slot that was dropped: it is not
+                sent, adds nothing, and its weight gets a gradient of exactly 0.
+            weights: Factor of each expert's output [T, K]; None: one.
 
         Returns:
-            Rows to send, and what the other calls need to know.
+            Rows to send, and the state for the other calls.
 
         Raises:
             ValueError: If the input is wrong.
-            hp_platform.PeerError: If that of another rank is.
+            hp_platform.PeerError: If the input of another rank is wrong.
         """
 
     def launch_dispatch(self, rows: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Send the prepared rows off; return those on their way here, not to be read yet."""
+        """Launch the exchange of the prepared rows; return the rows to come, not to be read yet."""
 
     def finish_dispatch(self, rows: Tensor, state: StateT) -> ExpertBatch:
-        """Wait for the rows and say which experts take them."""
+        """Wait for the rows; return them as a batch for the experts of this rank."""
 
     def launch_combine(self, y: Tensor, state: StateT) -> Tensor:
-        """Send the experts' outputs, one for each row of the batch, back; not to be read yet."""
+        """Launch the exchange back of the outputs, one per row; return rows not to be read yet."""
 
     def finish_combine(self, rows: Tensor, state: StateT) -> Tensor:
-        """Wait for the outputs and sum those of each token: [T, D]."""
+        """Wait for the outputs and return the sum of each token's: [T, D]."""
+
+
+AnyDispatcher: TypeAlias = Dispatcher[Any]
+"""A dispatcher with any state: callers only hand it from one call to the next."""
+MakeDispatcher: TypeAlias = Callable[[ProcessGroup, int], AnyDispatcher]
+"""A function that makes a dispatcher from the ranks and the number of experts."""
 
 
 @runtime_checkable
 class PreparesInTwo(Protocol[StartedT, StateT_co]):
-    """A dispatcher whose `prepare` may be cut in two where it would wait for another rank.
+    """A dispatcher whose `prepare` comes in two parts, cut where it would wait for other ranks.
 
-    What runs between the two halves overlaps with the exchange of counts. Every rank that has
-    started must finish.
+    Work between the two parts overlaps with the exchange of counts. Every rank that has called
+    the first must call the second.
     """
 
     def start_prepare(self, x: Tensor, experts: Tensor, weights: Tensor | None = None) -> StartedT:
-        """Launch the exchange of counts and do what needs none; arguments of `prepare`."""
+        """Launch the exchange of counts, and sort meanwhile; takes the arguments of `prepare`."""
 
     def finish_prepare(self, started: StartedT) -> tuple[Tensor, StateT_co]:
-        """Wait for the counts; return and raise what `prepare` does."""
+        """Wait for the counts; returns and raises as `prepare`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchState:
-    """What one batch's dispatch tells its combine. All of it is read-only.
+    """The state of one batch between its dispatch and its combine; read-only.
 
     Attributes:
-        permutation: Which rows this rank sends, and whose they are.
-        weights: Routing weights: [T, K] where tokens stay; of the slots sent before the launch
-            where they leave, and after it of those received, possibly still on their way.
-        order: Slot of the arrived rows at each position of expert order, int64; None where it
-            comes with the rows.
+        permutation: Permutation of the slots, or of (token, rank) pairs if rows are deduplicated,
+            to the rows that this rank sends.
+        weights: Routing weights of the slots sent; after the launch those of the slots received,
+            possibly still on their way. None: all are one.
+        order: Slot of the received rows at each position of expert order, int64; None if rows are
+            deduplicated, whose codes give it.
         counts: Positions of each local expert, on the host; None if they stay on the device.
-        num_tokens_per_expert: The same on the device, int64 [L].
-        input_splits: Rows sent to each rank.
-        output_splits: Rows received from each rank.
-        slots: What travels with rows that are deduplicated.
+        num_tokens_per_expert: Positions of each local expert, on the device, int64 [L].
+        input_splits: Number of rows sent to each rank.
+        output_splits: Number of rows received from each rank.
+        slots: Exchange of the slots of deduplicated rows; None: each row has one slot.
     """
 
     permutation: Permutation

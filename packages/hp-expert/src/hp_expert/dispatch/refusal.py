@@ -1,28 +1,28 @@
-"""What becomes of a layer in which something fails on one rank.
+"""Failures of one rank inside a layer of experts, raised on all ranks.
 
-Until the counts are exchanged, a rank that cannot go on says so in that exchange, and all ranks
-raise with their groups intact: Note [All or none]. Later there is no such exchange, so it breaks
-the groups of its dispatcher, and the ranks that wait for rows raise with its report.
+Until the counts are exchanged, a rank that fails says so in that exchange, and all ranks raise with
+their groups intact: Note [All or none]. Later there is no such exchange: the rank breaks the groups
+of its dispatcher, and the ranks that wait for its rows raise an error with its report.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast
+from hp_expert.dispatch.protocol import AnyDispatcher
 from hp_platform import PeerError, doing, failing_together, is_no_failure, mark_agreed
 from hp_platform.groups.groups import global_ranks
 
 refused: ContextVar[Exception | None] = ContextVar("refused", default=None)
-"""Why this rank takes no part in an exchange that it enters only to say so."""
+"""Error of this rank while it enters an exchange only to report it."""
 
 
-def groups_of(dispatcher: Any) -> list[ProcessGroup]:
-    """Return the process groups over which a dispatcher exchanges; none if all experts are here."""
+def groups_of(dispatcher: object) -> list[ProcessGroup]:
+    """Return the groups over which a dispatcher exchanges; none if all experts are local."""
     holders = dispatcher, getattr(dispatcher, "over_ep", None)
     names = "group", "control", "small_group"
     found = [getattr(holder, name, None) for holder in holders for name in names]
@@ -30,8 +30,8 @@ def groups_of(dispatcher: Any) -> list[ProcessGroup]:
 
 
 @contextmanager
-def dispatching(dispatcher: Any) -> Iterator[None]:
-    """Run `prepare`: input that is wrong anywhere breaks nothing, a rank that is lost is named."""
+def dispatching(dispatcher: object) -> Iterator[None]:
+    """Run `prepare`: wrong input of any rank leaves the groups intact, a lost rank is named."""
     groups = groups_of(dispatcher)
     with failing_together("dispatch", groups=groups):
         try:
@@ -41,24 +41,27 @@ def dispatching(dispatcher: Any) -> Iterator[None]:
             raise
 
 
-def rows_for(dispatcher: Any, x_TD: Tensor) -> Tensor:
-    """Return what `Dispatcher.prepare` gets of tokens: under autocast, what travels is narrow.
+def rows_for(dispatcher: object, x_TD: Tensor) -> Tensor:
+    """Return the tokens in the dtype that `Dispatcher.prepare` gets: under autocast a narrow one.
 
-    Where nothing travels, the experts narrow the rows themselves, and sum in the dtype of `x_TD`.
+    Without an exchange, the experts narrow the rows themselves, and sum in the dtype of `x_TD`.
     """
     return x_TD if type(dispatcher) is LocalDispatcher else autocast(x_TD)
 
 
 def through_experts(
-    dispatcher: Any, compute: Callable[[ExpertBatch], Tensor], rows: Tensor, state: Any
+    dispatcher: AnyDispatcher,
+    compute: Callable[[ExpertBatch], Tensor],
+    rows: Tensor,
+    state: object,
 ) -> Tensor:
-    """Bring prepared rows to their experts and back; what fails on one rank fails on all.
+    """Bring prepared rows to their experts and back; a failure of one rank raises on all.
 
     Args:
         dispatcher: Dispatcher that has prepared the rows.
-        compute: Applies the experts of this rank.
+        compute: Function that applies the experts of this rank.
         rows: Rows that `Dispatcher.prepare` returned.
-        state: State that it returned with them.
+        state: State that `Dispatcher.prepare` returned.
     """
     with failing_together(groups=groups_of(dispatcher)):
         rows, state = dispatcher.launch_dispatch(rows, state)
@@ -66,17 +69,16 @@ def through_experts(
         with doing("experts"):
             y = compute(batch)
         rows = dispatcher.launch_combine(y, state)
-        combined: Tensor = dispatcher.finish_combine(rows, state)
-    return combined
+        return dispatcher.finish_combine(rows, state)
 
 
-def refuse(dispatcher: Any, x_TD: Tensor, error: Exception) -> None:
-    """Tell the other ranks of an error, in the exchange that they are about to enter.
+def refuse(dispatcher: AnyDispatcher, x_TD: Tensor, error: Exception) -> None:
+    """Tell the other ranks of an error of this rank, in the exchange that they are about to enter.
 
     Args:
         dispatcher: Dispatcher of the layer.
-        x_TD: Tokens of this rank, of which nothing is sent.
-        error: Why it takes no part.
+        x_TD: Tokens of this rank, none of which are sent.
+        error: Error to tell them.
     """
     groups = groups_of(dispatcher)
     if not groups or is_no_failure(error):

@@ -1,14 +1,15 @@
-"""The dispatcher of experts that are spread over ranks and whose hidden dim is cut as well.
+"""The dispatcher of experts that are spread over ranks and whose hidden dim is sharded as well.
 
-The ranks of a tp group have the same tokens. Each takes a slice of them and sends that to its ep
-group; what arrives is gathered over tp, because every tp rank has a part of the hidden dim of the
-experts that want it. The way back is the mirror image: parts of outputs are summed and scattered
-over tp, return over ep, and are gathered.
+The ranks of a tp group have the same tokens. Each takes a slice of the tokens and sends it over its
+ep group. The rows that arrive are gathered over tp, because every tp rank has a part of the hidden
+dim of their experts. On the way back, partial outputs are summed and scattered over tp, return over
+ep, and are gathered over tp.
 
 Note [No factor of tp]. Between slice and gather every tp rank works on other tokens, so a gradient
-is the sum over tp (the gather's backward) or the slice of it (the scatter's). Outside, all ranks
-hold the same tokens and the same gradient of them: the last gather's backward is therefore a slice
-and not a sum, and the first slice's backward a gather of what is already complete.
+is summed over tp (the backward of a gather) or gathered (the backward of a sum and scatter).
+Outside, all tp ranks have the same tokens and the same gradient of them: the backward of the last
+gather is therefore a slice instead of a sum, and the backward of the first slice gathers gradients
+that are complete.
 
 | | forward | backward |
 |---|---|---|
@@ -24,8 +25,7 @@ arrived, P positions, D width.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,20 +44,20 @@ from hp_expert.dispatch.exchange_plan import ExchangePlan, input_error
 from hp_expert.dispatch.protocol import DispatchState
 from hp_platform import all_to_all_lazy, wait_tensor
 
-Gather = Callable[..., Tensor]
-"""Takes a slice, the `sizes` of all and the `group`, and gives all of them, one after the other."""
+Gather = Callable[[Tensor, Sequence[int], ProcessGroup], Tensor]
+"""A function of this rank's slice, the sizes of all slices and their ranks: returns all slices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlicedState:
-    """What one batch's dispatch tells its combine. All of it is read-only.
+    """The state of one batch between its dispatch and its combine; read-only.
 
     Attributes:
         mine: State of the dispatcher over ep, for this rank's slice.
-        num_tokens: T of each slice.
-        num_rows: N of each slice.
+        num_tokens: Number of tokens of each slice, T.
+        num_rows: Number of received rows of each slice, N.
         counts: Positions of each local expert, by slice.
-        num_tokens_per_expert: The same on the device, int64 [W, L].
+        num_tokens_per_expert: Positions of each local expert by slice, on the device, int64 [W, L].
     """
 
     mine: DispatchState
@@ -71,21 +71,21 @@ class SlicedState:
 class TensorSlicedDispatcher:
     """The ranks of `group` share the hidden dim of experts that are spread over `over_ep.group`.
 
-    One host read, as without `group`: the plan agreed over ep is that of all slices. A launch ends
-    in an exchange whose result nobody has waited for, in both directions.
+    There is one host read, as without `group`: ranks agree over ep on the plans of all slices. A
+    launch ends in an exchange for whose result nothing has waited, in both directions.
 
     Attributes:
-        over_ep: Carries a slice to the experts' ranks and back.
+        over_ep: Dispatcher that carries a slice to the experts' ranks and back.
         group: The ranks that share the hidden dim.
-        sliced: Whether they have different tokens from the start, each a slice, and get the
-            outputs of their own.
+        sliced: Whether each rank of `group` passes its own slice of the tokens, and gets the
+            outputs of that slice.
     """
 
     over_ep: AllToAllDispatcher
     group: ProcessGroup
     sliced: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorSlicedDispatcher":
+    def __deepcopy__(self, memo: dict[int, object]) -> "TensorSlicedDispatcher":
         """Return itself: copies of a module share the groups, which cannot be copied."""
         return self
 
@@ -98,12 +98,13 @@ class TensorSlicedDispatcher:
     def start_prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[tuple[int, ...], CountedSlice]:
-        """Slice, launch the exchange of counts, sort and gather; see `PreparesInTwo`."""
+        """Slice, launch the exchange of counts, then sort and gather; see `PreparesInTwo`."""
         num_tokens, sizes = 0, even_sizes(0, self.group.size())
         if not self.sliced and input_error(x, experts, weights) is None:  # else refused later
-            num_tokens = len(x)
-            sizes = even_sizes(num_tokens, self.group.size())
-            x, experts, weights = (_slice(t, sizes, self.group) for t in (x, experts, weights))
+            num_tokens, group = len(x), self.group
+            sizes = even_sizes(num_tokens, group.size())
+            x, experts = _slice(x, sizes, group), _slice(experts, sizes, group)
+            weights = None if weights is None else _slice(weights, sizes, group)
         return sizes, count_slice(
             self.over_ep, x, experts, weights, slices=self.group, num_tokens=num_tokens
         )
@@ -111,7 +112,7 @@ class TensorSlicedDispatcher:
     def finish_prepare(
         self, started: tuple[tuple[int, ...], CountedSlice]
     ) -> tuple[Tensor, SlicedState]:
-        """Wait for the counts, and keep as many rows as there are; see `PreparesInTwo`."""
+        """Wait for the counts, and cut the rows to them; see `PreparesInTwo`."""
         sizes, counted = started
         rows, state, plans = agree_on_slices(counted)
         _require_same_tokens(plans)
@@ -144,21 +145,21 @@ class TensorSlicedDispatcher:
         )
 
     def launch_combine(self, y: Tensor, state: SlicedState) -> Tensor:
-        """Sum this slice's outputs over tp, and launch the exchange back."""
+        """Sum the outputs of this rank's slice over tp, and launch the exchange back."""
         mine = _sum_and_scatter(y, state.num_rows, self.group)
         return self.over_ep.launch_combine(mine, state.mine)
 
     def finish_combine(self, rows: Tensor, state: SlicedState) -> Tensor:
-        """Wait for the outputs, sum those of each token, and gather those of all slices."""
+        """Wait for the outputs, sum those of each token, and gather the sums of all slices."""
         mine = self.over_ep.finish_combine(rows, state.mine)
         if self.sliced:
             return mine
-        mine = mine.to(rows.dtype)  # what travels is as narrow as what was computed
+        mine = mine.to(rows.dtype)  # exchanged in the dtype of the computation
         y: Tensor = GatherSlices.apply(mine, state.num_tokens, self.group, _gather_now)
         return y
 
     def _order_of_all(self, mine: ExpertBatch, state: SlicedState) -> Tensor:
-        """Slot at each position, for the slots of all slices, int64 [P]."""
+        """Return the slot at each position, for the slots of all slices, int64 [P]."""
         first_row = sum(state.num_rows[: self.group.rank()])
         order = mine.order + first_row * mine.num_slots_per_row
         num_positions = [sum(counts) for counts in state.counts]
@@ -168,13 +169,13 @@ class TensorSlicedDispatcher:
 
 
 def even_sizes(num_tokens: int, num_slices: int) -> tuple[int, ...]:
-    """Return how many tokens each slice has: as even as can be, the longer ones first."""
+    """Return the number of tokens of each slice: as even as possible, longer ones first."""
     short, longer = divmod(num_tokens, num_slices)
     return tuple(short + (index < longer) for index in range(num_slices))
 
 
 def _require_same_tokens(plans: Sequence[ExchangePlan]) -> None:
-    """Raise on every rank if ranks of any tp group have other numbers of tokens."""
+    """Raise ValueError, on every rank, if ranks of a tp group have different numbers of tokens."""
     for first, *others in zip(*(p.tokens for p in plans), strict=True):
         for other in others:
             if other != first:
@@ -184,15 +185,16 @@ def _require_same_tokens(plans: Sequence[ExchangePlan]) -> None:
                 )
 
 
-def _slice(x: Tensor | None, sizes: tuple[int, ...], group: ProcessGroup) -> Any:
-    return None if x is None else Slice.apply(x, sizes, group, _gather_now)
+def _slice(x: Tensor, sizes: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    mine: Tensor = Slice.apply(x, sizes, group, _gather_now)
+    return mine
 
 
 def _gather(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Launch a gather of the rows of all ranks; backward sums and scatters.
+    """Launch a gather of the rows of all ranks; its backward sums and scatters.
 
-    An exchange in which each rank tells all the same moves the bytes of an all-gather, takes
-    uneven sizes without padding, and is lazy in both directions.
+    An all-to-all in which each rank sends the same to all moves as many bytes as an all-gather,
+    takes uneven sizes without padding, and is lazy in both directions.
     """
     copies = x.expand(group.size(), *x.shape).flatten(0, 1)
     return all_to_all_lazy(
@@ -212,22 +214,27 @@ def _gather_now(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     return wait_tensor(_gather(wait_tensor(x), sizes, group))
 
 
+class _SliceContext(Protocol):
+    gather: Callable[[Tensor], Tensor]
+    call: tuple[tuple[int, ...], ProcessGroup]
+
+
 class Slice(torch.autograd.Function):
-    """Take this rank's slice of what all ranks have; see Note [No factor of tp]."""
+    """Take this rank's slice of a tensor that all ranks have; see Note [No factor of tp]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, gather: Gather
+        ctx: _SliceContext, x: Tensor, sizes: tuple[int, ...], group: ProcessGroup, gather: Gather
     ) -> Tensor:
         """Keep the rows of this rank's slice."""
-        ctx.gather = partial(gather, sizes=sizes, group=group)
+        ctx.gather = lambda grad: gather(grad, sizes, group)
         mine: Tensor = x.split(sizes)[group.rank()]
         return mine
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Put the gradients of all slices together."""
+    def backward(ctx: _SliceContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Gather the gradients of all slices."""
         return ctx.gather(grad), None, None, None
 
 
@@ -236,15 +243,15 @@ class GatherSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, sizes: tuple[int, ...], group: ProcessGroup, gather: Gather
+        ctx: _SliceContext, y: Tensor, sizes: tuple[int, ...], group: ProcessGroup, gather: Gather
     ) -> Tensor:
-        """Put the slices of all ranks together."""
+        """Gather the slices of all ranks."""
         ctx.call = (sizes, group)
-        return gather(y.detach(), sizes=sizes, group=group)
+        return gather(y.detach(), sizes, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Keep the gradient of this rank's slice, which all ranks have whole."""
+    def backward(ctx: _SliceContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Keep the gradient of this rank's slice; every rank has the whole gradient."""
         sizes, group = ctx.call
         return wait_tensor(grad).split(sizes)[group.rank()], None, None, None

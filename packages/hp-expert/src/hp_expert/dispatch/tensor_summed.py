@@ -1,14 +1,14 @@
-"""The dispatcher of experts whose hidden dim is cut over ranks: nothing travels, sums do.
+"""The dispatcher of experts whose hidden dim is sharded: sums are exchanged instead of rows.
 
-Every rank has the same tokens and all experts, but of each a part of the hidden dim. What the
-experts return is this rank's part of a sum, and so are the gradients of tokens and of routing
-weights; each is summed over the ranks, once per direction.
+Every rank has the same tokens and a part of the hidden dim of all experts. The experts return this
+rank's part of a sum, and so do the gradients of tokens and of routing weights; each is summed over
+the ranks, once per direction.
 
 Shape symbols: T tokens, K experts per token, E experts, W ranks, B numbers sent.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from hp_expert.dispatch.exchange_plan import (
     raise_on_all_ranks,
     read_counts,
 )
+from hp_expert.functions import Context
 from hp_expert.permute import SlotCounts, count_slots, invalid_experts, order_of
 from hp_platform import launch_all_to_all, wait_tensor
 
@@ -36,8 +37,8 @@ _CODE, _INVALID, _TOKENS, _COUNTS = range(4)
 class TensorSummedDispatcher:
     """Each rank of `group` has a part of the hidden dim of all experts, and the same tokens.
 
-    The sums belong to `prepare` (in backward) and to `finish_combine`; the launches do nothing.
-    That the ranks have the same tokens and routing is checked by how many of them there are.
+    The sums are in `prepare` (in backward) and in `finish_combine`; the launches do nothing. The
+    number of tokens and of slots of each expert must be the same on all ranks.
 
     Attributes:
         group: The ranks that share the hidden dim.
@@ -47,21 +48,21 @@ class TensorSummedDispatcher:
     group: ProcessGroup
     num_experts: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorSummedDispatcher":
+    def __deepcopy__(self, memo: dict[int, object]) -> "TensorSummedDispatcher":
         """Return itself: copies of a module share the group, which cannot be copied."""
         return self
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> tuple[Tensor, ExpertBatch]:
-        """Sort while counts are compared; see `Dispatcher.prepare`."""
+        """Sort the slots while counts are exchanged; see `Dispatcher.prepare`."""
         E, W = self.num_experts, self.group.size()
         error, header, counted = input_error(x, experts, weights), FAILED, None
         if error is None:
             header = Header.of(x, experts, weights, num_experts=E)
             counted = count_slots(experts, E)
         sent = _count_block(header, counted, num_experts=E, x=x)
-        exchange = launch_all_to_all(sent.repeat(W, 1), group=self.group)
+        exchange = launch_all_to_all(sent.repeat(W, 1, 1), group=self.group)
         order = None if counted is None else order_of(counted)
         read = ExchangeRead(
             header=header,
@@ -71,9 +72,10 @@ class TensorSummedDispatcher:
             num_experts=E,
             tells_rows=False,
         )
-        _, _, received = read_counts(
-            sent.expand(W, -1), exchange, num_columns=_COUNTS + E, purpose=read
+        _, _, blocks = read_counts(
+            sent.expand(W, 1, -1), exchange, num_columns=_COUNTS + E, purpose=read
         )
+        received = [block for [block] in blocks]
         mine = received[self.group.rank()]
         if error is None and mine[_INVALID]:
             error = invalid_experts(mine[_INVALID], E)
@@ -88,11 +90,11 @@ class TensorSummedDispatcher:
         return x, ExpertBatch(x, weights, order, counts, num_tokens, experts.shape[1])
 
     def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
-        """Return both."""
+        """Return the rows and the state unchanged."""
         return rows, state
 
     def finish_dispatch(self, rows: Tensor, state: ExpertBatch) -> ExpertBatch:
-        """Hand the tokens on as they are."""
+        """Return the batch with these rows."""
         return state._replace(rows=rows)
 
     def launch_combine(self, y: Tensor, state: ExpertBatch) -> Tensor:
@@ -107,7 +109,7 @@ class TensorSummedDispatcher:
         return y
 
     def _require_same(self, received: list[list[int]]) -> None:
-        """Raise on every rank if some have other tokens: each sees what all have."""
+        """Raise ValueError, on every rank, if tokens or routing differ: each sees all counts."""
         others = [rank for rank, block in enumerate(received) if block != received[0]]
         if others:
             raise ValueError(
@@ -120,7 +122,7 @@ class TensorSummedDispatcher:
 def _count_block(
     header: Header, counted: SlotCounts | None, *, num_experts: int, x: Tensor
 ) -> Tensor:
-    """Return what this rank tells all others, int64 [B]."""
+    """Return the block that this rank sends to all others, int64 [B]."""
     sent = torch.full((block_size(_COUNTS + num_experts),), header.code, device=x.device)
     if counted is not None:
         sent[_INVALID], sent[_TOKENS] = counted.counts[num_experts], x.shape[0]
@@ -128,17 +130,21 @@ def _count_block(
     return sent
 
 
+class _SumContext(Context, Protocol):
+    group: ProcessGroup
+
+
 class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor | None, group: ProcessGroup
+        ctx: _SumContext, x: Tensor, weights: Tensor | None, group: ProcessGroup
     ) -> tuple[Tensor, Tensor | None]:
         ctx.group = group
         return x.view_as(x), None if weights is None else weights.view_as(weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: _SumContext, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         wanted = ctx.needs_input_grad[:2]
         summed = iter(_sum_over([g for g, w in zip(grads, wanted, strict=True) if w], ctx.group))
         grad_x, grad_weights = (next(summed) if is_wanted else None for is_wanted in wanted)
@@ -147,21 +153,21 @@ class _SumGradients(torch.autograd.Function):
 
 class _SumOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
-        # No view of anything, or autograd would not let the caller change it in place.
+    def forward(_ctx: Context, y: Tensor, group: ProcessGroup) -> Tensor:
+        # A new tensor: autograd would not let the caller change a view in place.
         total = wait_tensor(y).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # The sum is the same on all ranks, and so is its gradient: each has the whole of it.
+    def backward(_ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
+        # The sum is the same on all ranks, and so is its gradient, which each rank has whole.
         return grad, None
 
 
 def _sum_over(tensors: list[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Sum over ranks, those of one dtype in one all-reduce."""
+    """Sum tensors over ranks, all tensors of one dtype in one all-reduce."""
     tensors = [wait_tensor(tensor) for tensor in tensors]
     if len({tensor.dtype for tensor in tensors}) > 1:
         return [_sum_over([tensor], group)[0] for tensor in tensors]

@@ -32,7 +32,7 @@ from hp_expert.experts.types import (
     WeightGradients,
 )
 from hp_expert.experts.weight_gradient import WeightGradient
-from hp_expert.once import differentiable_once
+from hp_expert.functions import differentiable_once
 from hp_expert.placement import local_part
 from hp_platform import wait_tensor
 

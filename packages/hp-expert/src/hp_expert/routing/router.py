@@ -12,9 +12,9 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from hp_expert.functions import differentiable_once
 from hp_expert.kernels import fuses, triton_routing
 from hp_expert.kernels.triton_routing import Rule
-from hp_expert.once import differentiable_once
 from hp_expert.routing.capacity import DropPolicy, expert_capacity, is_within_capacity
 from hp_expert.routing.fused import route
 from hp_expert.routing.load import count_in_backward
