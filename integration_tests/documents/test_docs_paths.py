@@ -68,6 +68,20 @@ def siblings_of(name: str) -> set[str]:
     return {name}.union(*(siblings_of(other) for other in needed if other.startswith("hp-")))
 
 
+def test_the_code_is_read_in_twelve_files_and_every_word_has_its_place() -> None:
+    order = (ROOT / "docs" / "read-me-in-order.md").read_text()
+    files = re.findall(r"^\d+\. \*\*.*?`(packages/[^`]*)`", order, re.MULTILINE | re.DOTALL)
+    assert len(files) == len(set(files)) == 12
+    assert all((ROOT / file).is_file() for file in files)
+    rows = re.findall(
+        r"^\| (?!word|---)(.*) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 40
+    words = [row.split(" | ")[0] for row in rows]
+    assert len(set(words)) == len(words)
+    assert not [row for row in rows if not re.search(r"`hp_[a-z]+/[\w/]+\.py`$", row)]
+
+
 def test_what_is_not_there_is_found() -> None:
     page = ROOT / "packages" / "hp-vtp" / "README.md"
     text = "`tests/test_vtp_plan.py`, `tests/test_gone.py`, [a](lost.md), [b](https://c/d.md#e)"
