@@ -26,6 +26,13 @@ A description.
 """
 
 
+def test_every_tool_has_a_line_in_the_readme() -> None:
+    text = (ROOT / "tools" / "README.md").read_text()
+    tools = [path for path in (ROOT / "tools").iterdir() if path.suffix == ".py"]
+    assert len(tools) > 10
+    assert not [tool.name for tool in tools if f"`{tool.name}`" not in text]
+
+
 def symbols_of(directory: Path, source: str) -> set[str]:
     file = directory / "module.py"
     file.write_text(source)
