@@ -35,14 +35,13 @@ def activate_backward(
     """Write the gradients of gate and up.
 
     Args:
-        dh_PH: Gradient of the activation before it is multiplied with the routing weight; is
-            overwritten.
-        pre: Gate and up.
-        dpre: Where their gradients go.
-        activation: Which activation.
-        batch: Batch whose routing weights they are.
-        places: Where its slots are.
-        extra_P: What else the gradient of the weight of each position has.
+        dh_PH: Gradient of the activation without the factor of the routing weight; is overwritten.
+        pre: Gate and up [P, H].
+        dpre: Memory for the gradients of gate and up.
+        activation: Activation to differentiate.
+        batch: Batch with the routing weights.
+        places: Places of the slots of the batch.
+        extra_P: Value to add to the gradient of each position's routing weight; None: nothing.
     """
     form, weights_NF = _form_of(activation), batch.weights
     if form is not None and fuses(dh_PH):
@@ -65,13 +64,13 @@ def activate_backward(
 
 
 def dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply rows with rows, and add up in `dtype`: [P]."""
+    """Return the dot products of the rows of two tensors, computed in `dtype`: [P]."""
     product: Tensor = torch.linalg.vecdot(a.to(dtype), b.to(dtype))
     return product
 
 
 def _form_of(activation: Activation) -> triton_activation.Form | None:
-    """Return what the kernels call an activation; None: they do not know it."""
+    """Return an activation as the kernels take it; None: they do not compute it."""
     if type(activation) is SwiGLU:
         return triton_activation.Form()
     if type(activation) is ClampedSwiGLU and activation.limit > 0:

@@ -1,8 +1,8 @@
-"""What experts put between their projections, and its gradient.
+"""Gated activations between the projections of experts, and their gradients.
 
 Note [Gate, then product]. Every activation here is gate(g) times a function of u. Backward needs
-gate(g) twice, for the product and for the gradient of u, so it is computed once and handed on; all
-gradients may be written into memory that their inputs came in.
+gate(g) twice, for the product and for the gradient of u, so it is computed once and passed on. All
+gradients may be written into the memory of their inputs.
 
 Shape symbols: R rows, H hidden width.
 """
@@ -22,9 +22,9 @@ class Activation(Protocol):
         """Return the gating factor [R, H] in new memory."""
 
     def product(self, gated: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return the factor times what is made of `up` [R, H]; `out` may be `gated`."""
+        """Return the factor times the function of `up` [R, H]; `out` may be `gated`."""
 
-    def backward(  # noqa: PLR0917  # five factors and where two results go
+    def backward(  # noqa: PLR0917  # four inputs and memory for two results
         self, dh: Tensor, gate: Tensor, up: Tensor, gated: Tensor, dgate: Tensor, dup: Tensor
     ) -> None:
         """Write the gradients of `gate` and `up`.
@@ -33,14 +33,14 @@ class Activation(Protocol):
             dh: Gradient of the product; is overwritten.
             gate: Same as in the method `gate`.
             up: Same as in `product`.
-            gated: What `gate` returned.
-            dgate: Where the gradient of `gate` goes; may be `dh`.
-            dup: Where that of `up` goes; may be `gated`.
+            gated: Result of the method `gate`.
+            dgate: Memory for the gradient of `gate`; may be `dh`.
+            dup: Memory for the gradient of `up`; may be `gated`.
         """
 
 
 def require_activation(activation: object) -> None:
-    """Raise ValueError for what has not the methods of an `Activation`."""
+    """Raise ValueError for an object without the methods of an `Activation`."""
     methods = ("gate", "product", "backward")
     if not all(callable(getattr(activation, name, None)) for name in methods):
         raise ValueError(
@@ -75,10 +75,10 @@ SWIGLU: Final = SwiGLU()
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """g * sigmoid(alpha * g) * (u + 1), with g at most `limit` and u between both limits (gpt-oss).
+    """g * sigmoid(alpha * g) * (u + 1), with g clamped to `limit` and u to both limits (gpt-oss).
 
     Attributes:
-        limit: Gradients of what lies beyond it are zero.
+        limit: Bound of g from above, and of u on both sides; gradients beyond it are zero.
         alpha: Steepness of the gate.
     """
 

@@ -1,8 +1,8 @@
 """All experts in one product: `torch.nn.functional.grouped_mm`, for CUDA and bf16.
 
-Its traps, which shape this file: offsets are int32 and nobody checks them; strides are multiples of
-16 bytes; rows after the last offset are uninitialised memory; gradients must not be expanded; there
-is no fp64. Offsets stay on the device: nothing here waits for it.
+Its limits shape this file: offsets are int32 and not checked; strides must be multiples of 16
+bytes; rows after the last offset are uninitialised memory; gradients must not be expanded; there is
+no fp64. Offsets stay on the device: nothing here waits for the device.
 
 Shape symbols: N rows, F slots per row, P positions in expert order, L local experts,
 H hidden width, D width, K and M the dims of a product.
@@ -23,13 +23,13 @@ from hp_expert.kernels import kernels_for
 
 
 class GroupedProducts:
-    """The products of rows with their expert's matrix; override them for a lower precision.
+    """The products of rows with the matrix of their expert; override them for a lower precision.
 
     `GroupedExperts.products` takes an object of such a class.
 
     Rows are in expert order; `ends` has the end of each expert's positions, int32 [L]. Rows after
-    the last end are padding, whose results nobody reads (Note [Padding]). Gradients of biases are
-    sums, not of a lower precision, and left to torch: with biases, rows must be bf16, fp16 or fp32,
+    the last end are padding: their results are not read (Note [Padding]). Gradients of biases are
+    sums that torch computes in the dtype of the rows: with biases, rows must be bf16, fp16 or fp32,
     and widths a multiple of 16 bytes.
     """
 
@@ -47,10 +47,10 @@ class GroupedProducts:
 
 
 class ProductsOfNothing(GroupedProducts):
-    """The products of no rows, which `grouped_mm` does not take.
+    """The products of zero rows, which `grouped_mm` does not take.
 
-    What is around them is then the same as with rows, so that a rank that gets none at first has
-    all kernels loaded before some arrive; see Note [Few variants].
+    Everything around them runs as with rows, so that a rank that gets no rows at first loads all
+    kernels before rows arrive; see Note [Few variants].
     """
 
     def forward(self, x_PK: Tensor, weight_LMK: Tensor, ends: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Grouped:
     """Experts by grouped products.
 
     Attributes:
-        products: How to compute them.
+        products: Products of rows and matrices.
     """
 
     products: GroupedProducts = field(default_factory=GroupedProducts)
@@ -82,7 +82,7 @@ class Grouped:
     def forward(
         self, batch: ExpertBatch, experts: ExpertWeights, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the output [N, D]; keep the pre-activations."""
+        """Return the output [N, D] and the pre-activations."""
         places, multiply = batch.places(), self.products.forward
         ends, kernels = places.ends, kernels_for(batch.rows)
         x_PD = kernels.gather_rows(batch.rows, places.row, holes=places.padded)
@@ -108,10 +108,10 @@ class Grouped:
         *,
         wanted: WeightGradients,
     ) -> InputGradients:
-        """Compute the gradients of rows and weights; hand the factors of the others to `wanted`.
+        """Return the gradients of rows and weights; pass factors of the others to `wanted`.
 
-        Rows are gathered when the memory of others is free again: gradients of weights are large,
-        and what is beside them adds to the peak.
+        Rows are gathered after the memory of other tensors was freed: gradients of weights are
+        large, and every tensor beside them adds to the peak.
         """
         places, kernels = batch.places(), kernels_for(batch.rows)
         ends, gather = places.ends, partial(kernels.gather_rows, holes=places.padded)
@@ -151,7 +151,7 @@ class Grouped:
 
 
 def _halves(pieces: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return what is the gate's and what is the projection up's; see Note [Fused or separate]."""
+    """Return the gate's part and the part of the projection up; see Note [Fused or separate]."""
     gate, up = pieces if len(pieces) > 1 else pieces[0].chunk(2, 1)
     return gate, up
 
@@ -159,7 +159,7 @@ def _halves(pieces: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 def _bias_share(
     dy_PD: Tensor, bias_LD: Tensor | None, batch: ExpertBatch, ends: Tensor
 ) -> Tensor | None:
-    """Say what the bias of down adds to the gradient of the routing weight at each position [P]."""
+    """Return the share of the bias of down in the gradient of the routing weights [P]."""
     if bias_LD is None or batch.weights is None:
         return None
     wide = torch.promote_types(batch.weights.dtype, torch.float32)
@@ -167,7 +167,7 @@ def _bias_share(
 
 
 def _expert_at(ends: Tensor, values_PM: Tensor) -> Tensor:
-    """Expert of each position [P]; some expert where there is padding."""
+    """Return the expert of each position [P]; any expert where there is padding."""
     positions = torch.arange(values_PM.shape[0], device=ends.device, dtype=ends.dtype)
     return torch.searchsorted(ends, positions, right=True).clamp_(max=ends.shape[0] - 1)
 
@@ -179,9 +179,10 @@ def _add_bias(y_PM: Tensor, bias_LM: Tensor | None, ends: Tensor) -> None:
 
 
 def _bias_gradient(dy_PM: Tensor, scale_P: Tensor | None, ends: Tensor) -> Tensor:
-    """Sum of the rows of each expert, each times its scale: [L, M]. See Note [A bias is a weight].
+    """Sum the rows of each expert, each times its scale: [L, M]. See Note [A bias is a weight].
 
-    A product rather than an addition per row: no two writes meet, and padding is not read.
+    Computed as a product instead of an addition per row: no two writes meet, and padding is not
+    read.
     """
     one_P8 = dy_PM.new_zeros(dy_PM.shape[0], 8)  # 8 columns: 16 bytes
     one_P8[:, 0] = 1 if scale_P is None else scale_P

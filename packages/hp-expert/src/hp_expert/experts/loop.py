@@ -1,11 +1,11 @@
 """Experts one after the other: on CPU faster than a grouped product, for every dtype and size.
 
-Note [Chunks]. Products are one expert's; everything else is done for a run of experts at once, a
-chunk of about `_ROWS` positions. It is long enough that calls cost little beside their work, and
-short enough that what one call writes is in the cache when the next one reads it. What is kept for
-backward is kept chunk by chunk, and of P rows there is only one more tensor, the one that is summed
-over slots: the system hands out fresh pages for every very large tensor, and to fill those costs
-more than to compute what is in them.
+Note [Chunks]. Each product is of one expert; everything else is computed for a run of experts at
+once, a chunk of about `_ROWS` positions. A chunk is long enough that calls cost little beside their
+work, and short enough that the result of one call is still in the cache when the next call reads
+it. Tensors for backward are kept chunk by chunk, and only one other tensor has P rows, the one that
+is summed over slots: for every very large tensor the system maps fresh pages, and touching them
+costs more than computing their values.
 
 Shape symbols: N rows, P positions in expert order, R of them in one chunk, L local experts,
 H hidden width, D width, K and M the dims of a product.
@@ -29,7 +29,7 @@ _ROWS = 1024
 def forward(
     batch: ExpertBatch, experts: ExpertWeights, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Compute the output [N, D]; keep where slots are, and the pre-activations of each chunk."""
+    """Return the output [N, D], and the positions of slots and pre-activations of each chunk."""
     rows, kernels = batch.rows, kernels_for(batch.rows)
     row_P, (position_NF, holes) = batch.row_at(), batch.positions(batch.narrow)
     y_PD = rows.new_empty(batch.order.numel(), rows.shape[1])
@@ -63,14 +63,14 @@ def backward(
     *,
     wanted: WeightGradients,
 ) -> InputGradients:
-    """Compute the gradients of rows and weights; hand the factors of the others to `wanted`."""
+    """Return the gradients of rows and weights; pass factors of the others to `wanted`."""
     (position_NF, *kept_pre), row_P, holes = kept, batch.row_at(), not batch.all_listed
     rows, kernels = batch.rows, kernels_for(batch.rows)
     dx_PD = rows.new_empty(row_P.numel(), rows.shape[1])
     scale_P = by_P = batch.weight_at()
     grad_scale = None if scale_P is None else torch.empty_like(scale_P)
-    if by_P is not None and rows.dtype != torch.float16:  # small weights are out of its range
-        by_P = by_P.to(rows.dtype)  # a product of two dtypes takes thrice as long
+    if by_P is not None and rows.dtype != torch.float16:  # small weights underflow in fp16
+        by_P = by_P.to(rows.dtype)  # a product of two dtypes takes three times as long
     pieces = _pieces(batch, experts)
     weights = [experts.weights.gate_up[i][:, part].unbind(0) for i, part in pieces]
     down, activation = experts.weights.down.unbind(0), experts.activation
@@ -92,7 +92,7 @@ def backward(
                 grad_R += _dot_bias(dy_RD, output_bias, run, grad_R.dtype)
             dh_RH.mul_(scale_R1)
             h_RH.mul_(scale_R1)
-        # Where they are, if they need not be in one tensor: memory is used again while it is warm.
+        # In place unless they must be one tensor: memory is reused while it is in the cache.
         dpre = [dh_RH, gated_RH] if len(pre) > 1 else [torch.empty_like(pre[0])]
         dgate_RH, dup_RH = dpre if len(dpre) > 1 else dpre[0].chunk(2, 1)
         activation.backward(dh_RH, gate_RH, up_RH, gated_RH, dgate_RH, dup_RH)
@@ -115,10 +115,10 @@ def backward(
 
 
 def _pieces(batch: ExpertBatch, experts: ExpertWeights) -> list[tuple[int, slice]]:
-    """Return which stored tensors have the gate and up projections, and in which rows.
+    """Return the stored tensors with the gate and up projections, and the rows of each.
 
-    See Note [Fused or separate]. In two bytes a fused one stays in one piece: what one product
-    saves is less than what strided views cost in fp32.
+    See Note [Fused or separate]. A fused tensor of a two-byte dtype stays in one piece; in wider
+    dtypes strided views would cost more than one product saves.
     """
     if len(experts.weights.gate_up) > 1:
         return [(0, slice(None)), (1, slice(None))]
@@ -129,9 +129,9 @@ def _pieces(batch: ExpertBatch, experts: ExpertWeights) -> list[tuple[int, slice
 
 
 def _chunks(batch: ExpertBatch) -> list[tuple[slice, ExpertRun]]:
-    """Positions of each chunk, and whose they are; see Note [Chunks].
+    """Return the positions and the experts of each chunk; see Note [Chunks].
 
-    Without rows there is an empty one: kernels are loaded then as well (Note [Few variants]).
+    Without rows there is one empty chunk, so that kernels are loaded (Note [Few variants]).
     """
     if batch.counts is None:
         raise ValueError("counts (None) must be on the host to compute one expert after the other")
@@ -174,19 +174,19 @@ def _add_bias(y_RM: Tensor, bias_LM: Tensor, run: ExpertRun) -> None:
 
 
 def _ones(like_RX: Tensor) -> Tensor:
-    """Return what rows are multiplied with where they count once: [R, 1]."""
+    """Return a factor of one for each row: [R, 1]."""
     return like_RX.new_ones(like_RX.shape[0], 1)
 
 
 def _dot(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """Multiply rows with rows, and add up in the dtype of `out` [R]."""
-    if a.dtype == torch.float16:  # products may be out of its range
+    """Write the dot products of the rows of two tensors to `out` [R], computed in its dtype."""
+    if a.dtype == torch.float16:  # products may overflow in fp16
         a, b = a.to(out.dtype), b.to(out.dtype)
     return torch.sum(a * b, 1, dtype=out.dtype, out=out)
 
 
 def _dot_bias(dy_RD: Tensor, bias_LD: Tensor, run: ExpertRun, dtype: torch.dtype) -> Tensor:
-    """Multiply each row with its expert's bias: [R]."""
+    """Return the dot product of each row with the bias of its expert: [R]."""
     parts = zip(run.experts, dy_RD.split(run.sizes), strict=True)
     nothing = dy_RD.new_empty(0, dtype=dtype)  # there may be no expert
     return torch.cat(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hp_expert.batch import ExpertBatch, autocast
-from hp_expert.dispatch import Dispatcher, LocalDispatcher
+from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast
+from hp_expert.dispatch.protocol import Dispatcher
 from hp_expert.dispatch.refusal import dispatching, through_experts
 from hp_expert.experts.activation import SWIGLU, Activation, require_activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 class GroupedExperts(nn.Module):
     """Gated experts whose weights are stacked along dim 0.
 
-    A module may hold a part of the experts; `hp_expert.ExpertParallel` makes it so. Nothing about
-    a call is kept on it.
+    A module may hold a part of the experts; a style such as `hp_expert.ExpertParallel` leaves it
+    one. The module keeps nothing of a call.
 
     Attributes:
-        hidden_dims: Dim of each parameter that is the hidden width; None: it has none.
+        hidden_dims: Dim of each parameter that has the hidden width; None: it has none.
         w1: Gate projections [num_local_experts, hidden, dim].
         w2: Down projections [num_local_experts, dim, hidden].
         w3: Up projections [num_local_experts, hidden, dim].
         b1: Biases of the gate projections [num_local_experts, hidden]; None without biases.
         b2: Biases of the down projections [num_local_experts, dim]; None without biases.
         b3: Biases of the up projections [num_local_experts, hidden]; None without biases.
-        num_experts: Experts on all ranks.
-        num_local_experts: Experts of this module. FSDP2 may keep a part of them only, outside of
-            forward.
-        first_expert: Global index of the first one here.
-        ranks: The ranks that share the experts; None: nobody has spread them.
-        adds_output_bias: Whether outputs contain b2; where the hidden dim is cut over ranks, and
-            outputs are summed over them, those of one rank do.
-        activation: What is put between the projections.
-        dispatcher: Brings rows to the experts' ranks and back.
-        products: Products of one's own, for a lower precision; None: those of the fastest way.
+        num_experts: Number of experts on all ranks.
+        num_local_experts: Number of experts of this module. FSDP2 may keep only a part of them
+            outside of forward.
+        first_expert: Global index of the first local expert.
+        ranks: The ranks that share the experts; None: the experts were not spread.
+        adds_output_bias: Whether outputs contain b2. Where the hidden dim is sharded, and outputs
+            are summed over ranks, only the outputs of one rank do.
+        activation: Activation between the projections.
+        dispatcher: Dispatcher that brings rows to the experts' ranks and back.
+        products: Products in a lower precision, for example; None: the fastest of this package.
         cast_of: Function that returns a parameter in the narrower dtype of the computation, cast
-            once for many calls, or None for one that has the dtype; it has to forget what it made
-            when parameters change. None: every forward casts all of them, and its backward again.
+            once for many calls, or None for one that has the dtype; it must cast again when
+            parameters have changed. None: forward casts all parameters, and backward again.
 
     Args:
         num_experts: Number of experts.
         dim: Width of a row.
         hidden: Width between the projections.
         bias: Whether the projections have biases.
-        activation: What is put between the projections; `ClampedSwiGLU` for gpt-oss.
+        activation: Activation between the projections; `ClampedSwiGLU` for gpt-oss.
         device: Device of the weights.
         dtype: Dtype of the weights.
 
     Raises:
-        ValueError: If the activation is none.
+        ValueError: If `activation` is not an `Activation`.
     """
 
     hidden_dims: ClassVar[Mapping[str, int | None]] = MappingProxyType(
@@ -113,11 +113,11 @@ class GroupedExperts(nn.Module):
     def forward(
         self, rows: Tensor | ExpertBatch, num_tokens_per_expert: Tensor | None = None
     ) -> Tensor:
-        """Apply experts to rows, on whatever rank the experts are.
+        """Apply experts to rows, on the ranks of the experts.
 
         Args:
-            rows: Rows sorted by expert [R, dim]; or a batch from `Dispatcher.finish_dispatch`, of
-                rows that have arrived at their experts.
+            rows: Rows sorted by expert [R, dim]; or a batch of `Dispatcher.finish_dispatch`, of
+                rows that have arrived at the rank of their experts.
             num_tokens_per_expert: Number of rows of each expert, integer [num_experts]; with
                 rows only.
 
@@ -126,7 +126,7 @@ class GroupedExperts(nn.Module):
 
         Raises:
             ValueError: If the counts do not fit the rows or the experts.
-            hp_platform.PeerError: If they do not on another rank.
+            hp_platform.PeerError: If they do not fit on another rank.
         """
         if not isinstance(rows, ExpertBatch):
             return self._sorted(rows, num_tokens_per_expert)
@@ -150,16 +150,16 @@ class GroupedExperts(nn.Module):
         return through_experts(dispatcher, self.forward, prepared, state)
 
     def extra_repr(self) -> str:
-        """Show the sizes and the part of the experts that is here."""
+        """Return the sizes and the indices of the local experts, for `repr`."""
         _, hidden, dim = self.w1.shape
         here = f"{self.first_expert}..{self.first_expert + self.num_local_experts - 1}"
         return f"num_experts={self.num_experts} (here {here}), dim={dim}, hidden={hidden}"
 
 
 def _expert_of_rows(rows: Tensor, counts_E: Tensor, num_experts: int) -> Tensor:
-    """Expert of each row, [R, 1]; no expert (E) for all of them if the counts do not fit.
+    """Return the expert of each row, [R, 1]; E, which does not exist, if the counts do not fit.
 
-    The verdict is left to the dispatcher, which shares it between ranks.
+    The dispatcher then raises an error on all ranks.
     """
     num_rows, device = rows.shape[0], rows.device
     nowhere = torch.full((num_rows,), num_experts, device=device)
@@ -172,7 +172,7 @@ def _expert_of_rows(rows: Tensor, counts_E: Tensor, num_experts: int) -> Tensor:
 
 
 def _explain(rows: Tensor, counts_E: Tensor, num_experts: int) -> ValueError | None:
-    """Say why counts do not fit, if they do not."""
+    """Return an error if counts do not fit the rows, else None."""
     if counts_E.shape != (num_experts,) or counts_E.is_floating_point():
         return ValueError(
             f"num_tokens_per_expert ({tuple(counts_E.shape)}, {counts_E.dtype}) must be integer "

@@ -5,8 +5,8 @@ SwiGLU_e(x) = (silu(x @ w1_e^T + b1_e) * (x @ w3_e^T + b3_e)) @ w2_e^T + b2_e
 (Shazeer 2020, arXiv:2002.05202).
 
 Note [What is kept for backward]. The rows as they arrived, their routing, and the pre-activations
-of gate and up. Backward gathers the rows again and recomputes the activation h. No expert output is
-kept for the gradient of its routing weight: with d = dout @ w2 that gradient is
+of gate and up. Backward gathers the rows again and recomputes the activation h. The gradient of a
+routing weight needs no expert output: with d = dout @ w2 it is
 <dout, h @ w2^T + b2> = <d, h> + <dout, b2>, and d is needed in any case.
 
 Shape symbols: N rows, F slots per row, P positions (see `hp_expert.batch`), L local experts,
@@ -14,7 +14,7 @@ D width, H hidden width.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,18 +32,18 @@ from hp_expert.experts.types import (
     WeightGradients,
 )
 from hp_expert.experts.weight_gradient import WeightGradient
-from hp_expert.functions import differentiable_once
+from hp_expert.functions import Context, differentiable_once
 from hp_expert.placement import local_part
 from hp_platform import wait_tensor
 
 T = TypeVar("T")
 _GROUPED: Final = Grouped()
 _OF_NOTHING: Final = Grouped(ProductsOfNothing())
-_PLACED: Final = 4  # tensors, which `Places` begins with
+_PLACED: Final = 4  # tensors at the beginning of `Places`
 
 
 class _Options(NamedTuple):
-    """Carries what is no tensor: settings, where casts are found, the dtype of the output."""
+    """The settings of a call, the function for casts, and the dtype of the output."""
 
     adds_output_bias: bool
     activation: Activation
@@ -66,12 +66,12 @@ def routed_swiglu(
     """Apply the experts to a batch, in the way that is fastest for its device, dtype and size.
 
     Differentiable once, with respect to rows, routing weights, weights and biases. Weights that are
-    wider than the rows are cast to their dtype and get gradients in their own. A weight may be a
-    `DTensor`: its local part is what the shapes below speak of, and its gradient is a `DTensor`.
+    wider than the rows are cast to the dtype of the rows and get gradients in their own dtype. A
+    weight may be a `DTensor`: its local part has the shape below, and its gradient is a `DTensor`.
 
     Args:
-        batch: Rows of any floating dtype, and their routing. If it leaves its counts on the device
-            they are read from there, except on CUDA in bf16.
+        batch: Rows of any floating dtype, and their routing. Counts that are on the device only
+            are read by the host, except on CUDA in bf16.
         w1: Gate projections [L, H, D].
         w3: Up projections [L, H, D].
         w2: Down projections [L, D, H].
@@ -79,17 +79,17 @@ def routed_swiglu(
         b3: Biases of the up projections [L, H].
         b2: Biases of the down projections [L, D].
         adds_output_bias: Whether the output contains b2. Where ranks have parts of H and sum their
-            outputs, one of them adds it. All of them compute its gradient, which is the same and
-            whole: nobody is to sum it over them.
-        activation: What is put between the projections; `ClampedSwiGLU` for gpt-oss.
+            outputs, one rank adds it. All of them compute its whole gradient, which must not be
+            summed over these ranks.
+        activation: Activation between the projections; `ClampedSwiGLU` for gpt-oss.
 
     Returns:
-        [N, D], of the dtype of the rows. Under `torch.autocast` the products are of its dtype, and
-        the sums over the slots of a row are not rounded to it.
+        Outputs [N, D], of the dtype of the rows. Under `torch.autocast` the products are of its
+        dtype, and the sums over the slots of a row are not rounded to it.
 
     Raises:
-        ValueError: If the rows or weights do not fit each other, or rows are of a dtype that is
-            wider than that of a weight or that it does not contain.
+        ValueError: If the rows or weights do not fit each other, or the dtype of a weight does not
+            contain all values of the dtype of the rows.
     """
     require_activation(activation)
     weights, biases = Projections((w1, w3), w2), Projections((b1, b3), b2)
@@ -115,12 +115,12 @@ def routed_swiglu_fused(
         batch: Rows of any floating dtype, and their routing.
         gate_up: Gate projections in rows 0 .. H, up projections in rows H .. 2H; [L, 2H, D].
         down: Down projections [L, D, H].
-        gate_up_bias: [L, 2H].
-        down_bias: [L, D].
+        gate_up_bias: Biases of the gate and up projections [L, 2H].
+        down_bias: Biases of the down projections [L, D].
         adds_output_bias: Whether the output contains `down_bias`.
 
     Returns:
-        [N, D], of the dtype of the rows.
+        Outputs [N, D], of the dtype of the rows.
 
     Raises:
         ValueError: As `routed_swiglu`.
@@ -136,13 +136,14 @@ def routed_swiglu_by(
     *,
     cast_of: CastOf | None = None,
 ) -> Tensor:
-    """Apply the experts in the given way, or in the fastest; see `routed_swiglu`.
+    """Apply the experts by a backend; see `routed_swiglu`.
 
     Args:
-        backend: The way; None: the fastest.
+        backend: Backend that computes; None: the fastest.
         batch: Rows and their routing.
         experts: Parameters.
-        cast_of: Gives them in the dtype of the rows; None: forward casts them, and backward again.
+        cast_of: Function that returns a parameter in the dtype of the rows; None: forward casts
+            the parameters, and backward again.
     """
     dtype = batch.rows.dtype
     batch = batch._replace(rows=autocast(batch.rows))
@@ -160,10 +161,19 @@ def routed_swiglu_by(
     return out
 
 
+class _ExpertContext(Context, Protocol):
+    saved_tensors: tuple[Tensor, ...]
+    batch: ExpertBatch
+    places: tuple[bool, bool] | None
+    backend: Backend
+    options: _Options
+    parameters: tuple[Tensor | None, ...]
+
+
 class _RoutedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917  # autograd passes by position
-        ctx: Any,
+        ctx: _ExpertContext,
         rows: Tensor,
         slot_weights: Tensor | None,
         batch: ExpertBatch,
@@ -179,7 +189,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(rows, slot_weights, *where, *parameters, *kept)
         nothing = rows.new_empty(0)
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing, placed=None)
-        ctx.places = None if placed is None else placed[_PLACED:]
+        ctx.places = None if placed is None else (placed.partial, placed.padded)
         ctx.backend, ctx.options = backend, options
         # The saved ones may be copies of the parameters; see Note [Now or later].
         ctx.parameters = parameters
@@ -187,26 +197,23 @@ class _RoutedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ExpertContext, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         num_parameters = len(ctx.parameters)
         rows, slot_weights, order, *saved = ctx.saved_tensors
         placed = None
         if ctx.places is not None:
-            placed = Places(order, *saved[: _PLACED - 1], *ctx.places)
-            saved = saved[_PLACED - 1 :]
-        batch: ExpertBatch = ctx.batch._replace(
-            rows=rows, weights=slot_weights, order=order, placed=placed
-        )
-        backend: Backend = ctx.backend
+            row, position, ends, *saved = saved
+            placed = Places(order, row, position, ends, *ctx.places)
+        batch = ctx.batch._replace(rows=rows, weights=slot_weights, order=order, placed=placed)
         parts = _here(saved[:num_parameters])
         experts = _cast(parts, ctx.parameters, rows.dtype, ctx.options)
         # Sums over rows, which gradients of biases are, are cheap to compute more precisely.
         wide = torch.promote_types(rows.dtype, torch.float32)
         wanted: list[WeightGradient | None] = [None] * num_parameters
-        for index, part in enumerate(parts):
-            if part is not None:
+        for index, (part, parameter) in enumerate(zip(parts, ctx.parameters, strict=True)):
+            if part is not None and parameter is not None:
                 wanted[index] = WeightGradient(
-                    ctx.parameters[index],
+                    parameter,
                     part.shape,
                     dtype=wide if 2 * index >= num_parameters else rows.dtype,
                     batch=batch,
@@ -215,7 +222,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         weights, biases = _by_projection(wanted)
         grad_out = wait_tensor(grad_out).to(rows.dtype).contiguous()
         with torch.autocast(rows.device.type, enabled=False):
-            grads = backend.backward(
+            grads = ctx.backend.backward(
                 batch,
                 experts,
                 tuple(saved[num_parameters:]),
@@ -227,14 +234,14 @@ class _RoutedSwiGLU(torch.autograd.Function):
 
 
 def _by_projection(flat: Sequence[T]) -> tuple[Projections[T], Projections[T]]:
-    """Weights and biases from what `_RoutedSwiGLU` was given."""
+    """Return weights and biases from the parameters of `_RoutedSwiGLU`."""
     *gate_up, down = flat[: len(flat) // 2]
     *gate_up_bias, down_bias = flat[len(flat) // 2 :]
     return Projections(tuple(gate_up), down), Projections(tuple(gate_up_bias), down_bias)
 
 
 def _here(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The parts of parameters that are here."""
+    """Return the local parts of parameters."""
     parts = list(parameters)
     for index, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
@@ -248,7 +255,7 @@ def _cast(
     dtype: torch.dtype,
     options: _Options,
 ) -> ExpertWeights:
-    """The parts of the parameters in `dtype`."""
+    """Return the local parts of the parameters in `dtype`."""
     casts = list(parts)
     for index, (part, parameter) in enumerate(zip(parts, parameters, strict=True)):
         if part is not None and parameter is not None and part.dtype != dtype:
@@ -260,7 +267,7 @@ def _cast(
 
 
 def _without_padding(batch: ExpertBatch) -> ExpertBatch:
-    """Read the counts that were left on the device; without slots they are known."""
+    """Return the batch with its counts on the host, read from the device if there are slots."""
     counts = tuple(
         batch.num_tokens_per_expert.tolist()
         if batch.num_slots
@@ -270,7 +277,7 @@ def _without_padding(batch: ExpertBatch) -> ExpertBatch:
 
 
 def _fastest(batch: ExpertBatch, down: Tensor) -> Backend:
-    """`grouped_mm` wants CUDA, bf16 and strides of a multiple of 16 bytes; all else is a loop."""
+    """Return grouped products for CUDA, bf16 and strides of a multiple of 16 bytes; else a loop."""
     rows, H, D = batch.rows, down.shape[2], batch.rows.shape[1]
     fits = rows.is_cuda and rows.dtype == torch.bfloat16 and H % 8 == 0 and D % 8 == 0
     if not fits:

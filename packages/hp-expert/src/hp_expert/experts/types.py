@@ -1,9 +1,10 @@
-"""What the ways to compute experts take and return.
+"""Arguments and results of the backends, the ways to compute experts.
 
 Note [Fused or separate]. The gate and up projections of an expert are two tensors or, as Hugging
-Face stores them, one, whose rows 0 .. H are the gate's. `Projections.pieces` lists what to multiply
-with: each stored tensor, or each projection as rows of a stored tensor. Weights, biases and
-gradients have the same pieces, so that one way to compute serves both and nothing is copied.
+Face stores them, one, whose rows 0 .. H are the gate's. `Projections` has an entry for each stored
+tensor; a backend multiplies with each stored tensor, or with each projection as rows of a stored
+tensor. Weights, biases and gradients are stored alike, so that one backend computes both layouts,
+and copies nothing.
 
 Note [A bias is a weight]. A bias is a column of its weight whose input is always one, so its
 gradient is one more product: that of the same left factor with a column of ones.
@@ -23,11 +24,11 @@ from hp_expert.experts.weight_gradient import WeightGradient
 
 T = TypeVar("T")
 CastOf = Callable[[Tensor, torch.dtype], Tensor | None]
-"""A parameter in a dtype, cast before; None where it has that dtype."""
+"""A function that returns a parameter cast to a dtype; None for one that has the dtype."""
 
 
 class Projections(NamedTuple, Generic[T]):
-    """One thing for each stored tensor of an expert's projections.
+    """An entry for each stored tensor of the projections of experts.
 
     Attributes:
         gate_up: Entries of the gate and of the up projection, or one entry where a tensor stores
@@ -40,14 +41,14 @@ class Projections(NamedTuple, Generic[T]):
 
 
 class ExpertWeights(NamedTuple):
-    """Weights and biases.
+    """The parameters of experts.
 
     Attributes:
         weights: gate_up [L, 2H, D], or gate [L, H, D] and up [L, H, D]; down [L, D, H].
         biases: gate_up [L, 2H], or gate [L, H] and up [L, H]; down [L, D]. Each may be None.
-        adds_output_bias: Whether the bias of down counts in the output; its gradient is computed
+        adds_output_bias: Whether the output contains the bias of down; its gradient is computed
             in either case.
-        activation: What is put between the projections.
+        activation: Activation between the projections.
     """
 
     weights: Projections[Tensor]
@@ -57,7 +58,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def output_bias(self) -> Tensor | None:
-        """The bias of down [L, D], if it counts."""
+        """Return the bias of down [L, D], if the output contains it, else None."""
         return self.biases.down if self.adds_output_bias else None
 
 
@@ -69,7 +70,7 @@ class InputGradients(NamedTuple):
 
 
 class WeightGradients(NamedTuple):
-    """Where the factors of the gradients go; of a bias that is not there, None.
+    """The gradients of all parameters, to which backends pass factors; None for a missing bias.
 
     See Note [A bias is a weight].
     """
@@ -79,7 +80,7 @@ class WeightGradients(NamedTuple):
 
 
 class Backend(Protocol):
-    """Two functions, and whether they need `ExpertBatch.counts`; a module can be one."""
+    """A way to compute experts: forward, backward, and whether they need `ExpertBatch.counts`."""
 
     @property
     def reads_counts(self) -> bool:
@@ -88,7 +89,7 @@ class Backend(Protocol):
     def forward(
         self, batch: ExpertBatch, experts: ExpertWeights, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the output [N, D], and what `backward` needs besides the arguments.
+        """Return the output [N, D], and the tensors to keep for `backward`.
 
         Args:
             batch: Rows and their routing.
@@ -105,4 +106,4 @@ class Backend(Protocol):
         *,
         wanted: WeightGradients,
     ) -> InputGradients:
-        """Compute the gradients of rows and weights; hand the factors of the others to `wanted`."""
+        """Return the gradients of rows and weights; pass factors of the others to `wanted`."""

@@ -19,29 +19,29 @@ from hp_platform import put_off_weight_grad
 
 
 class ExpertRun(NamedTuple):
-    """Experts whose rows follow each other, and how many rows each has, none of them without."""
+    """Experts whose rows follow each other, and the number of rows of each, at least one."""
 
     experts: list[int]
     sizes: list[int]
 
 
 class WeightGradient:
-    """Collects left_e^T @ right_e for each expert e, which is the gradient of weight e.
+    """The gradient of the weight of each expert e, collected as products left_e^T @ right_e.
 
     Note [Now or later]. Before it computes anything, backward asks `put_off_weight_grad` of
-    hp-platform. If nothing is put off, products are taken as their factors come; else the factors
-    are kept until the queue asks for the gradient.
+    hp-platform. If the gradient is not deferred, products are computed when their factors are
+    passed; else the factors are kept until the queue asks for the gradient.
 
     Args:
-        weight: The parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X].
-        shape: Shape of the part of it that is here.
+        weight: Parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X].
+        shape: Shape of the local part of the parameter.
         dtype: Dtype of the computation; the gradient has that of the weight.
-        batch: Batch whose gradient it is. Experts without positions get zeros.
-        needed: Whether the weight wants a gradient at all.
+        batch: Batch of which the gradient is computed. Experts without positions get zeros.
+        needed: Whether the weight requires a gradient.
 
     Attributes:
         needed: Same as the argument.
-        now: Whether the gradient is computed as its factors come.
+        now: Whether products are computed when their factors are passed.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class WeightGradient:
         """Take the factors of a run of experts, for some rows of each one's weight.
 
         Args:
-            left: [R, rows of the part].
-            right: [R, Y]; Y is one for a bias.
-            run: The experts, and how many of the R rows each has.
-            part: Rows of the weight.
+            left: Left factor [R, rows of the part].
+            right: Right factor [R, Y]; Y is one for a bias.
+            run: Experts, and the number of the R rows of each.
+            part: Rows of the weight to which the product belongs.
         """
         if not self.now:
             if self.needed:
@@ -82,7 +82,7 @@ class WeightGradient:
             torch.mm(left_n, right_n, out=self._total[expert, part])
 
     def set(self, product: Callable[[], Tensor]) -> None:
-        """Take what computes the gradients of all experts."""
+        """Take a function that computes the gradients of all experts."""
         if self.now:
             self._total = product()
         elif self.needed:
@@ -95,9 +95,9 @@ class WeightGradient:
         return self.result()
 
     def result(self) -> Tensor:
-        """Return the gradient of the factors that were taken, zero for experts without rows."""
+        """Return the gradient from the factors, zero for experts without rows."""
         total, self._total = self._total, None
-        if total is None:  # what FSDP gathers in another dtype has no `zeros_like`
+        if total is None:  # a parameter that FSDP gathers in another dtype has no `zeros_like`
             dtype, device = self._weight.dtype, self._weight.device
             total = torch.zeros(self._shape, dtype=dtype, device=device)
         elif self._counts is not None:

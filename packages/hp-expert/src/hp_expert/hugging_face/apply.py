@@ -1,15 +1,16 @@
 """The experts of an unmodified transformers model, spread over ranks in one call."""
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hp_expert.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from hp_expert.batch import LocalDispatcher
+from hp_expert.dispatch.all_to_all import AllToAllDispatcher
+from hp_expert.dispatch.protocol import AnyDispatcher, MakeDispatcher
 from hp_expert.hugging_face.layout import expert_modules, num_experts_of, refusal
 from hp_expert.hugging_face.modules import (
     DispatchedExperts,
@@ -22,7 +23,6 @@ from hp_expert.styles.sharding import agree_on
 from hp_platform import resolve_group
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-MakeDispatcher = Callable[[ProcessGroup, int], Dispatcher[Any]]
 
 
 def apply_to_transformers(
@@ -34,30 +34,31 @@ def apply_to_transformers(
 ) -> ModelT:
     """Spread the experts of a transformers model over ranks, in place.
 
-    Every rank keeps an equal run of each layer's experts in storage of its own, so that the whole
-    can be freed; parameters may be on any device, the meta device included. Routers, shared
-    experts and all else stay as they are, on every rank. Every rank then runs the model on tokens
-    of its own, as often as the others. The gradients of experts are summed over the tokens of all
-    ranks; those of other parameters are of this rank's tokens.
+    Every rank copies an equal run of each layer's experts, so that the whole parameters can be
+    freed; they may be on any device, the meta device included. Routers, shared experts and all
+    other modules stay whole on every rank. Every rank then runs the model on its own tokens, as
+    often as the other ranks. The gradients of experts are summed over the tokens of all ranks;
+    other gradients are of the tokens of this rank.
 
     Args:
         model: A model of transformers 5, or a part of one.
         mesh_or_group: The ranks: a one-dimensional mesh, on which the experts' parameters become
             `DTensor`, sharded along dim 0; or a group, which leaves them plain tensors of the local
-            experts. None: all experts stay here, computed by this package.
-        dispatcher: Makes what carries rows from a group and the number of experts.
+            experts. None: this rank keeps all experts, and this package computes them.
+        dispatcher: Function that makes the dispatcher from a group and the number of experts.
         same_tokens: Ranks that run the model on the same tokens, such as tensor-parallel ranks:
             each sends a part of them to experts, see Note [Ranks with the same tokens]. None:
-            every rank has tokens of its own.
+            every rank has its own tokens.
 
     Returns:
         `model`.
 
     Raises:
         ValueError: On every rank, before anything is changed: if the model has no experts, or
-            some that cannot be computed here (the message says which and why), or whose number the
-            ranks cannot share equally, or it was applied before, or ranks have other experts.
-        hp_platform.PeerError: On the others, if it is so on one rank alone.
+            some that cannot be computed here (the message says which and why), or a number of them
+            that the ranks cannot share equally, or was applied before, or experts differ between
+            ranks.
+        hp_platform.PeerError: On the other ranks, if it is so on one rank only.
     """
     group = None if mesh_or_group is None else resolve_group(mesh_or_group)
     mesh = mesh_or_group if isinstance(mesh_or_group, DeviceMesh) else None
@@ -65,7 +66,7 @@ def apply_to_transformers(
     ranks = None if group is None else ExpertRanks(group, mesh=mesh, axes=("ep",))
     found, dispatchers, error = _checked_and_made(model, dispatcher, group)
     agree_on(list(found.values()), error, ranks or ExpertRanks())
-    tied: dict[int, nn.Parameter] = {}  # what the same parameter became in another module
+    tied: dict[int, nn.Parameter] = {}  # id of a parameter of several modules -> its local part
     for experts, its_dispatcher in zip(found.values(), dispatchers, strict=True):
         total = num_experts_of(experts)
         first = 0 if group is None else _partition(experts, group, mesh, tied)
@@ -86,14 +87,14 @@ def register_with_transformers(name: str = "hp_expert") -> None:
     """Let transformers compute the experts of a single process with this package.
 
     Afterwards `from_pretrained(..., experts_implementation="hp_expert")` or
-    `model.set_experts_implementation("hp_expert")` selects it. The registry is of the process, as
-    its other entries are.
+    `model.set_experts_implementation("hp_expert")` selects it. The registry holds for the whole
+    process.
 
     Raises:
         ImportError: If transformers is not installed, or has no such registry.
     """
     try:
-        registry: Any = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+        registry = import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     except (ImportError, AttributeError):
         raise ImportError("needs transformers 5: pip install 'transformers>=5'") from None
     registry.register(name, experts_forward)
@@ -101,8 +102,8 @@ def register_with_transformers(name: str = "hp_expert") -> None:
 
 def _checked_and_made(
     model: nn.Module, dispatcher: MakeDispatcher, group: ProcessGroup | None
-) -> tuple[dict[str, nn.Module], list[Dispatcher[Any]], Exception | None]:
-    """All modules of experts and their dispatchers, or why there are none."""
+) -> tuple[dict[str, nn.Module], list[AnyDispatcher], Exception | None]:
+    """Return all modules of experts and their dispatchers, or the error to tell all ranks."""
     try:
         found = _checked(model)
         return found, [_make(dispatcher, group, num_experts_of(e)) for e in found.values()], None
@@ -139,7 +140,7 @@ def _hidden_forward(model: nn.Module, path: str) -> str | None:
 
 def _make(
     dispatcher: MakeDispatcher, group: ProcessGroup | None, num_experts: int
-) -> Dispatcher[Any]:
+) -> AnyDispatcher:
     if group is None:
         return LocalDispatcher(num_experts)
     made = dispatcher(group, num_experts)  # refuses a number that the ranks cannot share
@@ -153,7 +154,7 @@ def _partition(
     mesh: DeviceMesh | None,
     tied: dict[int, nn.Parameter],
 ) -> int:
-    """Keep this rank's experts; return the first of them."""
+    """Keep this rank's experts; return the index of the first one."""
     num_local = num_experts_of(experts) // group.size()
     first = group.rank() * num_local
     for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -168,7 +169,7 @@ def _partition(
 
 
 def _let_choose(block: nn.Module, experts_name: str) -> None:
-    """Let the choice of a block's router come from elsewhere: replayed, or repeated."""
+    """Change a block so that the choice of its router can be replayed, or repeated."""
     change_class(block, RoutedBlock)
     assert isinstance(block, RoutedBlock)
     block.experts_name = experts_name

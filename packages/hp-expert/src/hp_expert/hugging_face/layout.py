@@ -1,4 +1,4 @@
-"""Which modules of a transformers model are experts, and which of those can be computed here.
+"""Modules of a transformers model that are experts, and reasons why some cannot be computed here.
 
 transformers (5.x) keeps the experts of a layer as `gate_up_proj` [E, 2H, D] (rows 0 .. H - 1 gate,
 the others up) and `down_proj` [E, D, H]; its decorator `use_experts_implementation` marks what
@@ -8,6 +8,7 @@ Shape symbols: E experts, D width, H hidden width.
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,10 @@ from torch.distributed.tensor import DTensor
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# What transformers calls the product of gate and up, and the default of it.
-_GATE, _DEFAULT_GATE = "_apply_gate", "_default_apply_gate"
-# What each mark must be, and why nothing else can be computed.
+GATE: Final = "_apply_gate"
+"""Method of transformers that multiplies gate and up."""
+_DEFAULT_GATE = "_default_apply_gate"
+# The value that each mark must have, and the reason to refuse any other.
 _MARKS = {
     "has_gate": (True, "it has no gate"),
     "is_transposed": (False, "its weights are transposed, [experts, in, out]"),
@@ -30,7 +32,7 @@ _MARKS = {
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Find what holds stacked weights of experts, of whatever layout: path and module."""
+    """Yield the path and module of all stacked weights of experts, in any layout."""
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         up = own.get("gate_up_proj", own.get("up_proj"))
@@ -44,8 +46,8 @@ def refusal(experts: nn.Module) -> str | None:
 
 
 def has_own_gate(experts: nn.Module) -> bool:
-    """Tell whether a module multiplies gate and up by a function of its own."""
-    gate = getattr(type(experts), _GATE, None)
+    """Tell whether a module has its own function to multiply gate and up."""
+    gate = getattr(type(experts), GATE, None)
     return getattr(gate, "__name__", "") not in ("", _DEFAULT_GATE)
 
 

@@ -1,23 +1,31 @@
-"""What a transformers model's modules become: the same classes with another forward.
+"""The modules of a transformers model with experts over ranks: their classes with another forward.
 
 A module keeps its place, names, parameters, configuration and hooks; only its class changes, to a
-subclass of its own, as `torch.distributed.fsdp.fully_shard` does it.
+subclass of the class, as `torch.distributed.fsdp.fully_shard` changes it.
 
-Shape symbols: T tokens, K experts per token, E experts, L local experts, D width, H hidden width.
+Note [Ranks with the same tokens]. Experts that ranks share must compute each token once. Where
+several of those ranks run the model on the same tokens, as tensor-parallel ranks of transformers
+do, each sends a part of the tokens to the experts, and the outputs are gathered afterwards. The
+gradient of a token is on the rank that has sent it; in backward the gradients are gathered before
+the model's own layers.
+
+Shape symbols: T tokens, t of them on a rank, K experts per token, E experts, L local experts, D
+width, H hidden width.
 """
 
+from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch, autocast_dtype
-from hp_expert.dispatch import Dispatcher, LocalDispatcher
+from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast_dtype
+from hp_expert.dispatch.protocol import AnyDispatcher
 from hp_expert.dispatch.refusal import dispatching, refuse, rows_for, through_experts
-from hp_expert.experts import routed_swiglu_fused
+from hp_expert.dispatch.tensor_sliced import GatherSlices, Slice, even_sizes
+from hp_expert.experts.swiglu import routed_swiglu_fused
 from hp_expert.hugging_face.choice import (
     ReplacedChoice,
     current_choice,
@@ -26,29 +34,29 @@ from hp_expert.hugging_face.choice import (
 )
 from hp_expert.hugging_face.layout import (
     BIASES,
+    GATE,
     WEIGHTS,
     has_own_gate,
     num_experts_of,
     refusal,
 )
-from hp_expert.hugging_face.same_tokens import of_own_tokens
 from hp_expert.routing.recompute import is_routing_saved
 from hp_expert.styles.ranks import ExpertRanks
-from hp_platform import outside_graph
+from hp_platform import all_gather_uneven, outside_graph
 
 
 class DispatchedExperts(nn.Module):
-    """Experts of which this rank has a part.
+    """Experts of a layer, of which this rank has a part.
 
     Attributes:
-        dispatcher: Brings rows to the experts' ranks and back.
-        first_expert: Global index of the first one here.
-        total_experts: Experts on all ranks.
-        ranks: The ranks that share the experts; None: all are here.
-        same_tokens: Ranks that have the same tokens; None: this one has tokens of its own.
+        dispatcher: Dispatcher that brings rows to the experts' ranks and back.
+        first_expert: Global index of the first local expert.
+        total_experts: Number of experts on all ranks.
+        ranks: The ranks that share the experts; None: all are local.
+        same_tokens: Ranks that have the same tokens; None: this rank has its own tokens.
     """
 
-    dispatcher: Dispatcher[Any]
+    dispatcher: AnyDispatcher
     first_expert: int
     total_experts: int
     ranks: ExpertRanks | None
@@ -58,9 +66,9 @@ class DispatchedExperts(nn.Module):
         """Apply the experts; the names are those of transformers.
 
         Args:
-            hidden_states: [T, D].
+            hidden_states: Tokens [T, D].
             top_k_index: Experts of each token, int64 [T, K].
-            top_k_weights: What each counts [T, K].
+            top_k_weights: Routing weights [T, K].
         """
         choice = current_choice()
         if choice is not None:
@@ -72,10 +80,17 @@ class DispatchedExperts(nn.Module):
         if choice is None or not choice.repeated:
             for listener in current_listeners():
                 listener(self, top_k_index)
-        compute = partial(_compute, self, self.dispatcher)
-        if self.same_tokens is not None:
-            compute = partial(of_own_tokens, compute, self.same_tokens)
-        return compute(hidden_states, top_k_index, top_k_weights)
+        compute, group = partial(_compute, self, self.dispatcher), self.same_tokens
+        if group is None:
+            return compute(hidden_states, top_k_index, top_k_weights)
+        sizes = even_sizes(len(top_k_index), group.size())
+        own = compute(
+            Slice.apply(hidden_states, sizes, group, _gathered),
+            top_k_index.split(sizes)[group.rank()],
+            Slice.apply(top_k_weights, sizes, group, _gathered),
+        )
+        whole: Tensor = GatherSlices.apply(own, sizes, group, _gathered)
+        return whole
 
 
 class RoutedBlock(nn.Module):
@@ -83,8 +98,8 @@ class RoutedBlock(nn.Module):
 
     experts_name: str
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward; the choice of experts may come from elsewhere."""
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the block's own forward, with another choice of experts if one is given."""
         forward = super().forward
         experts = getattr(self, self.experts_name)
         assert isinstance(experts, DispatchedExperts)
@@ -99,10 +114,10 @@ class RoutedBlock(nn.Module):
 def experts_forward(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute experts that are all here: what transformers' registry gets.
+    """Compute experts that are all local, as an entry of transformers' registry.
 
     Raises:
-        ValueError: If they are of a layout or kind that cannot be computed here.
+        ValueError: If the experts are of a layout or kind that cannot be computed here.
     """
     why = refusal(experts)
     if why is not None:
@@ -111,34 +126,38 @@ def experts_forward(
     return _compute(experts, dispatcher, hidden_states, top_k_index, top_k_weights)
 
 
-def change_class(module: nn.Module, mixin: Any) -> None:
-    """Let a module's class be a subclass of it in which the mixin comes first."""
-    kind: Any = type(module)
+def change_class(module: nn.Module, mixin: type) -> None:
+    """Change the class of a module to a subclass of it in which the mixin comes first."""
+    kind: type = type(module)
     module.__class__ = _with_mixin(mixin, kind)
 
 
 @cache
-def _with_mixin(mixin: Any, kind: Any) -> Any:
-    """Return always the same subclass, for whoever compares classes."""
+def _with_mixin(mixin: type, kind: type) -> type:
+    """Return the same subclass in each call, so that classes can be compared."""
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+def _gathered(x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    return all_gather_uneven(x.contiguous(), sizes=sizes, group=group)
 
 
 @outside_graph
 def _compute(
     experts: nn.Module,
-    dispatcher: Dispatcher[Any],
+    dispatcher: AnyDispatcher,
     x_TD: Tensor,
     experts_TK: Tensor,
     weights_TK: Tensor,
 ) -> Tensor:
-    # Whoever computes in a shorter dtype puts tensors of it in the place of parameters.
+    # FSDP2, for example, puts tensors of a shorter dtype in the place of parameters.
     gate_up, down = (getattr(experts, name) for name in WEIGHTS)
     gate_up_bias, down_bias = (getattr(experts, name, None) for name in BIASES)
     rows = rows_for(dispatcher, x_TD)
     if torch.promote_types(autocast_dtype(rows), gate_up.dtype) != gate_up.dtype:
         # A norm in fp32 before weights in bf16, for example.
         rows = rows.to(gate_up.dtype)
-    # What the router computed in fp32 gets a gradient that is rounded to it once, at the end.
+    # Weights in fp32 get a gradient that is rounded to fp32 once, at the end.
     weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, rows.dtype))
     with dispatching(dispatcher):
         rows, state = dispatcher.prepare(rows, experts_TK, weights_TK)
@@ -153,11 +172,11 @@ def _compute(
     return through_experts(dispatcher, compute, rows, state).to(x_TD.dtype)
 
 
-def _by_own_gate(experts: Any, batch: ExpertBatch) -> Tensor:
-    """Compute experts one by one, whose module multiplies gate and up by itself.
+def _by_own_gate(experts: nn.Module, batch: ExpertBatch) -> Tensor:
+    """Compute experts one by one with the module's own function of gate and up.
 
     Returns:
-        [N, D], as `routed_swiglu_fused`.
+        Outputs [N, D], as `routed_swiglu_fused`.
     """
     rows, width = batch.rows, batch.num_slots_per_row
     counts = batch.counts or tuple(batch.num_tokens_per_expert.tolist())
@@ -173,7 +192,7 @@ def _by_own_gate(experts: Any, batch: ExpertBatch) -> Tensor:
             None if gate_up_bias is None else gate_up_bias[index],
         )
         y = F.linear(
-            experts._apply_gate(x),  # noqa: SLF001 - what transformers' own computations call
+            getattr(experts, GATE)(x),
             down[index],
             None if down_bias is None else down_bias[index],
         )
@@ -185,7 +204,7 @@ def _by_own_gate(experts: Any, batch: ExpertBatch) -> Tensor:
 
 
 @outside_graph
-def _raise_on_all_ranks(dispatcher: Dispatcher[Any], x: Tensor, error: ValueError) -> None:
-    """Raise an error that this rank found, and have the others, which wait for it, raise too."""
+def _raise_on_all_ranks(dispatcher: AnyDispatcher, x: Tensor, error: ValueError) -> None:
+    """Raise an error of this rank, after telling the other ranks, which wait for its rows."""
     refuse(dispatcher, x, error)
     raise error

@@ -1,9 +1,10 @@
 """The experts that a transformers model chose: recorded, and replayed.
 
-Reinforcement learning generates with one engine and trains with another; small differences make a
+Reinforcement learning generates with one engine and trains with another. Small differences make a
 few tokens choose other experts, and training becomes unstable ("Stabilizing MoE Reinforcement
 Learning by Aligning Training and Inference Routers", arXiv:2510.11370). So the trainer takes the
-experts that the rollout took; their weights, and the gradients of the router, stay its own.
+experts that the rollout took; the weights of the experts, and the gradients of the router, are
+computed by the trainer's own router.
 
 Shape symbols: B sequences, S positions, T = B * S tokens, K experts per token.
 """
@@ -19,7 +20,7 @@ from hp_expert.hugging_face.choice import listening, replaying
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_expert.routing.recompute import save_routing
 
-# What transformers calls the function that checkpoints a layer, a `functools.partial`.
+# Attribute of transformers with the function that checkpoints a layer, a `functools.partial`.
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
@@ -27,8 +28,8 @@ class RoutingRecord:
     """The experts that a model chose.
 
     Attributes:
-        calls: What each call chose, int64 [T, K], by path of the module of experts, in the order of
-            the layers.
+        calls: Experts that each call chose, int64 [T, K], by path of the module of experts, in the
+            order of the layers.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -36,7 +37,7 @@ class RoutingRecord:
         self._path = {id(module): path for path, module in modules.items()}
 
     def add(self, module: nn.Module, experts: Tensor) -> None:
-        """Note down a call, if it is one of this model."""
+        """Record a call of a module, if the module is one of this model."""
         path = self._path.get(id(module))
         if path is not None:
             self.calls[path].append(experts.detach())
@@ -56,16 +57,16 @@ class RoutingRecord:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record which experts a model chooses in the calls inside.
+    """Record the experts that a model chooses in this context.
 
-    Costs 8 bytes per token, layer and choice, and no time. What a recompute repeats is not
-    recorded again, if it is under `save_routing`.
+    Costs 8 bytes per token, layer and choice, and no time. Choices that a recompute repeats under
+    `save_routing` are not recorded again.
 
     Args:
-        model: What `apply_to_transformers` returned.
+        model: Model that `apply_to_transformers` returned.
 
     Raises:
-        ValueError: If it was not applied to the model.
+        ValueError: If `apply_to_transformers` was not applied to the model.
     """
     found = RoutingRecord(_dispatched(model))
     with listening(found.add):
@@ -76,23 +77,23 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 def replay_routing(
     model: nn.Module, experts: Sequence[Tensor] | Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Let a model take recorded experts in the calls inside; gradients of its routers are live.
+    """Let a model take recorded experts in this context; its routers get gradients.
 
-    The weights of the experts are what the model's own router makes of its scores at their places.
-    Every call inside takes the same experts: use one context for each batch. It may be left before
+    The model's own router computes the weights of these experts from their scores. Every call in
+    the context takes the same experts: use one context for each batch. The context may end before
     backward. If layers are recomputed, their checkpoints must be under `save_routing`.
 
     Args:
-        model: What `apply_to_transformers` returned.
+        model: Model that `apply_to_transformers` returned.
         experts: Experts of each token by layer, in the order of the layers or by path of the module
-            of experts: integer [T, K] or [B, S, K]. -1 is no expert: such a slot contributes
-            nothing; for a token of which some experts are -1, routers that normalize count them as
-            expert 0. Layers that a mapping does not name choose themselves.
+            of experts: integer [T, K] or [B, S, K]. -1 is no expert: such a slot adds nothing;
+            routers that normalize weights count it as expert 0. Layers that a mapping does not
+            name choose themselves.
 
     Raises:
-        ValueError: If the layers are not those of the model, or it recomputes in a way that would
-            choose again. A shape that does not fit the tokens, and experts that do not exist, are
-            found by the layer, which raises on every rank.
+        ValueError: If the layers are not those of the model, or a recompute would choose again. A
+            shape that does not fit the tokens, and experts that do not exist, are found by the
+            layer, which raises on every rank.
     """
     modules = _dispatched(model)
     if not isinstance(experts, Mapping):
@@ -123,7 +124,7 @@ def _dispatched(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _require_saved_routing(model: nn.Module) -> None:
-    """Refuse activation checkpointing that would route by itself when it recomputes."""
+    """Raise ValueError for activation checkpointing whose recompute would route again."""
     for path, module in model.named_modules():
         if not (module.training and getattr(module, "gradient_checkpointing", False)):
             continue
