@@ -147,6 +147,8 @@ def environment(torch: str = "", pins: Path | None = None) -> dict[str, str]:
     # Where it is set, every process would compile torch's sources again: twice the time of import.
     env["PYTHONDONTWRITEBYTECODE"] = ""
     env["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
+    # Sessions name each sibling that they install, and some take another one than the clone's.
+    env["UV_NO_SOURCES"] = "1"
     # uv reads none of pip's variables, and separates places with commas where pip uses spaces.
     links = os.environ.get("PIP_FIND_LINKS", "").split()
     index = os.environ.get("HP_TORCH_INDEX", "")

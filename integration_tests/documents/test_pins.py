@@ -59,6 +59,12 @@ def test_the_pins_name_no_place_and_force_no_build_of_torch() -> None:
     assert not [name for name in PINS if re.match(r"nvidia|cuda|triton|hp-", name)]
 
 
+def test_uv_finds_every_package_in_the_workspace() -> None:
+    uv = tomllib.loads(FILES[0].read_text())["tool"]["uv"]
+    assert uv["workspace"] == {"members": ["packages/*"]}
+    assert uv["sources"] == {name: {"workspace": True} for name in LOCAL}
+
+
 def test_a_marker_stays_where_it_tells_two_versions_apart() -> None:
     pins = ["a==1 ; python_version < '3.12'", "a==2 ; python_version >= '3.12'"]
     text = as_constraints([*pins, "b==3 ; sys_platform == 'linux'", "torch==2.13.0+cpu"])
