@@ -256,5 +256,5 @@ def test_norms_in_float64_need_no_copy_and_those_of_torch_do(dtype: torch.dtype)
         return torch.cuda.max_memory_allocated() - held
 
     assert bytes_meanwhile(lambda: float64_norms([x])[0]) < 1 << 20
-    # Which is what a dry device counts: `workspaces.py`.
+    # Which is what a dry device counts: `results.py`.
     assert bytes_meanwhile(lambda: torch.linalg.vector_norm(x, dtype=torch.float64)) >= 8 << 24

@@ -4,7 +4,6 @@ import argparse
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -30,8 +29,8 @@ PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.che
 
 
 def run_classes(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., object],
+    *args: object,
     classes: Mapping[int, Sequence[int]],
     gpus_per_node: int,
 ) -> DryRun:

@@ -80,8 +80,8 @@ class _Child:
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., object],
+    *args: object,
     world_size: int,
     representatives: Mapping[int, Sequence[int]] | None = None,
     timeout: float = 600.0,
@@ -209,8 +209,8 @@ def _end(children: Sequence[_Child]) -> None:
 def _child(
     folder: Path,
     place: tuple[Classes, int, int, Gpu | None],
-    function: Callable[..., Any],
-    args: Sequence[Any],
+    function: Callable[..., object],
+    args: Sequence[object],
     timeout: float,
 ) -> None:
     """Be one rank: call the function, and leave its result and its trace in the folder."""

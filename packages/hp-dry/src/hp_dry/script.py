@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -65,7 +64,7 @@ def rehearse_script(
     return replace(summary, seconds=time.monotonic() - began), list(run.traces.values())
 
 
-def _run(command: list[str]) -> Any:
+def _run(command: list[str]) -> object:
     """Be one rank of the script."""
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch._C import _distributed_c10d as c10d
+from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
+from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +28,19 @@ from torch.utils._pytree import tree_map_only
 __all__ = ["DisableTorchFunction", "tree_map_only"]
 
 
-_base: Any = torch._C.TensorBase
-_is_meta = _base.is_meta.__get__
+Operator: TypeAlias = "OpOverload[..., object]"
+"""Overload of an operator, such as `torch.ops.aten.mm.default`."""
+ByDevice: TypeAlias = "Mapping[tuple[torch.device, torch.dtype], object]"
+"""Tensors of an optimizer by device and dtype."""
+Device: TypeAlias = torch.device | str | int | None
+"""Device as functions of torch take it."""
+PluginOptions: TypeAlias = "c10d._DistributedBackendOptions"
+"""Group that torch asks a plugin to make a back end for."""
+_WaitFunction: TypeAlias = "Callable[[timedelta | None], bool]"
+_is_meta = vars(torch._C.TensorBase)["is_meta"].__get__
 
 
-def change(stack: ExitStack, owner: Any, **values: Any) -> None:
+def change(stack: ExitStack, owner: object, **values: Any) -> None:
     """Set attributes of a class or a module until `stack` is closed."""
     stack.enter_context(patch.multiple(owner, create=True, **values))
 
@@ -64,7 +75,7 @@ def default_device() -> torch.device | None:
     return _device.CURRENT_DEVICE
 
 
-def wrapper_maker() -> Callable[..., Any]:
+def wrapper_maker() -> Callable[..., Tensor]:
     """Return the function that makes tensors that wrap others, such as those under way."""
     return torch.Tensor._make_wrapper_subclass
 
@@ -81,7 +92,7 @@ def without_gpu_contexts() -> AbstractContextManager[object]:
     return patch.object(fake_tensor, "init_gpu_context", lambda _device: None)
 
 
-def grouping(seen_as: Callable[[Any], Any]) -> AbstractContextManager[object]:
+def grouping(seen_as: Callable[[ByDevice], ByDevice]) -> AbstractContextManager[object]:
     """Let what sorts tensors by device for optimizers return `seen_as` of what it finds."""
     usual = torch._C._group_tensors_by_device_and_dtype
     return patch.object(
@@ -91,21 +102,21 @@ def grouping(seen_as: Callable[[Any], Any]) -> AbstractContextManager[object]:
     )
 
 
-def schema_of(func: Any) -> Any:
+def schema_of(func: Operator) -> torch.FunctionSchema:
     """Return the schema of an overload of an operator."""
     return func._schema
 
 
 def around_backward(
-    entered: Callable[[], AbstractContextManager[Any]],
+    entered: Callable[[], AbstractContextManager[object]],
 ) -> AbstractContextManager[object]:
     """Let every run of the autograd engine happen inside a context.
 
     `Tensor.backward` is Python that torch calls without the function mode it went through.
     """
-    usual: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    usual: Callable[..., object] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+    def _engine_run_backward(*args: object, **kwargs: object) -> object:
         with entered():
             return usual(*args, **kwargs)
 
@@ -114,7 +125,7 @@ def around_backward(
 
 @contextmanager
 def operator_kernels(
-    namespace: str, kernels: dict[str, Callable[..., Any]], *keys: str
+    namespace: str, kernels: Mapping[str, Callable[..., object]], *keys: str
 ) -> Iterator[None]:
     """Let operators be these functions, in every thread.
 
@@ -134,12 +145,12 @@ def operator_kernels(
         library._destroy()
 
 
-def current_node() -> Any:
+def current_node() -> Node | None:
     """Return the node of backward that this thread runs; None if it runs none."""
     return torch._C._current_autograd_node()
 
 
-def sequence_number(node: Any) -> int:
+def sequence_number(node: Node) -> int:
     """When the operator of a node of backward was run, by a counter of the thread that ran it."""
     return int(node._sequence_nr())
 
@@ -150,23 +161,28 @@ _REDUCTIONS = {
     int(getattr(dist.ReduceOp.RedOpType, name)): name.lower()
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 }
-TORCH_MODULE: Any = distributed_c10d
-_mesh_module: Any = importlib.import_module("torch.distributed.device_mesh")
-_rendezvous_module: Any = importlib.import_module("torch.distributed.rendezvous")
+TORCH_MODULE = distributed_c10d
+_mesh_module = importlib.import_module("torch.distributed.device_mesh")
+_rendezvous_module = importlib.import_module("torch.distributed.rendezvous")
 
 
-def placeholder(rank: int, size: int) -> Any:
+def placeholder(rank: int, size: int) -> object:
     """Return a back end that C++ can hold, and that nothing is asked of."""
     made: Any = c10d.FakeProcessGroup
     return made._create_internal(rank, size, made.Options())
 
 
-def backend_methods() -> tuple[Callable[..., None], Callable[..., Any]]:
+def backend_methods() -> tuple[Callable[..., None], Callable[..., object]]:
     """Return the functions that give a group a back end, and that ask it for one."""
     return ProcessGroup._register_backend, ProcessGroup._get_backend
 
 
-def group_functions() -> tuple[Callable[..., Any], ...]:
+def group_functions() -> tuple[
+    Callable[..., Sequence[object]],
+    Callable[..., object],
+    Callable[..., object],
+    Callable[..., object],
+]:
     """Return the functions that make every group of torch, make a new one, split and destroy."""
     return (
         TORCH_MODULE._new_process_group_helper,
@@ -179,11 +195,11 @@ def group_functions() -> tuple[Callable[..., Any], ...]:
 class _Work(dist.Work):
     """For torch that has no `PythonCallbackWork`; must be kept alive by whoever made it."""
 
-    def __init__(self, callback: Callable[[Any], bool]) -> None:
+    def __init__(self, callback: _WaitFunction) -> None:
         super().__init__()
         self._callback = callback
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         return self._callback(timeout)
 
     def is_completed(self) -> bool:
@@ -193,9 +209,9 @@ class _Work(dist.Work):
 _kept: list[_Work] = []
 
 
-def work_of(callback: Callable[[Any], bool]) -> Any:
+def work_of(callback: _WaitFunction) -> dist.Work:
     """Return a handle whose `wait(timeout)` calls `callback(timeout)`."""
-    made: Any = getattr(c10d, "PythonCallbackWork", None)
+    made: Callable[[_WaitFunction], dist.Work] | None = getattr(c10d, "PythonCallbackWork", None)
     if made is not None:
         return made(callback)
     work = _Work(callback)
@@ -223,7 +239,9 @@ def arguments_of(name: str) -> tuple[list[str], int]:
     return [argument.name for argument in schema.arguments], len(schema.returns)
 
 
-def backend_plugins(**makers: Callable[[Any, Any], Any]) -> AbstractContextManager[object]:
+def backend_plugins(
+    **makers: Callable[[PluginOptions, object], object],
+) -> AbstractContextManager[object]:
     """Let torch, from 2.15 on, make its own back ends by these functions, by their name."""
     kind: Any = dist.Backend
     if not hasattr(kind, "_ensure_backend_registered"):
@@ -232,14 +250,14 @@ def backend_plugins(**makers: Callable[[Any, Any], Any]) -> AbstractContextManag
     return patch.dict(kind._plugins, plugins)
 
 
-def rendezvous_by(handler: Callable[..., Any]) -> AbstractContextManager[object]:
+def rendezvous_by(handler: Callable[..., object]) -> AbstractContextManager[object]:
     """Let `handler(url, **kwargs)` answer where ranks meet, whatever they were told."""
     handlers = dict.fromkeys(("env", "tcp", "file"), handler)
     return patch.dict(_rendezvous_module._rendezvous_handlers, handlers)
 
 
 @contextmanager
-def torch_functions(**values: Any) -> Iterator[None]:
+def torch_functions(**values: object) -> Iterator[None]:
     """Let functions of `torch.distributed` be these, under every name torch has for them."""
     with ExitStack() as stack:
         for name, value in values.items():
@@ -250,12 +268,13 @@ def torch_functions(**values: Any) -> Iterator[None]:
         yield
 
 
-def new_nccl_group(store: Any, rank: int, size: int, backend: Any) -> ProcessGroup:
+def new_nccl_group(store: c10d.Store, rank: int, size: int, backend: object) -> ProcessGroup:
     """Return a group of one back end, for CUDA."""
     group = ProcessGroup(store, rank, size)
     kind = ProcessGroup.BackendType.NCCL
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cuda"), kind, backend)
+    register: Callable[..., None] = group._register_backend  # a stand-in, which takes any
+    register(torch.device("cuda"), kind, backend)
     return group
 
 

@@ -30,9 +30,9 @@ _BIAS_MULTIPLE = 16  # entries of a row of a bias
 aten: Any = torch.ops.aten
 
 
-def kernels(gpu: Gpu) -> dict[str, Callable[..., Any]]:
+def kernels(gpu: Gpu) -> dict[str, Callable[..., Tensor]]:
     """Make the functions that stand for operators of aten, by their names."""
-    found: dict[str, Callable[..., Any]] = {
+    found: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_product_attention": partial(_attention, gpu.capability),
         "dropout": _dropout,
     }

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import make_dataclass
 from functools import cache
-from typing import Any
+from typing import NoReturn
 
 import torch
 
-from hp_dry._internals import accelerator, change
+from hp_dry._internals import Device, accelerator, change
 from hp_dry.cuda.streams import Event, Stream
 from hp_dry.recording.recorder import DeviceRecorder
 from hp_dry.trace import HostWait
@@ -42,7 +42,7 @@ def _streams(stack: ExitStack, device: DeviceRecorder) -> None:
             device.thread.stream = before
 
     whole = HostWait(what="torch.cuda.synchronize", stream=-1)
-    shared: dict[str, Any] = {
+    shared: dict[str, object] = {
         "current_stream": lambda _=None: Stream(number=device.current_stream()),
         "set_stream": set_stream,
         "synchronize": lambda _=None: device.emit(whole),
@@ -61,7 +61,7 @@ def _streams(stack: ExitStack, device: DeviceRecorder) -> None:
     change(stack, torch, Stream=Stream, Event=Event)
 
 
-def _properties(device: DeviceRecorder) -> Any:
+def _properties(device: DeviceRecorder) -> object:
     gpu = device.gpu
     major, minor = gpu.capability
     values = {
@@ -87,14 +87,14 @@ def _properties(device: DeviceRecorder) -> Any:
 def _devices(stack: ExitStack, device: DeviceRecorder) -> None:
     gpu = device.gpu
 
-    def index_of(x: Any) -> int:
+    def index_of(x: Device) -> int:
         if isinstance(x, int):
             return x
         found = None if x is None else torch.device(x).index
         return device.thread.index if found is None else found
 
     @contextmanager
-    def on_device(x: Any = None) -> Iterator[None]:
+    def on_device(x: Device = None) -> Iterator[None]:
         before = device.thread.index
         index = index_of(x)
         device.thread.index = before if index < 0 else index
@@ -109,7 +109,7 @@ def _devices(stack: ExitStack, device: DeviceRecorder) -> None:
     def current_index() -> int:
         return device.thread.index
 
-    def set_index(x: Any) -> None:
+    def set_index(x: Device) -> None:
         device.use_index(index_of(x))
 
     change(
@@ -150,17 +150,17 @@ def _devices(stack: ExitStack, device: DeviceRecorder) -> None:
 def _memory(stack: ExitStack, device: DeviceRecorder) -> None:
     storages, total = device.storages, device.gpu.memory_bytes
 
-    def stats(_: Any = None) -> dict[str, int]:
+    def stats(_: object = None) -> dict[str, int]:
         found = {"num_alloc_retries": 0, "num_ooms": 0}
         for kind in ("allocated", "reserved", "active", "requested"):
             found[f"{kind}_bytes.all.current"] = storages.live_bytes
             found[f"{kind}_bytes.all.peak"] = storages.peak_bytes
         return found
 
-    def free_and_total(_: Any = None) -> tuple[int, int]:
+    def free_and_total(_: object = None) -> tuple[int, int]:
         return total - storages.live_bytes, total
 
-    shared: dict[str, Any] = {
+    shared: dict[str, object] = {
         **dict.fromkeys(
             ("memory_allocated", "memory_reserved"), lambda _=None: storages.live_bytes
         ),
@@ -178,8 +178,8 @@ def _memory(stack: ExitStack, device: DeviceRecorder) -> None:
 
 
 def _refused(stack: ExitStack) -> None:
-    def refused(what: str) -> Callable[..., Any]:
-        def refuse(*_: Any, **__: Any) -> Any:
+    def refused(what: str) -> Callable[..., object]:
+        def refuse(*_: object, **__: object) -> NoReturn:
             raise RuntimeError(f"{what} is not there in a dry run, which runs operator by operator")
 
         return refuse
@@ -187,9 +187,9 @@ def _refused(stack: ExitStack) -> None:
     graphs = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle")
     change(stack, torch.cuda, **{name: refused(f"torch.cuda.{name}") for name in graphs})
     change(stack, torch, compile=refused("torch.compile"))
-    plain_enter: Any = torch.autocast.__enter__
+    plain_enter: Callable[[torch.autocast], torch.autocast] = torch.autocast.__enter__
 
-    def enter(context: Any) -> Any:
+    def enter(context: torch.autocast) -> torch.autocast:
         context = plain_enter(context)
         if torch.is_autocast_enabled("cuda"):
             torch.autocast.__exit__(context, None, None, None)

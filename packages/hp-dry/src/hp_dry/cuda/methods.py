@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hp_dry._internals import (
+    ByDevice,
+    Device,
     DisableTorchFunction,
     change,
     default_device,
@@ -20,9 +22,11 @@ from hp_dry._internals import (
     is_meta,
     wrapper_maker,
 )
+from hp_dry.cuda.streams import Stream
 from hp_dry.operators.dispatch import PLAIN
-from hp_dry.operators.shapes import META
+from hp_dry.operators.results import META
 from hp_dry.recording.recorder import DeviceRecorder
+from hp_dry.recording.tensors import Arguments, Keywords
 from hp_dry.trace import Borrow
 from hp_platform._internals import device_of
 
@@ -40,7 +44,13 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._device = device
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> object:
         if func is Tensor.tolist:  # which is no operator
             self._device.touch("tolist", args)
         elif func in _FROM_DATA:
@@ -55,18 +65,19 @@ class Functions(TorchFunctionMode):
             with self._device.asked_for_meta():
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if kwargs.get("generator") is not None and isinstance(out, Tensor):
-            self._device.check_generator(kwargs["generator"], out)
+        generator = kwargs.get("generator")
+        if isinstance(out, Tensor) and generator and generator.device.type != out.device.type:
+            self._device.fault(f"a generator of {generator.device} draws numbers on {out.device}")
         return out
 
 
-def _is(device: Any, kind: str) -> bool:
+def _is(device: object, kind: str) -> bool:
     if isinstance(device, torch.device):
         return device.type == kind
     return isinstance(device, str) and device.split(":")[0] == kind
 
 
-def _from_data(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _from_data(func: Callable[..., Tensor], args: Arguments, kwargs: Keywords) -> Tensor:
     """Make a tensor of numbers on the host, and copy it to the device if that was asked for."""
     values = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     asked = kwargs.get("device")
@@ -74,8 +85,7 @@ def _from_data(func: Any, args: Any, kwargs: Any) -> Tensor:
         asked = default_device()
     asked = torch.device("cuda", asked) if type(asked) is int else asked
     if not _is(asked, "cuda"):
-        made: Tensor = func(*args, **kwargs)
-        return made
+        return func(*args, **kwargs)
     others = {name: x for name, x in kwargs.items() if name not in ("device", "requires_grad")}
     if isinstance(values, Tensor) and is_meta(values):
         made = values.to(**others) if others else values
@@ -112,14 +122,14 @@ def _properties(stack: ExitStack, device: DeviceRecorder) -> None:
             return False
         return type(x) not in PLAIN or not is_deferred(x)  # a wrapper has no storage
 
-    def seen_as(found: Any) -> Any:
+    def seen_as(found: ByDevice) -> ByDevice:
         return {(device.device if on == META else on, dtype): x for (on, dtype), x in found.items()}
 
     stack.enter_context(grouping(seen_as))
     make = wrapper_maker()
 
     @functools.wraps(make)
-    def make_wrapper(*args: Any, **kwargs: Any) -> Any:  # it is given what `device` says
+    def make_wrapper(*args: object, **kwargs: object) -> Tensor:  # it is given what `device` says
         return make(*args, **{k: META if _is(x, "cuda") else x for k, x in kwargs.items()})
 
     change(
@@ -159,7 +169,7 @@ def _moves(stack: ExitStack, device: DeviceRecorder) -> None:
                 y = plain_to(x, *args, **kwargs)
                 return torch.empty_like(y, device="meta") if y is x and x.is_cuda else y
 
-    def cuda(x: Tensor, device: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    def cuda(x: Tensor, device: Device = None, *args: object, **kwargs: object) -> Tensor:
         kwargs |= dict(zip(("non_blocking", "memory_format"), args, strict=False))
         return to(x, "cuda" if device is None else device, **kwargs)
 
@@ -167,10 +177,10 @@ def _moves(stack: ExitStack, device: DeviceRecorder) -> None:
 
 
 def _reads(stack: ExitStack, device: DeviceRecorder) -> None:
-    plain_numpy: Any = Tensor.numpy
-    plain_repr: Any = Tensor.__repr__
+    plain_numpy = Tensor.numpy
+    plain_repr: Callable[..., str] = Tensor.__repr__
 
-    def numpy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def numpy(x: Tensor, *args: Any, **kwargs: Any) -> object:
         if x.is_cuda:
             device.fault("numpy of a tensor that is not on the host")
             raise TypeError(
@@ -182,8 +192,7 @@ def _reads(stack: ExitStack, device: DeviceRecorder) -> None:
 
     def represent(x: Tensor, **kwargs: Any) -> str:
         if type(x) not in PLAIN or not x.is_cuda:
-            told: str = plain_repr(x, **kwargs)
-            return told
+            return plain_repr(x, **kwargs)
         kind = "Parameter(...)" if isinstance(x, nn.Parameter) else "tensor(...)"
         return f"{kind[:-1]}, device='{x.device}', size={tuple(x.shape)}, dtype={x.dtype})"
 
@@ -198,15 +207,15 @@ def _memory(stack: ExitStack, device: DeviceRecorder) -> None:
         with DisableTorchFunction():
             return storages.address(x) if is_meta(x) else plain_address(x)
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize_(storage: torch.UntypedStorage, size: int) -> object:
         out = plain_resize(storage, size)
         storages.resized(storage, "resize_", device.thread.stream)
         return out
 
-    def pin_memory(x: Tensor, *_: Any) -> Tensor:
+    def pin_memory(x: Tensor, *_: object) -> Tensor:
         return x if device.is_pinned(x) else device.pin(x.clone())
 
-    def record_stream(x: Tensor, stream: Any) -> None:
+    def record_stream(x: Tensor, stream: Stream) -> None:
         if (block := device.block_of(x)) >= 0:
             device.emit(Borrow(block=block, stream=stream.number))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
     _of: torch.device | None
 
-    def __new__(cls, device: Any = "cpu") -> Self:
+    def __new__(cls, device: torch.device | str | int = "cpu") -> Self:
         """Make a generator of a device."""
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         new: Self = super().__new__(cls, "cpu")
@@ -44,7 +45,7 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
         mine: Tensor = super().get_state()
         return mine if self._of is None else _state(self.initial_seed())
 
-    def set_state(self, state: Tensor) -> Any:
+    def set_state(self, state: Tensor) -> object:
         """Go on from a state."""
         if self._of is None:
             return super().set_state(state)
@@ -60,7 +61,7 @@ def enter_stand_ins(stack: ExitStack, device: DeviceRecorder) -> None:
     """Give `torch.cuda` and `torch.Generator` the device's generators until `stack` is closed."""
     generators = [Generator("cuda") for _ in range(device.gpu.num_devices)]
 
-    def of(x: Any) -> Generator:
+    def of(x: torch.device | str | int) -> Generator:
         index = x if isinstance(x, int) else torch.device(x).index
         return generators[device.thread.index if index is None or index < 0 else index]
 
@@ -68,7 +69,7 @@ def enter_stand_ins(stack: ExitStack, device: DeviceRecorder) -> None:
         for each in generators:
             each.manual_seed(int(seed))
 
-    def set_all(states: Any) -> None:
+    def set_all(states: Iterable[Tensor]) -> None:
         for each, state in zip(generators, states, strict=False):
             each.set_state(state)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -23,7 +23,7 @@ class Stream:
     device_type = 1
 
     def __init__(
-        self, device: Any = None, priority: int = 0, *, number: int = -1, **_: Any
+        self, device: object = None, priority: int = 0, *, number: int = -1, **_: object
     ) -> None:
         """Take the next stream of the pool of a priority, or the one of a number."""
         del device
@@ -94,7 +94,7 @@ class Event:
         number: Number of the event in the trace.
     """
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         """Make an event that is not recorded."""
         self.number = active().new_event()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import NotImplementedType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +12,18 @@ from torch import Tensor, nn
 from hp_dry._internals import (
     DisableTorchFunction,
     DispatchMode,
+    Operator,
     default_device,
     is_fake_mode_active,
     is_meta,
     schema_of,
     tree_map_only,
 )
-from hp_dry.operators import launches, shapes
-from hp_dry.operators.shapes import META, Cost
-from hp_dry.operators.values import STAND_INS, Again, untouched
-from hp_dry.operators.workspaces import WORKSPACES, Buffer
+from hp_dry.operators import launches
+from hp_dry.operators.results import META, WORKSPACES, Buffer, Cost, Made, form_of, made_of
+from hp_dry.operators.values import STAND_INS, Again, StandIn, untouched
 from hp_dry.recording.recorder import DeviceRecorder
-from hp_dry.recording.tensors import tensors_in
+from hp_dry.recording.tensors import Arguments, Keywords, tensors_in
 from hp_dry.trace import Launch
 from hp_platform._internals import FakeTensor
 from hp_platform.device.rules import may_mix
@@ -67,14 +66,14 @@ class _Operator:
     is_collective: bool
     may_move: bool
     flops: Callable[..., int] | None
-    stand_in: Callable[[DeviceRecorder, Any, Any, Any], Any] | None
-    workspace: Callable[[Any, Any], list[Buffer]] | None
+    stand_in: StandIn | None
+    workspace: Callable[[Arguments, Keywords], list[Buffer]] | None
 
 
-_known: dict[Any, _Operator] = {}
+_known: dict[Operator, _Operator] = {}
 
 
-def _describe(func: Any) -> _Operator:
+def _describe(func: Operator) -> _Operator:
     schema = schema_of(func)
     written = [
         (place, argument)
@@ -115,15 +114,21 @@ class Operators(DispatchMode):
     def __init__(self, device: DeviceRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._seen: dict[Hashable, shapes.Made] = {}
+        self._seen: dict[Hashable, Made] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> object:
         if not hasattr(func, "overloadpacket"):
             return self._higher_order(func, args, kwargs or {})
         with DisableTorchFunction():
             return self._dispatch(func, args, kwargs or {})
 
-    def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _higher_order(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         """Run an operator that is given others."""
         if func.name() != "run_dtensor_rng_op":
             raise NotImplementedError(f"a dry device does not run torch's {func.name()}")
@@ -131,7 +136,7 @@ class Operators(DispatchMode):
         with self:
             return inner(*given, **kwargs)
 
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         given = tensors_in(*args, *kwargs.values())
         strange = [x for x in given if type(x) not in PLAIN]
         if is_fake_mode_active() or any(isinstance(x, FakeTensor) for x in strange):
@@ -149,10 +154,14 @@ class Operators(DispatchMode):
             return self._deferred(func, args, kwargs)
         return self._on_device(func, args, kwargs, operands=(dry, len(given)))
 
-    def _on_host(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+    def _on_host(
+        self, func: Operator, args: Arguments, kwargs: Keywords, given: list[Tensor]
+    ) -> object:
         device = self._device
         if kwargs.get("pin_memory"):
             made = func(*args, **{**kwargs, "pin_memory": False})
+            if not isinstance(made, Tensor):
+                return made
             if func.name() == "aten::empty.memory_format" and made.is_contiguous():
                 made = untouched(made)
             return device.pin(made)
@@ -171,15 +180,20 @@ class Operators(DispatchMode):
         default = default_device()
         return not given and default is not None and default.type == "meta"
 
-    def _deferred(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _deferred(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         out = self._device.run_kernel(func, args, kwargs)
         for x in tensors_in(out):
             self._device.storages.defer(x)
         return out
 
     def _on_device(
-        self, func: Any, args: Any, kwargs: Any, *, operands: tuple[list[Tensor], int]
-    ) -> Any:
+        self,
+        func: Operator,
+        args: Arguments,
+        kwargs: Keywords,
+        *,
+        operands: tuple[list[Tensor], int],
+    ) -> object:
         device, (dry, num_given) = self._device, operands
         op = _known.get(func)
         if op is None:
@@ -199,24 +213,24 @@ class Operators(DispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         repeats = op.repeats and 0 < len(dry) == num_given
-        form = shapes.form_of(func, args, kwargs) if repeats else None
+        form = form_of(func, args, kwargs) if repeats else None
         return self._run(op, func, (args, kwargs), dry=dry, form=form)
 
     def _run(
         self,
         op: _Operator,
-        func: Any,
-        given: tuple[Any, Any],
+        func: Operator,
+        given: tuple[Arguments, Keywords],
         *,
         dry: list[Tensor],
         form: Hashable,
-    ) -> Any:
+    ) -> object:
         """Run an operator for the shapes, and write down what it does."""
         device, (args, kwargs) = self._device, given
         seen = None if form is None else self._seen.get(form)
         if seen is None:
             out, cost = self._first(op, func, args, kwargs)
-            if form is not None and (again := shapes.made_of(out, dry, cost)) is not None:
+            if form is not None and (again := made_of(out, dry, cost)) is not None:
                 self._seen[form] = again
         else:
             out, cost = seen.again(), seen.cost
@@ -235,7 +249,9 @@ class Operators(DispatchMode):
             device.remember(out)
         return out
 
-    def _first(self, op: _Operator, func: Any, args: Any, kwargs: Any) -> tuple[Any, Cost]:
+    def _first(
+        self, op: _Operator, func: Operator, args: Arguments, kwargs: Keywords
+    ) -> tuple[object, Cost]:
         """Let torch work out what an operator returns, and count."""
         run = self._device.run_kernel
         out = run(func, args, kwargs)
@@ -250,7 +266,7 @@ class Operators(DispatchMode):
         self._made(op, buffers)
         return buffers
 
-    def _made(self, op: _Operator, out: Any) -> Any:
+    def _made(self, op: _Operator, out: object) -> object:
         """Take what an operator returns for memory of the device."""
         device = self._device
         for x in tensors_in(out):
@@ -259,9 +275,10 @@ class Operators(DispatchMode):
         return out
 
 
-def _written(op: _Operator, args: Any, kwargs: Any) -> list[Tensor]:
-    given = {**dict(enumerate(args)), **kwargs}
-    return tensors_in(*(given.get(place) for place in op.writes))
+def _written(op: _Operator, args: Arguments, kwargs: Keywords) -> list[Tensor]:
+    return tensors_in(
+        *(kwargs.get(x) if isinstance(x, str) else args[x : x + 1] for x in op.writes)
+    )
 
 
 def _launch(
@@ -305,7 +322,9 @@ def _launch(
     )
 
 
-def _all_on_device(device: DeviceRecorder, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _all_on_device(
+    device: DeviceRecorder, name: str, args: Arguments, kwargs: Keywords
+) -> tuple[Arguments, Keywords]:
     """Note that operands are on two devices, and go on as if they were on one."""
     given = tensors_in(*args, *kwargs.values())
     on_host = [x for x in given if not is_meta(x)]
@@ -315,5 +334,5 @@ def _all_on_device(device: DeviceRecorder, name: str, args: Any, kwargs: Any) ->
     def moved(x: Tensor) -> Tensor:
         return x if is_meta(x) else torch.empty_like(x, device=META)
 
-    on_device: tuple[Any, Any] = tree_map_only(Tensor, moved, (args, kwargs))
+    on_device: tuple[Arguments, Keywords] = tree_map_only(Tensor, moved, (args, kwargs))
     return on_device

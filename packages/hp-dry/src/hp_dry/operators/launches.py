@@ -9,9 +9,9 @@ cuDNN) count as their usual choice. An operator that is not listed counts as 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from hp_dry.operators.shapes import MASKS
-from hp_dry.operators.workspaces import cast_input
-from hp_dry.recording.tensors import tensors_in
+from hp_dry._internals import Operator
+from hp_dry.operators.results import MASKS, cast_input
+from hp_dry.recording.tensors import Arguments, Keywords, tensors_in
 
-Rule = Callable[[Sequence[Any], Mapping[str, Any]], int]
+Rule: TypeAlias = Callable[[Arguments, Keywords], int]
+"""Counts kernels from the arguments of an operator."""
 
 _INT32: Final = 2**31
 _CHUNK: Final = 65_536
@@ -66,9 +67,9 @@ GATHERS: Final = frozenset(("aten::embedding", "aten::gather", "aten::index", "a
 
 
 def num_kernels(
-    func: Any,  # torch._ops.OpOverload
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    func: Operator,
+    args: Arguments,
+    kwargs: Keywords | None = None,
 ) -> int:
     """Count the kernels, copies and fills that CUDA is given for an operator.
 
@@ -81,12 +82,13 @@ def num_kernels(
         0 for views, allocations and operators whose tensors are all empty.
     """
     rule = _rule(func)
-    if rule == 0 or _all_empty(args):
+    tensors = tensors_in(*args)
+    if rule == 0 or (tensors and not any(tensor.numel() for tensor in tensors)):
         return 0
     return rule if isinstance(rule, int) else rule(args, kwargs or {})
 
 
-def is_silent(func: Any) -> bool:
+def is_silent(func: Operator) -> bool:
     """Tell whether CUDA launches nothing for an operator, whatever it is given."""
     return _rule(func) == 0
 
@@ -94,7 +96,7 @@ def is_silent(func: Any) -> bool:
 _IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # which torch counts as no operations
 
 
-def flops_of(func: Any) -> Callable[..., int] | None:
+def flops_of(func: Operator) -> Callable[..., int] | None:
     """Return the function that counts the flops of an operator in torch's flop counter, or None."""
     if func.name() == "aten::_grouped_mm":  # torch counts none
         return _grouped_flops
@@ -106,7 +108,7 @@ def flops_of(func: Any) -> Callable[..., int] | None:
         return counted
     first = 1 if "backward" in func.name() else 0  # of query, key and value
 
-    def count(*args: Any, **kwargs: Any) -> int:
+    def count(*args: Any, **kwargs: object) -> int:
         q, k, v = args[first : first + 3]
         if k.shape[1] != q.shape[1]:  # torch 2.11 counts none for heads that are shared
             k, v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
@@ -115,7 +117,7 @@ def flops_of(func: Any) -> Callable[..., int] | None:
     return count
 
 
-def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+def _grouped_flops(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
     """Of products in groups: rows [R, D] by [E, D, F], or [D, R] by [R, F] in E runs of R."""
     return 2 * a.numel() * b.shape[-1]
 
@@ -124,7 +126,7 @@ _OF_SEGMENTS: Final = ("aten::_flash_attention_", "torch_attn::_varlen_attn")
 """Beginnings of names of operators that are given where segments begin."""
 
 
-def _flops_of_segments(*args: Any, **_: Any) -> int:
+def _flops_of_segments(*args: Any, **_: object) -> int:
     """Count as if every query met as many keys as the longest segment has.
 
     How long the others are is on the device. torch counts as many queries of each segment, too.
@@ -145,7 +147,7 @@ def _flops_of_segments(*args: Any, **_: Any) -> int:
 
 
 @cache
-def _rule(func: Any) -> int | Rule:
+def _rule(func: Operator) -> int | Rule:
     full = str(func)
     name = full.rpartition(".")[0]
     if (known := _TABLE.get(full, _TABLE.get(name))) is not None:
@@ -157,12 +159,7 @@ def _rule(func: Any) -> int | Rule:
     return _elements if torch.Tag.pointwise in func.tags else 1
 
 
-def _all_empty(args: Sequence[Any]) -> bool:
-    tensors = tensors_in(*args)
-    return bool(tensors) and not any(tensor.numel() for tensor in tensors)
-
-
-def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -> Any:
+def _given(args: Arguments, kwargs: Keywords, at: int, name: str) -> Any:
     """Return an argument by place or name; None if it was left out."""
     return args[at] if len(args) > at else kwargs.get(name)
 
@@ -170,13 +167,13 @@ def _given(args: Sequence[Any], kwargs: Mapping[str, Any], at: int, name: str) -
 # TensorIterator halves an operand until 32 bits address it: Loops.cuh, Reduce.cuh.
 
 
-def _elements(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+def _elements(args: Arguments, _kwargs: Keywords) -> int:
     """One kernel, or as many as make every operand at most 2 GiB."""
     largest = max((each.numel() * each.element_size() for each in tensors_in(*args)), default=0)
     return 1 << max(math.ceil(largest / _INT32) - 1, 0).bit_length()
 
 
-def _copied_first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _copied_first(args: Arguments, kwargs: Keywords) -> int:
     """A copy of the first operand, then the operator in place."""
     return 2 * _elements(args, kwargs)
 
@@ -184,7 +181,7 @@ def _copied_first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 # Reduce.cuh, setReduceConfig: several blocks for one output need their semaphores zeroed first.
 
 
-def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _reduction(args: Arguments, kwargs: Keywords) -> int:
     operand = tensors_in(*args)[0]
     dims = _given(args, kwargs, 1, "dim")
     if isinstance(dims, int) and not isinstance(dims, bool):
@@ -199,7 +196,7 @@ def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return _elements(args, kwargs) + split
 
 
-def _cast_reduction(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _cast_reduction(args: Arguments, kwargs: Keywords) -> int:
     return _reduction(args, kwargs) + len(cast_input(args, kwargs))
 
 
@@ -227,7 +224,7 @@ def _foreach_rule(full: str) -> Rule:
     name, _, overload = full.removeprefix("aten._foreach_").rpartition(".")
     scalars = overload.startswith("ScalarList")
 
-    def rule(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+    def rule(args: Arguments, _kwargs: Keywords) -> int:
         lists = [each for each in args if isinstance(each, (list, tuple)) and tensors_in(each)]
         depth = len(lists) + (not name.endswith("_"))
         return _multi_tensor(lists[0], depth, scalars=scalars)
@@ -235,26 +232,26 @@ def _foreach_rule(full: str) -> Rule:
     return rule
 
 
-def _foreach_norm(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+def _foreach_norm(args: Arguments, _kwargs: Keywords) -> int:
     """Partial norms are zeroed, filled, and added per tensor (ForeachReduceOp.cu)."""
     return 1 + _multi_tensor(args[0], 1) + -(-len(args[0]) // _NORMS)
 
 
-def _foreach_copy(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+def _foreach_copy(args: Arguments, _kwargs: Keywords) -> int:
     """Return one launch for tensors of one dtype each way, a copy each between layouts."""
     alike = {(a.dtype, b.dtype) for a, b in zip(args[0], args[1], strict=False)}
     same = all(a.stride() == b.stride() for a, b in zip(args[0], args[1], strict=False))
     return _multi_tensor(args[0], 2) if same and len(alike) == 1 else len(args[0])
 
 
-def _fused_adam(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _fused_adam(args: Arguments, kwargs: Keywords) -> int:
     return _multi_tensor(args[0], 5 if _given(args, kwargs, 4, "max_exp_avg_sqs") else 4)
 
 
 # Shape.cu: so many inputs per launch, half as many where one is strided.
 
 
-def _cat(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+def _cat(args: Arguments, _kwargs: Keywords) -> int:
     parts = [each for each in args[0] if each.numel()]
     if not parts:
         return 0
@@ -278,7 +275,7 @@ def _bits(largest: int) -> int:
 # Sort.cpp, Sort.cu, SortStable.cu: short rows are copied with their indices and sorted in place.
 
 
-def _sort(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _sort(args: Arguments, kwargs: Keywords) -> int:
     keys: Tensor = args[0]
     if keys.dim() == 0:
         return 2
@@ -295,12 +292,12 @@ def _sort(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return 1 + -(-bits // 8)
 
 
-def _topk(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _topk(args: Arguments, kwargs: Keywords) -> int:
     """Finding them (TensorTopK.cu), then sorting them."""
     return 2 if args[1] > 1 and _given(args, kwargs, 4, "sorted") is not False else 1
 
 
-def _scan(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+def _scan(args: Arguments, _kwargs: Keywords) -> int:
     """ScanUtils.cuh: CUB's over one row (it prepares its tiles first), torch's over several."""
     values: Tensor = args[0]
     return 2 if values.dim() == 0 or values.numel() == values.shape[args[1]] else 1
@@ -309,12 +306,12 @@ def _scan(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
 # Indexing.cu.
 
 
-def _index(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+def _index(args: Arguments, _kwargs: Keywords) -> int:
     """Count the kernels of an index, of which masks are made lists of places first."""
     return 1 + _NONZERO * sum(each is not None and each.dtype in MASKS for each in args[1])
 
 
-def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _index_put(args: Arguments, kwargs: Keywords) -> int:
     written = _index(args, kwargs)
     if not _given(args, kwargs, 3, "accumulate"):
         return written
@@ -329,7 +326,7 @@ def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 # Embedding.cu, EmbeddingBackwardKernel.cu: atomic additions up to 3072 tokens, sorted ones above.
 
 
-def _embedding_backward(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+def _embedding_backward(args: Arguments, _kwargs: Keywords) -> int:
     num_tokens, num_rows = args[1].numel(), args[2]
     small = num_tokens <= _EMBEDDING_ATOMIC
     return 2 if small else 1 + _radix_sort(num_tokens, _bits(num_rows)) + 9
@@ -343,7 +340,7 @@ def _flash_backward(heads: int) -> Rule:
     return lambda args, _: 3 if args[1].shape[heads] == args[2].shape[heads] else 5
 
 
-def _two_sums(args: Sequence[Any], _kwargs: Mapping[str, Any]) -> int:
+def _two_sums(args: Arguments, _kwargs: Keywords) -> int:
     """layer_norm_kernel.cu: the input, then weight and bias, in parts where there are many rows."""
     return 2 if args[1].numel() // max(math.prod(args[2]), 1) <= 64 * 1024 else 4
 

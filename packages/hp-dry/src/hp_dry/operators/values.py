@@ -11,16 +11,19 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from hp_dry._internals import is_meta
-from hp_dry.operators.shapes import MASKS
+from hp_dry._internals import Operator, is_meta
+from hp_dry.operators.results import MASKS
 from hp_dry.recording.recorder import DeviceRecorder
+from hp_dry.recording.tensors import Arguments, Keywords
 from hp_dry.trace import HostWait, Launch
 
+StandIn: TypeAlias = Callable[[DeviceRecorder, Operator, Arguments, Keywords], object]
+"""Function that stands for an operator."""
 _LARGE = 2**20
 """Bytes of pinned memory from which on what a device writes into it is not written."""
 
@@ -29,7 +32,7 @@ _LARGE = 2**20
 class Again:
     """The operator is as any other, of these arguments."""
 
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
 
 
 def wait(device: DeviceRecorder, what: str, num_bytes: int = 0) -> None:
@@ -69,14 +72,11 @@ def copy_between(
     wait(device, what, num_bytes)
 
 
-def _to_copy(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
+def _to_copy(device: DeviceRecorder, _: Operator, args: Arguments, kwargs: Keywords) -> object:
     x, target, dtype = args[0], kwargs.get("device"), kwargs.get("dtype")
     non_blocking = bool(kwargs.get("non_blocking"))
     if not is_meta(x):
-        y = torch.empty_like(x, device="meta", dtype=dtype)
-        device.see(y, "copy to device")
-        copy_between(device, x, y, to_host=False, non_blocking=non_blocking)
-        return y
+        return _to_device(device, x, dtype=dtype, non_blocking=non_blocking)
     if target is None or target.type != "cpu":
         return NotImplemented
     # It has the layout that the copy would have, and its memory is not touched.
@@ -88,7 +88,20 @@ def _to_copy(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
     return host
 
 
-def _copy_(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
+def _to_device(
+    device: DeviceRecorder,
+    host: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+) -> Tensor:
+    y = torch.empty_like(host, device="meta", dtype=dtype)
+    device.see(y, "copy to device")
+    copy_between(device, host, y, to_host=False, non_blocking=non_blocking)
+    return y
+
+
+def _copy_(device: DeviceRecorder, _: Operator, args: Arguments, kwargs: Keywords) -> object:
     target, source = args[:2]
     if is_meta(target) and is_meta(source):
         return NotImplemented
@@ -118,7 +131,9 @@ def untouched(x: Tensor) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=x.dtype).view(x.shape)
 
 
-def _foreach_copy_(device: DeviceRecorder, func: Any, args: Any, kwargs: Any) -> Any:
+def _foreach_copy_(
+    device: DeviceRecorder, func: Operator, args: Arguments, kwargs: Keywords
+) -> object:
     pairs = list(zip(args[0], args[1], strict=True))
     if all(is_meta(target) and is_meta(source) for target, source in pairs):
         return NotImplemented
@@ -128,28 +143,28 @@ def _foreach_copy_(device: DeviceRecorder, func: Any, args: Any, kwargs: Any) ->
     return args[0]
 
 
-def _item(device: DeviceRecorder, _: Any, args: Any, __: Any) -> Any:
+def _item(device: DeviceRecorder, _: Operator, args: Arguments, __: Keywords) -> object:
     x = args[0]
     wait(device, "aten._local_scalar_dense", x.element_size())
     return torch.zeros((), dtype=x.dtype).item()
 
 
-def _equal(device: DeviceRecorder, *_: Any) -> Any:
+def _equal(device: DeviceRecorder, *_: object) -> bool:
     wait(device, "aten.equal", 1)
     return False
 
 
-def _nonzero(device: DeviceRecorder, _: Any, args: Any, __: Any) -> Any:
+def _nonzero(device: DeviceRecorder, _: Operator, args: Arguments, __: Keywords) -> object:
     wait(device, "aten.nonzero", 8)
     return torch.empty(0, args[0].dim(), dtype=torch.int64, device="meta")
 
 
-def _masked_select(device: DeviceRecorder, _: Any, args: Any, __: Any) -> Any:
+def _masked_select(device: DeviceRecorder, _: Operator, args: Arguments, __: Keywords) -> object:
     wait(device, "aten.masked_select", 8)
     return torch.empty(0, dtype=args[0].dtype, device="meta")
 
 
-def _unique(device: DeviceRecorder, func: Any, args: Any, __: Any) -> Any:
+def _unique(device: DeviceRecorder, func: Operator, args: Arguments, __: Keywords) -> object:
     wait(device, str(func).removesuffix(".default"), 8)
     x = args[0]
     values = torch.empty(0, dtype=x.dtype, device="meta")
@@ -157,14 +172,16 @@ def _unique(device: DeviceRecorder, func: Any, args: Any, __: Any) -> Any:
     return values, inverse, torch.empty(0, dtype=torch.int64, device="meta")
 
 
-def _repeat_interleave(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
+def _repeat_interleave(
+    device: DeviceRecorder, _: Operator, args: Arguments, kwargs: Keywords
+) -> object:
     num_rows = kwargs.get("output_size")
     if num_rows is None:
         wait(device, "aten.repeat_interleave", 8)
     return torch.empty(num_rows or 0, dtype=args[0].dtype, device="meta")
 
 
-def _bincount(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
+def _bincount(device: DeviceRecorder, _: Operator, args: Arguments, kwargs: Keywords) -> object:
     wait(device, "aten.bincount", 8)
     weights = args[1] if len(args) > 1 else kwargs.get("weights")
     num = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
@@ -172,7 +189,7 @@ def _bincount(device: DeviceRecorder, _: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty(num, dtype=dtype, device="meta")
 
 
-def _index(device: DeviceRecorder, func: Any, args: Any, _: Any) -> Any:
+def _index(device: DeviceRecorder, func: Operator, args: Arguments, _: Keywords) -> object:
     x, indices = args[:2]
     if not is_meta(x):
         return NotImplemented  # a fault: the index of a tensor on the host is on the device
@@ -185,13 +202,13 @@ def _index(device: DeviceRecorder, func: Any, args: Any, _: Any) -> Any:
     fills = len(args) > 2 and args[2].numel() == 1 and len(indices) == 1
     if fills and is_meta(indices[0]):  # CUDA fills where the mask says, and reads no number
         return NotImplemented
-    found: list[Any] = []
+    found: list[Tensor | None] = []
     for i in indices:
         if i is None:
             found.append(i)
         elif not is_meta(i):
             places = i.nonzero().unbind(1) if i.dtype in MASKS else (i,)
-            found += [_to_copy(device, None, (place,), {}) for place in places]
+            found += [_to_device(device, place) for place in places]
         elif device.block_of(i) < 0:  # a list of numbers, which torch has made a tensor of
             device.see(i, "copy to device")
             host = torch.empty_like(i, device="cpu")
@@ -208,7 +225,7 @@ def _index(device: DeviceRecorder, func: Any, args: Any, _: Any) -> Any:
     return Again((x, found, *values))
 
 
-STAND_INS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+STAND_INS: dict[str, StandIn] = {
     "aten::_to_copy": _to_copy,
     "aten::copy_": _copy_,
     "aten::_foreach_copy_": _foreach_copy_,

@@ -10,7 +10,7 @@ one rank of every colour, for worlds of any size, and nothing is lost by it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hp_dry.cluster import Classes
@@ -122,28 +122,32 @@ class Symmetry:
     def _refined(self) -> list[int]:
         colours = list(self.classes.representative)
         while True:
-            sets: dict[tuple[int, ...], frozenset[int]] = {}
-
-            def seen(
-                rank: int,
-                meeting: Meeting,
-                *,
-                known: list[int] = colours,
-                sets: dict[tuple[int, ...], frozenset[int]] = sets,
-            ) -> object:
-                if meeting.distance:
-                    steps = meeting.distance if meeting.is_send else -meeting.distance
-                    return known[self.at_distance(meeting.family, rank, steps)]
-                ranks = self.ranks(meeting.family, rank)
-                if ranks not in sets:
-                    sets[ranks] = frozenset(known[other] for other in ranks)
-                return sets[ranks]
-
             numbers: dict[object, int] = {}
+            sets: dict[tuple[int, ...], frozenset[int]] = {}
             refined = []
-            for rank, speaks in enumerate(self.classes.representative):
-                key = (colours[rank], tuple(seen(rank, each) for each in self._meetings[speaks]))
+            for rank, colour in enumerate(colours):
+                key = (colour, *self._met(rank, colours, sets))
                 refined.append(numbers.setdefault(key, len(numbers)))
             if len(numbers) == len(set(colours)):
                 return refined
             colours = refined
+
+    def _met(
+        self, rank: int, colours: Sequence[int], sets: dict[tuple[int, ...], frozenset[int]]
+    ) -> Iterator[object]:
+        """Yield the colour, or the set of colours, that a rank meets in each of its meetings.
+
+        Args:
+            rank: Global rank.
+            colours: Colour of each rank, by global rank.
+            sets: Set of the colours of each group, which grows.
+        """
+        for meeting in self._meetings[self.classes.representative[rank]]:
+            if meeting.distance:
+                steps = meeting.distance if meeting.is_send else -meeting.distance
+                yield colours[self.at_distance(meeting.family, rank, steps)]
+                continue
+            ranks = self.ranks(meeting.family, rank)
+            if ranks not in sets:
+                sets[ranks] = frozenset(colours[other] for other in ranks)
+            yield sets[ranks]

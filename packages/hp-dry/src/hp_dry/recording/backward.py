@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from torch import Tensor
 
 from hp_dry._internals import current_node, sequence_number
 
 _KEY = "hp_dry"
+_metadata = attrgetter("metadata")  # torch declares a method
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,12 @@ class Backward:
         if self._node is None:
             self._home = stream
         self._node = key
-        self.origin = None if node is None else node.metadata.get(_KEY)
+        self.origin = None if node is None else _metadata(node).get(_KEY)
         return self._home if self.origin is None else self.origin.stream
 
     @staticmethod
     def _tag_nodes(made: list[weakref.ref[Tensor]], origin: Origin) -> None:
         for each in made:
             x = each()
-            node: Any = None if x is None else x.grad_fn
-            if node is not None:
-                node.metadata.setdefault(_KEY, origin)
+            if x is not None and x.grad_fn is not None:
+                _metadata(x.grad_fn).setdefault(_KEY, origin)

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, cycle
-from typing import Any
+from typing import TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from hp_dry._internals import is_meta
+from hp_dry._internals import Operator, is_meta
 from hp_dry.cluster import Gpu
 from hp_dry.recording import sites
 from hp_dry.recording.backward import Backward, Origin
-from hp_dry.recording.tensors import Buffers, Storages, shapes_of, tensors_in
+from hp_dry.recording.tensors import Arguments, Buffers, Keywords, Storages, shapes_of, tensors_in
 from hp_dry.trace import (
     Collective,
     Event,
@@ -32,6 +32,8 @@ from hp_dry.trace import (
 )
 from hp_platform.threads.places import current_place
 
+T = TypeVar("T")
+OnCollective: TypeAlias = Callable[[Operator, Arguments, Keywords], object]
 _GROUP_STREAMS = 1000
 _POOL = 32
 """Streams of one priority that torch hands out before it begins again."""
@@ -43,14 +45,14 @@ _active: list[DeviceRecorder] = []
 class _Thread(threading.local):
     """State that a thread of the host has of its own."""
 
-    number = -1
     stream = 0  # current one
     index = 0  # of the current device
     in_kernel = 0  # torch's own kernels in Python see `meta`
     asked_meta = False
     at: tuple[str, str, int] | None = None  # while an operator is written down
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.number = next(numbers)
         self.backward = Backward()
 
 
@@ -81,11 +83,11 @@ class DeviceRecorder:
         self.trace = Trace(rank, world_size)
         self.gpu = gpu
         self.local_rank, self.index = local_rank, 0
-        self.thread = _Thread()
+        self.thread = _Thread(count())
         self.buffers = Buffers()
         self.storages = Storages(self.emit)
-        self.on_collective: Callable[[Any, Any, Any], Any] = self._without_others
-        self._threads, self._events, self._works = count(), count(1), count(1)
+        self.on_collective: OnCollective = self._without_others
+        self._events, self._works = count(1), count(1)
         self._pools = cycle(range(1, 1 + _POOL)), cycle(range(1 + _POOL, 1 + 2 * _POOL))
         self._group_streams: dict[str, int] = {}
 
@@ -124,7 +126,7 @@ class DeviceRecorder:
         """Find the block of a tensor on the device, made now by `what` if it is not known."""
         return self.storages.see(x, what, self.thread.stream)
 
-    def run_kernel(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_kernel(self, func: Callable[..., T], args: Arguments, kwargs: Keywords) -> T:
         """Call an operator as torch's own code in Python expects it: tensors say `meta` inside."""
         thread = self.thread
         thread.in_kernel += 1
@@ -189,12 +191,6 @@ class DeviceRecorder:
         """Tell whether a tensor is on the host, in pinned memory."""
         return not is_meta(x) and x.untyped_storage() in _pinned
 
-    def thread_number(self) -> int:
-        """Return the number of this thread of the host."""
-        if self.thread.number < 0:
-            self.thread.number = next(self._threads)
-        return self.thread.number
-
     def note_kernel(
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], variant: str
     ) -> None:
@@ -224,7 +220,7 @@ class DeviceRecorder:
             self.emit(WaitEvent(event=event, stream=stream))
             self.thread.stream = stream
 
-    def remember(self, out: Any) -> None:
+    def remember(self, out: object) -> None:
         """Keep where an operator was run, for the one that computes its gradient."""
         if made := tensors_in(out):
             at, place, _ = self.where()
@@ -239,7 +235,7 @@ class DeviceRecorder:
         if by_engine and origin is not None:
             at = f"{origin.at} < {at}"
             place = sites.backward_place(place, origin.place)
-        return at, place, self.thread_number()
+        return at, place, self.thread.number
 
     @contextmanager
     def at_one_place(self) -> Iterator[None]:
@@ -250,11 +246,6 @@ class DeviceRecorder:
         finally:
             self.thread.at = None
 
-    def check_generator(self, generator: torch.Generator, made: Tensor) -> None:
-        """Find a generator of another device than the numbers that it draws."""
-        if made.device.type != generator.device.type:
-            self.fault(f"a generator of {generator.device} draws numbers on {made.device}")
-
     @contextmanager
     def asked_for_meta(self) -> Iterator[None]:
         """Let what is made inside be deferred: tensors of `meta`, which have no memory."""
@@ -264,7 +255,7 @@ class DeviceRecorder:
         finally:
             self.thread.asked_meta = before
 
-    def _without_others(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _without_others(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         """Run torch's own kernels for `meta`, until a world is there.
 
         The operation is written down; it changes nothing, since no other rank is there.

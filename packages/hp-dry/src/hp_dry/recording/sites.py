@@ -8,9 +8,9 @@ import multiprocessing
 import sys
 import threading
 from functools import cache, lru_cache
+from itertools import starmap
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 import typing_extensions
@@ -33,9 +33,6 @@ _PLUMBING = (
 )
 _INSIDE, _OUTSIDE, _ENGINE = range(3)
 
-_kinds: dict[CodeType, int] = {}
-_joined: dict[tuple[Any, ...], str] = {}
-
 
 def here() -> tuple[str, bool]:
     """Find the innermost line of this thread outside torch, and its callers', joined by `" < "`.
@@ -45,25 +42,19 @@ def here() -> tuple[str, bool]:
         computes a gradient by its own operators.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # of this thread
-    found: list[Any] = []
+    found: list[tuple[CodeType, int]] = []
     by_engine = False
     while frame is not None:
         code = frame.f_code
-        kind = _kinds.get(code)
-        if kind is None:
-            kind = _kinds[code] = _kind_of(code)
+        kind = _kind_of(code)
         if kind == _OUTSIDE:
-            found += (code, frame.f_lasti)
-            if len(found) == 2 * _NUM_LINES:
+            found.append((code, frame.f_lasti))
+            if len(found) == _NUM_LINES:
                 break
         elif kind == _ENGINE and not found:
             by_engine = True
         frame = frame.f_back
-    key = tuple(found)
-    line = _joined.get(key)
-    if line is None:
-        line = _joined[key] = " < ".join(map(_line, key[::2], key[1::2])) or "torch"
-    return line, by_engine
+    return _joined(tuple(found)), by_engine
 
 
 @lru_cache(maxsize=65_536)
@@ -77,10 +68,16 @@ def backward_place(place: str, origin: str) -> str:
     return ", ".join((*words, *origin.split(", ")[len(words) :], "backward")) if origin else place
 
 
+@cache
 def _kind_of(code: CodeType) -> int:
     if code.co_name == "_engine_run_backward":
         return _ENGINE
     return _INSIDE if code.co_filename.startswith(_PLUMBING) else _OUTSIDE
+
+
+@cache
+def _joined(lines: tuple[tuple[CodeType, int], ...]) -> str:
+    return " < ".join(starmap(_line, lines)) or "torch"
 
 
 def _line(code: CodeType, instruction: int) -> str:

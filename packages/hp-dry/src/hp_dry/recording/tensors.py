@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,11 +13,15 @@ from torch import Tensor
 from hp_dry._internals import storage_key
 from hp_dry.trace import Allocate, Event, Release, Shapes
 
+Arguments: TypeAlias = Sequence[Any]
+"""Positional arguments of an operator: tensors, numbers and lists, as its schema has them."""
+Keywords: TypeAlias = Mapping[str, Any]
+"""Keyword arguments of an operator."""
 _ADDRESSES = 1 << 40
 """Bytes between the addresses that two blocks pretend to have."""
 
 
-def tensors_in(*values: Any) -> list[Tensor]:
+def tensors_in(*values: object) -> list[Tensor]:
     """The tensors among values, and in lists and tuples that are among them, in their order."""
     found: list[Tensor] = []
     for x in values:
@@ -148,9 +152,8 @@ class Storages:
             self.live_bytes -= block.num_bytes
             self._emit(Release(block=block.number, resized=resized))
 
-    def _gone(self, block: weakref.ref[Any]) -> None:
-        assert isinstance(block, Block)
-        if self._blocks.pop(block.key, None) is not None:
+    def _gone(self, block: weakref.ref[torch.UntypedStorage]) -> None:
+        if isinstance(block, Block) and self._blocks.pop(block.key, None) is not None:
             self._release(block)
 
 

@@ -1,7 +1,5 @@
 """Report that one rank of a dry run hands to the process that started it. No torch."""
 
-from typing import Any
-
 import msgspec
 
 from hp_dry.memory.allocator import replay
@@ -43,7 +41,7 @@ def report_of(
     from_one_thread: bool = True,
     expandable_segments: bool = False,
     gathered: str = "",
-) -> Any:
+) -> object:
     """Look at what a rank did, and return a `RankReport` as plain values.
 
     Args:

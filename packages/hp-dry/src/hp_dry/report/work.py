@@ -59,17 +59,14 @@ class Rates(Protocol):
     @property
     def flops(self) -> float:
         """Return operations per second of matrix products."""
-        ...
 
     @property
     def memory_bandwidth(self) -> float:
         """Return bytes per second of a device's memory."""
-        ...
 
     @property
     def launch_seconds(self) -> float:
         """Return the seconds in which a host launches a kernel."""
-        ...
 
 
 class GpuRates(NamedTuple):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from hp_dry._internals import (
+    PluginOptions,
     backend_methods,
     backend_plugins,
     change,
@@ -21,23 +22,23 @@ from hp_dry._internals import (
     torch_functions,
 )
 from hp_dry.world.groups import Groups
-from hp_platform._internals import PrefixStore
+from hp_platform._internals import PrefixStore, Store
 
 
-class Options:
+class BackendOptions:
     """Options of a back end, as far as torch and this package look at them."""
 
-    def __init__(self, *, is_high_priority_stream: bool = False, **_: Any) -> None:
+    def __init__(self, *, is_high_priority_stream: bool = False, **_: object) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self._timeout = timedelta(minutes=10)
-        self._devices: list[Any] = []
+        self._devices: list[object] = []
         self.global_ranks_in_group: list[int] = []
         self.group_name = ""
-        self.config: Any = None
+        self.config: object = None
 
-    def __deepcopy__(self, _: Any) -> Options:
+    def __deepcopy__(self, _: object) -> BackendOptions:
         """Copy what a group that is split off takes from the one that it comes from."""
-        made = Options(is_high_priority_stream=self.is_high_priority_stream)
+        made = BackendOptions(is_high_priority_stream=self.is_high_priority_stream)
         made._timeout = self._timeout
         return made
 
@@ -49,7 +50,7 @@ class DryBackend:
     itself, such as proofs that nobody else has connected to its sockets, has no object here.
     """
 
-    Options: ClassVar[Any] = Options
+    Options: ClassVar[type[BackendOptions]] = BackendOptions
     kind: ClassVar[str] = ""
     supports_splitting = False
     supports_coalescing = False
@@ -58,18 +59,24 @@ class DryBackend:
     supports_shrinking = False
 
     def __init__(  # as torch calls it
-        self, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None, **_: Any
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        options: BackendOptions | None = None,
+        timeout: timedelta | None = None,
+        **_: object,
     ) -> None:
-        self.options = options or Options()
+        self.options = options or BackendOptions()
         if timeout is not None:
             self.options._timeout = timeout  # noqa: SLF001 # named as in torch
         self._store, self._rank, self._size = store, rank, size
         self.placeholder = placeholder(rank, size)
 
     @classmethod
-    def of_plugin(cls, given: Any, options: Any) -> Self:
+    def of_plugin(cls, given: PluginOptions, options: object) -> Self:
         """Make one of what torch gives its plugins."""
-        own = options if isinstance(options, Options) else None
+        own = options if isinstance(options, BackendOptions) else None
         return cls(given.store, given.group_rank, given.group_size, own, given.timeout)
 
     def name(self) -> str:
@@ -109,7 +116,7 @@ class ProcessGroupNCCL(DryBackend):
     supports_splitting = True
     supports_coalescing = True
 
-    def eager_connect_single_device(self, _: Any) -> None:
+    def eager_connect_single_device(self, _: object) -> None:
         """Connect now; the world knows that it is so from the device of the group."""
 
 
@@ -124,7 +131,7 @@ def enter_stand_ins(
     stack: ExitStack,
     groups: Groups,
     start_batch: Callable[[], None],
-    end_batch: Callable[[], Any],
+    end_batch: Callable[[], Work],
 ) -> None:
     """Let torch make groups of a world until `stack` is closed.
 
@@ -137,13 +144,15 @@ def enter_stand_ins(
     made: dict[int, DryBackend] = {}
     plain_register, plain_backend = backend_methods()
 
-    def register(group: ProcessGroup, device: Any, kind: Any, backend: Any = None) -> None:
+    def register(
+        group: ProcessGroup, device: torch.device, kind: object, backend: object = None
+    ) -> None:
         if isinstance(backend, DryBackend):
             made[id(backend.placeholder)] = backend
             backend = backend.placeholder
         plain_register(group, device, kind, backend)
 
-    def get_backend(group: ProcessGroup, device: Any) -> Any:
+    def get_backend(group: ProcessGroup, device: torch.device) -> object:
         found = plain_backend(group, torch.device(device))
         return made.get(id(found), found)
 
@@ -161,7 +170,7 @@ def enter_stand_ins(
         abort=abort,
         supports_coalescing=True,
     )
-    functions: dict[str, Any] = {
+    functions: dict[str, object] = {
         "ProcessGroupNCCL": ProcessGroupNCCL,
         "ProcessGroupGloo": ProcessGroupGloo,
         "is_nccl_available": lambda: True,
@@ -178,11 +187,11 @@ def enter_stand_ins(
 def _split_group(  # noqa: PLR0917 # as torch calls it
     parent: ProcessGroup,
     ranks: list[int],
-    timeout: Any = None,
-    opts: Any = None,
+    timeout: timedelta | None = None,
+    opts: BackendOptions | None = None,
     group_name: str = "",
     group_desc: str | None = None,
-    **_: Any,
+    **_: object,
 ) -> ProcessGroup | None:
     """`ProcessGroup.split_group`, which C++ has for back ends of its own."""
     if parent.rank() not in ranks:
@@ -195,35 +204,39 @@ def _split_group(  # noqa: PLR0917 # as torch calls it
     return group
 
 
-def _noting_groups(groups: Groups) -> dict[str, Any]:
+def _noting_groups(groups: Groups) -> dict[str, Callable[..., object]]:
     """Return the functions of torch that make groups, which note every one."""
     make, tagged, split, destroy = group_functions()
 
-    def make_tagged(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def make_tagged(ranks: Sequence[int] | None = None, *args: object, **kwargs: object) -> object:
         # Members alone make it; the others of hp_platform's calls are asked all the same.
         groups.makes_alone = bool(kwargs.get("use_local_synchronization"))
         try:
             if groups.makes_alone and ranks is not None and groups.rank not in ranks:
-                groups.note_group(kwargs.get("group_desc") or "undefined", sorted(ranks))
+                groups.note_group(_purpose(kwargs), sorted(ranks))
             return tagged(ranks, *args, **kwargs)
         finally:
             groups.makes_alone = False
 
-    def make_group(size: int, rank: int, ranks: list[int], *args: Any, **kwargs: Any) -> Any:
-        purpose = kwargs.get("group_desc") or "undefined"
+    def make_group(
+        size: int, rank: int, ranks: list[int], *args: object, **kwargs: object
+    ) -> object:
         known = list(ranks) or list(range(size))
-        name = groups.note_group(purpose, known, is_first=not ranks)
+        name = groups.note_group(_purpose(kwargs), known, is_first=not ranks)
         found = make(size, rank, ranks, *args, **kwargs)
         if isinstance(found[0], ProcessGroup):
             groups.note_member(found[0], *name, known)
         return found
 
     def split_group(
-        parent_pg: ProcessGroup | None = None, split_ranks: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+        parent_pg: ProcessGroup | None = None,
+        split_ranks: Sequence[Sequence[int]] | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         parent = parent_pg or torch.distributed.group.WORLD
         assert parent is not None
-        lists = groups.split_lists(parent, split_ranks or [], kwargs.get("group_desc"))
+        lists = groups.split_lists(parent, split_ranks or [], _purpose(kwargs, ""))
         group = split(parent_pg, split_ranks, *args, **kwargs)
         if isinstance(group, ProcessGroup):  # not None, nor what torch 2.14 gives ranks outside
             groups.note_split(group, lists)
@@ -240,3 +253,8 @@ def _noting_groups(groups: Groups) -> dict[str, Any]:
         "split_group": split_group,
         "destroy_process_group": destroy_group,
     }
+
+
+def _purpose(kwargs: Mapping[str, object], otherwise: str = "undefined") -> str:
+    """Return the description of a group that torch's functions are given."""
+    return str(kwargs.get("group_desc") or otherwise)

@@ -6,16 +6,17 @@ Functional ones give new results, that are waited for by tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hp_dry._internals import (
+    Operator,
     reduction_of,
     schema_of,
 )
-from hp_dry.recording.tensors import tensors_in
+from hp_dry.recording.tensors import Arguments, Keywords, tensors_in
 from hp_dry.world.exchange import Operation
 
 
@@ -60,7 +61,7 @@ _READINGS = {
 }
 
 
-Asked = tuple[list[Operation], Any]
+Asked: TypeAlias = tuple[list[Operation], object]
 """What is to be done, and what the operator returns."""
 
 _FUNCTIONAL = {
@@ -72,7 +73,7 @@ _FUNCTIONAL = {
 }
 
 
-def operations_of(name: str, given: dict[str, Any]) -> list[Operation]:
+def operations_of(name: str, given: Keywords) -> list[Operation]:
     """List what an operator asks for; more than one if they are started as one.
 
     Args:
@@ -94,7 +95,7 @@ def operations_of(name: str, given: dict[str, Any]) -> list[Operation]:
 
 
 def asked(
-    op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: dict[str, Any]
+    op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: Keywords
 ) -> Operation:
     """An operation with what else is among the arguments of its operator, by their names in c10d.
 
@@ -117,13 +118,13 @@ def asked(
     )
 
 
-def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(func: Operator, args: Arguments, kwargs: Keywords) -> dict[str, Any]:
     """Arguments that an overload of an operator is given; those left out are not in it."""
     names = (argument.name for argument in schema_of(func).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Asked | None:
+def functional_operation(func: Operator, args: Arguments, kwargs: Keywords) -> Asked | None:
     """Tell what an operator of `_c10d_functional` asks for; None if it is not one of these.
 
     Args:
@@ -146,10 +147,11 @@ def functional_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return operations, outputs if "inputs" in given else outputs[0]
 
 
-def _result(op: str, x: Tensor, given: dict[str, Any]) -> Any:
+def _result(op: str, x: Tensor, given: Keywords) -> Tensor:
     """Return the tensor that an operator writes: a new one, unless it is given one."""
-    if given.get("out") is not None:
-        return given["out"]
+    out: Tensor | None = given.get("out")
+    if out is not None:
+        return out
     shape = list(x.shape)
     if op == "all_gather":
         shape[0] *= given["group_size"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -256,7 +255,7 @@ def _reduce(out: Tensor, parts: Sequence[bytes], reduction: str) -> None:
     out.copy_(total)
 
 
-_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
     "product": torch.mul,

@@ -59,7 +59,7 @@ class Groups:
             self.recorder.emit(HostMessage(op="connect", group=name, shapes=()))
 
     def split_lists(
-        self, parent: ProcessGroup, lists: Sequence[Sequence[int]], purpose: str | None
+        self, parent: ProcessGroup, lists: Sequence[Sequence[int]], purpose: str
     ) -> NamedLists:
         """Note that a group is split, by every rank in it; return names, families and ranks."""
         known = self.communicator(parent)

@@ -53,11 +53,11 @@ class Hub:
         with _short(path) as address:
             self._socket.bind(address)
         self._socket.listen(_BACKLOG)
-        self.sources: list[Any] = [self._socket]
+        self.sources: list[socket.socket | Connection] = [self._socket]
 
-    def serve(self, source: Any) -> None:
+    def serve(self, source: object) -> None:
         """Answer one of `sources` that can be read."""
-        if source is self._socket:
+        if not isinstance(source, Connection):
             self.sources.append(Connection(self._socket.accept()[0].detach()))
             return
         try:
@@ -141,14 +141,14 @@ class Hub:
         source.close()
 
 
-def _send(connection: Connection, head: dict[str, Any], pieces: Sequence[bytes] = ()) -> None:
+def _send(connection: Connection, head: dict[str, object], pieces: Sequence[bytes] = ()) -> None:
     connection.send_bytes(json.dumps({**head, "pieces": len(pieces)}).encode())
     for piece in pieces:
         connection.send_bytes(piece)
 
 
 def _try_to_send(
-    connection: Connection, head: dict[str, Any], pieces: Sequence[bytes] = ()
+    connection: Connection, head: dict[str, object], pieces: Sequence[bytes] = ()
 ) -> None:
     with suppress(OSError):  # it has ended meanwhile, and its end of the connection will say so
         _send(connection, head, pieces)

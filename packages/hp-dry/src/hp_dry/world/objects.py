@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from hp_dry._internals import torch_functions
 from hp_dry.world.exchange import seconds_of
 from hp_dry.world.groups import Groups
 from hp_platform import _internals
+
+T = TypeVar("T")
 
 
 def enter_stand_ins(stack: ExitStack, groups: Groups) -> None:
@@ -36,10 +38,10 @@ class _Objects:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def over_nccl(self, plain: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    def over_nccl(self, plain: Callable[..., T], ours: Callable[..., T]) -> Callable[..., T]:
         """`plain` for groups that serve the host, `ours` for others."""
 
-        def either(*args: Any, group: ProcessGroup | None = None, **kwargs: Any) -> Any:
+        def either(*args: object, group: object = None, **kwargs: object) -> T:
             positions = _GROUP_POSITIONS[plain.__name__]
             if group is None and len(args) > positions:
                 args, group = args[:positions] + args[positions + 1 :], args[positions]
@@ -51,14 +53,16 @@ class _Objects:
 
         return either
 
-    def all_gather_object(self, group: ProcessGroup, object_list: list[Any], obj: Any) -> None:
+    def all_gather_object(
+        self, group: ProcessGroup, object_list: list[object], obj: object
+    ) -> None:
         object_list[:] = self._everybody(group, obj)
 
     def gather_object(
         self,
         group: ProcessGroup,
-        obj: Any,
-        object_gather_list: list[Any] | None = None,
+        obj: object,
+        object_gather_list: list[object] | None = None,
         dst: int | None = None,
         group_dst: int | None = None,
     ) -> None:
@@ -70,9 +74,9 @@ class _Objects:
     def broadcast_object_list(
         self,
         group: ProcessGroup,
-        object_list: list[Any],
+        object_list: list[object],
         src: int | None = None,
-        _device: Any = None,
+        _device: object = None,
         group_src: int | None = None,
     ) -> None:
         root = _root(group, src, group_src)
@@ -81,8 +85,8 @@ class _Objects:
     def scatter_object_list(
         self,
         group: ProcessGroup,
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
+        scatter_object_output_list: list[object],
+        scatter_object_input_list: list[object] | None = None,
         src: int | None = None,
         group_src: int | None = None,
     ) -> None:
@@ -93,7 +97,7 @@ class _Objects:
     def send_object_list(
         self,
         group: ProcessGroup,
-        object_list: list[Any],
+        object_list: list[object],
         dst: int | None = None,
         group_dst: int | None = None,
         *,
@@ -108,7 +112,7 @@ class _Objects:
     def recv_object_list(
         self,
         group: ProcessGroup,
-        object_list: list[Any],
+        object_list: list[object],
         src: int | None = None,
         group_src: int | None = None,
         *,
@@ -131,7 +135,7 @@ class _Objects:
             torch.empty(num_bytes, dtype=torch.uint8, device=device),
         ]
 
-    def _everybody(self, group: ProcessGroup, value: Any) -> list[Any]:
+    def _everybody(self, group: ProcessGroup, value: object) -> list[Any]:
         """Gather what every member gives: on the device sizes, which the host reads, and bytes."""
         groups, data = self._groups, pickle.dumps(value)
         told = groups.exchange.values(groups.communicator(group), data, seconds_of(group))
@@ -144,14 +148,21 @@ class _Objects:
 
 
 def _pass(  # as torch does it: alone, or as a batch of one
-    what: Any, x: Tensor, peer: int, group: ProcessGroup, *, use_batch: bool
+    what: Callable[..., dist.Work | None],
+    x: Tensor,
+    peer: int,
+    group: ProcessGroup,
+    *,
+    use_batch: bool,
 ) -> None:
     if use_batch:
-        works = dist.batch_isend_irecv([dist.P2POp(what, x, group=group, group_peer=peer)])
+        works: Sequence[dist.Work | None] = dist.batch_isend_irecv(
+            [dist.P2POp(what, x, group=group, group_peer=peer)]
+        )
     else:
         way = "group_dst" if what is dist.isend else "group_src"
         works = [what(x, group=group, **{way: peer})]
-    for work in works:
+    for work in filter(None, works):
         work.wait()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from hp_dry.cluster import Classes
 from hp_dry.world.hub import HubClient
@@ -47,7 +46,7 @@ class DryStore(Store):
         """Return a store of the same keys: every thread has a connection of its own anyway."""
         return self
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
         self._client.ask("set", [_named(key)], [_bytes(value)])
 
@@ -59,7 +58,7 @@ class DryStore(Store):
         """Wait for keys and return their values."""
         return self._ask("get", keys, self._seconds)[1]
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
@@ -77,7 +76,7 @@ class DryStore(Store):
         times = 1 if self._own in key else self._classes.size(self._rank)
         return self._client.ask("add", [_named(key)], amount=amount * times)[0]
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key that has the expected value, or none where that is empty."""
         pieces = [_bytes(expected), _bytes(desired)]
         return self._client.ask("compare_set", [_named(key)], pieces)[1][0]
@@ -105,5 +104,5 @@ def _named(key: str) -> str:
     return f"store/{key}"
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)

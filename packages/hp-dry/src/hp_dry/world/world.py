@@ -9,17 +9,18 @@ between the processes of the dry run (`hp_dry.world.exchange`) and written down 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from itertools import count
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from hp_dry._internals import (
+    Operator,
     arguments_of,
     change,
     is_meta,
@@ -31,7 +32,7 @@ from hp_dry._internals import (
 from hp_dry.cluster import Classes
 from hp_dry.device import DryDevice
 from hp_dry.recording import sites
-from hp_dry.recording.tensors import shapes_of
+from hp_dry.recording.tensors import Arguments, Keywords, shapes_of
 from hp_dry.trace import Collective, HostMessage, HostWait, WaitWork
 from hp_dry.world import backends, objects
 from hp_dry.world.c10d import (
@@ -71,7 +72,7 @@ class DryWorld:
         self.groups = Groups(device, classes, client)
         self.thread = _Thread()
         self._stores: list[DryStore] = []
-        self._unwaited: dict[int, Any] = {}  # by block, results that nobody has waited for
+        self._unwaited: dict[int, Work] = {}  # by block, results that nobody has waited for
         self._batches = count(1)
         self._stack = ExitStack()
 
@@ -90,7 +91,7 @@ class DryWorld:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _rendezvous(self, _: str, **__: Any) -> Iterator[tuple[DryStore, int, int]]:
+    def _rendezvous(self, _: str, **__: object) -> Iterator[tuple[DryStore, int, int]]:
         own = str(torch.cuda.get_device_properties(self.device.device).uuid)
         store = DryStore(self.client, self.classes, rank=self.rank, own=own)
         self._stores.append(store)  # C++ holds its own half of it alone
@@ -100,12 +101,12 @@ class DryWorld:
         """Let what this thread starts from now on be one operation."""
         self.thread.batch, self.thread.work = next(self._batches), self.device.new_work()
 
-    def _end_batch(self) -> Any:
+    def _end_batch(self) -> Work:
         """End a batch; return its handle."""
         work, self.thread.batch, self.thread.work = self.thread.work, -1, -1
         return self._device_work(work)
 
-    def _on_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _on_collective(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         """Carry out an operator of c10d or its like on tensors of the device."""
         if func.namespace == "_c10d_functional" and func.name().endswith("::wait_tensor"):
             if (wait := self._unwaited.pop(self.device.block_of(args[0]), None)) is not None:
@@ -128,10 +129,10 @@ class DryWorld:
         self.thread.carried = group
         return torch.device("cpu")
 
-    def _kernel(self, name: str) -> Any:
+    def _kernel(self, name: str) -> Callable[..., object]:
         names, num_returned = arguments_of(name)
 
-        def kernel(*args: Any, **kwargs: Any) -> Any:
+        def kernel(*args: object, **kwargs: object) -> object:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             work = self._run(name, given)
             if num_returned == 0:
@@ -142,7 +143,7 @@ class DryWorld:
 
         return kernel
 
-    def _run(self, name: str, given: dict[str, Any]) -> Any:
+    def _run(self, name: str, given: Keywords) -> Work:
         group = group_of(given["process_group"])
         communicator = self.groups.communicator(group)
         operations = operations_of(name, given)
@@ -163,7 +164,7 @@ class DryWorld:
         group: ProcessGroup,
         *,
         is_async: bool,
-    ) -> Any:
+    ) -> Work:
         device, thread = self.device, self.thread
         if not self.groups.serves(group, "cuda"):
             raise RuntimeError("No backend type associated with device type cuda")
@@ -222,11 +223,11 @@ class DryWorld:
 
     def _device_work(
         self, work: int, held: Sequence[Tensor] = (), *, awaited: int | None = None
-    ) -> Any:
+    ) -> Work:
         """The handle of an operation; the host waits for the stream `awaited` of a barrier."""
         kept = [*held]  # torch keeps them alive until the operation was waited for
 
-        def wait(_: Any) -> bool:
+        def wait(_: object) -> bool:
             kept.clear()
             self.device.emit(WaitWork(work=work, stream=self.device.current_stream()))
             if awaited is not None:
@@ -235,7 +236,7 @@ class DryWorld:
 
         return work_of(wait)
 
-    def _staged(self, communicator: Communicator, operations: Sequence[Operation]) -> Any:
+    def _staged(self, communicator: Communicator, operations: Sequence[Operation]) -> Work:
         """Gloo on tensors of the device: through the host, whose numbers nobody has."""
         for asked in operations:
             num_bytes = sum(x.numel() * x.element_size() for x in asked.inputs)
@@ -248,7 +249,7 @@ class DryWorld:
 
     def _on_host(
         self, communicator: Communicator, operations: Sequence[Operation], group: ProcessGroup
-    ) -> Any:
+    ) -> Work:
         at, work = sites.here()[0], self.device.new_work()
         finishes = []
         for asked in operations:
