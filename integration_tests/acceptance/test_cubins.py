@@ -1,10 +1,12 @@
 """No Triton kernel without a compiled launch and limits; limits that bind; no narrow address."""
 
 import ast
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from integration_tests.acceptance.cubins import limits
 from integration_tests.acceptance.cubins.intervals import overflows
@@ -88,6 +90,42 @@ def test_a_new_kernel_is_found_by_importing(
     assert found == {"stranger.rows.fresh"}
 
 
+def test_a_cubin_is_the_same_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="nox -s cubins")
+    from integration_tests.cubins import toolchain  # noqa: PLC0415
+
+    # Triton's cache knows a kernel by its source, wherever it was.
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    source = (
+        "import triton\nimport triton.language as tl\n\n\n"
+        "@triton.jit\ndef fill(x):\n    tl.store(x, 1.0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    measured = []
+    for name in ("short", "of_another_name" * 8):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.py").write_text(source)
+        fill = importlib.import_module(f"{name}.rows").fill
+        with toolchain.collecting_launches(90) as launched:
+            fill[(1,)](torch.empty(1, device="meta"), enable_fp_fusion=False)
+        [(_, made)] = launched
+        measured.append(toolchain.resources(made, 90))
+        monkeypatch.delitem(sys.modules, f"{name}.rows")
+    assert measured[0] == measured[1]
+
+
+def test_every_module_of_every_package_is_looked_at_for_kernels() -> None:
+    pytest.importorskip("triton", reason="nox -s cubins")
+    from integration_tests.cubins import launches  # noqa: PLC0415
+
+    assert launches.PACKAGES == sorted(
+        folder.name.replace("-", "_") for folder in (ROOT / "packages").iterdir()
+    )
+    assert launches.discover(launches.PACKAGES) == _kernels_in_sources()
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 def test_what_launchers_launch_compiles_within_its_limits(capability: int) -> None:
     triton = pytest.importorskip("triton", reason="nox -s cubins")
@@ -96,7 +134,7 @@ def test_what_launchers_launch_compiles_within_its_limits(capability: int) -> No
     versions, table = limits.read()
     if versions["triton"] != triton.__version__:
         pytest.skip(f"limits are those of Triton {versions['triton']}")
-    kernels = launches.discover(f"hp_{package}" for package in launches.PACKAGES)
+    kernels = launches.discover(launches.PACKAGES)
     measured = {
         f"{kernel} {dtype} sm_{capability}": most
         for kernel, by_dtype in launches.compiled_launches(capability).items()

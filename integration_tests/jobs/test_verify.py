@@ -133,6 +133,16 @@ def test_the_first_difference_is_named_by_step_quantity_and_parameter(corpus: st
     assert "NOT EQUAL within 1e-12 over 8 steps, " in text
 
 
+def test_a_shrunk_config_keeps_the_fault_of_the_large_one(corpus: str) -> None:
+    keys = ["mesh.dp_replicate=2", "mesh.ep=1", "mesh.etp=2", "mesh.pp=1"]
+    keys += ["pipeline.schedule=1f1b", "pipeline.stages_per_rank=1"]
+    keys.append("run.name=output_biases_are_summed_over_ranks_that_have_them_whole")
+    asked = ["gpt-oss-20b", "--data.tokenizer=", "--data", corpus, *keys, "--shrink", "--steps=1"]
+    status, text = verify(*asked, "--job", "integration_tests.verify_faults:build")
+    assert status == DifferenceError.exit_code, text
+    assert re.search(r"first difference: step 1, gradient \S+moe\.experts\.b2", text), text
+
+
 def test_one_process_is_compared_with_the_oracle_and_everything_is_looked_at(corpus: str) -> None:
     status, text = verify("debug-mixtral", "--data", corpus, "--data.eval_fraction=0.2", "--shrink")
     assert status == 0, text

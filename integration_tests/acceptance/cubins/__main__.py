@@ -53,7 +53,7 @@ def _run(*, write: bool) -> int:
         # Another compiler has other numbers; that all compile is checked all the same.
         _say(f"limits are those of {written_with}, not compared with {versions}")
         allowed = measured
-    kernels = launches.discover(f"hp_{package}" for package in launches.PACKAGES)
+    kernels = launches.discover(launches.PACKAGES)
     found = limits.problems(measured, allowed, kernels={*kernels, "inductor"})
     first = CAPABILITIES[0]  # what is looked at here is the same for all
     found += launches.narrow_addresses(first) + launches.not_compiled(PASSED, first)

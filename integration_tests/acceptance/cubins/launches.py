@@ -5,6 +5,7 @@ import itertools
 import pkgutil
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from integration_tests.acceptance.cubins.intervals import overflows
 from integration_tests.acceptance.cubins.limits import Resources
 from integration_tests.acceptance.cubins.toolchain import collecting_launches, resources
 
-PACKAGES = "platform", "schedule", "expert", "context", "overlap", "vtp", "train"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = sorted(file.parent.name for file in ROOT.glob("packages/*/src/hp_*/__init__.py"))
+_OF_LIBRARIES = "hp_verify.recording.adapters."
+"""Modules for libraries that need not be installed; `test_cubins` reads their sources."""
 WIDTHS = 2048, 4096, 7168
 CHOICES = range(1, 9)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -38,12 +42,14 @@ def discover(packages: Iterable[str]) -> set[str]:
     """Return the full names of all kernels, found by importing every module of the packages.
 
     Raises:
-        ImportError: Of a module: a kernel could be in it.
+        ImportError: A module cannot be imported, and a kernel could be in it.
     """
     found = set()
     for package in map(importlib.import_module, packages):
         walked = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-        for name in (m.name for m in walked if not m.name.endswith("__main__")):
+        for name in (each.name for each in walked):
+            if name.endswith("__main__") or name.startswith(_OF_LIBRARIES):
+                continue
             held = vars(importlib.import_module(name)).values()
             kernels = [k for k in held if isinstance(k, KernelInterface)]
             # Those made elsewhere are imports; private ones are parts of those that call them.

@@ -57,8 +57,14 @@ class _Driver:
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Let Triton compile for a compute capability, as 90 for 9.0, whatever is there."""
-    with mock.patch.object(driver, "_active", _Driver(capability)):
+    """Let Triton compile for a compute capability, as 90 for 9.0, whatever is there.
+
+    Cubins have no lines of sources: with them, a cubin's size depends on the folder of the checkout
+    in which it was compiled.
+    """
+    here = mock.patch.object(driver, "_active", _Driver(capability))
+    with here, triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
         yield
 
 

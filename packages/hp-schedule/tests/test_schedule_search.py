@@ -61,7 +61,8 @@ def check(result: SearchResult, costs: Costs, *, memory_limit: float = math.inf)
 
 def shortest(costs: Costs, *, num_microbatches: int) -> float:
     """Return the makespan of the best of all schedules on two ranks with one stage each."""
-    template = search(costs, num_ranks=2, num_microbatches=num_microbatches, virtual=(1,))
+    find = partial(search, num_ranks=2, num_microbatches=num_microbatches, virtual=(1,))
+    template = find(costs, num_candidates=0)
     cells = [[str(step) for step in row] for row in template.schedule.steps]
     best = math.inf
     for rows in itertools.product(*(_orders(row) for row in cells)):
@@ -96,7 +97,7 @@ def _schedule(like: Schedule, rows: tuple[tuple[str, ...], ...]) -> Schedule:
 
 def test_non_divisible_microbatches_reach_the_bound_at_the_memory_of_1f1b() -> None:
     result = search(
-        ModelCosts(), num_ranks=8, num_microbatches=13, virtual=(4,), memory_limit=8, time_budget=60
+        ModelCosts(), num_ranks=8, num_microbatches=13, virtual=(4,), memory_limit=8, num_candidates=5
     )
     assert result.makespan == pytest.approx(40.75)  # torch needs 11.75 activations for that
     assert result.ended_by == "bound"
@@ -112,7 +113,7 @@ def test_a_heavy_end_takes_longer_and_keeps_no_more() -> None:
 def test_latency_costs_less_than_in_the_best_published_schedule() -> None:
     model = ModelCosts(latency=0.2)
     result = search(
-        model, num_ranks=4, num_microbatches=7, memory_limit=4, num_candidates=200, time_budget=60
+        model, num_ranks=4, num_microbatches=7, memory_limit=4, num_candidates=200
     )
     assert result.makespan < 25.10 - EPSILON
     check(result, model.of_stages(4, 4 * result.num_stages_per_rank), memory_limit=4)
@@ -120,7 +121,7 @@ def test_latency_costs_less_than_in_the_best_published_schedule() -> None:
 
 @pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 2.0, 0.5, latency=0.3), Costs([2.0, 1.0])])
 def test_the_shortest_of_all_schedules_is_found_and_not_below_the_bound(costs: Costs) -> None:
-    result = search(costs, num_ranks=2, num_microbatches=2, virtual=(1,), time_budget=1)
+    result = search(costs, num_ranks=2, num_microbatches=2, virtual=(1,), num_candidates=5)
     best = shortest(costs, num_microbatches=2)
     assert result.makespan == pytest.approx(best)
     assert result.lower_bound <= best + EPSILON
@@ -185,7 +186,7 @@ def test_more_candidates_never_make_it_longer() -> None:
 
 def test_microbatches_of_different_lengths_are_ordered_to_advantage() -> None:
     model = ModelCosts(microbatch_scale=(0.2, 2.0, 0.4, 1.0, 0.3, 1.6), latency=0.1)
-    result = search(model, num_ranks=4, num_microbatches=6, num_candidates=150, time_budget=60)
+    result = search(model, num_ranks=4, num_microbatches=6, num_candidates=150)
     check(result, model.of_stages(4, 4 * result.num_stages_per_rank))
     forms = closed_forms(4, num_microbatches=6, num_stages_per_rank=1, style="loop")
     costs = model.of_stages(4, 4)

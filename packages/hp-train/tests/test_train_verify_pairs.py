@@ -117,6 +117,40 @@ def test_a_shrunk_config_keeps_what_divides_what() -> None:
     assert small.pipeline == config.pipeline
 
 
+def test_a_shrunk_config_keeps_what_does_not_divide() -> None:
+    config = config_of(
+        mesh__pp=2,
+        mesh__cp=2,
+        mesh__tp=2,
+        mesh__cp_deal=True,
+        mesh__cp_heads=1,
+        mesh__ep=1,
+        pipeline__schedule="1f1b",
+        pipeline__stages_per_rank=1,
+        model__attention="mla",
+        model__qk_norm=False,
+        model__num_heads=16,
+        model__num_kv_heads=16,
+        model__kv_lora_rank=511,
+        model__num_layers=7,
+        model__num_experts=0,
+        model__dense_hidden=1025,
+        data__seq_len=2052,
+        train__global_batch_size=27,
+        train__microbatch_size=1,
+        mesh__dp_replicate=1,
+    )
+    rules.check(config)
+    [small] = shrink([config])
+    assert small.data.seq_len % 8 == 4  # halves of a rank, but not of its tensor-parallel ranks
+    assert small.model.dense_hidden % 2 == 1
+    assert small.model.kv_lora_rank % 2 == 1
+    assert small.model.num_layers % 2 == 1
+    assert small.train.global_batch_size % 2 == 1  # so are microbatches, for two ranks
+    assert small.model.num_heads % 4 == 0
+    assert math.prod((small.model.dim, small.data.seq_len)) <= 1024
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_every_config_that_ships_can_be_shrunk(name: str) -> None:
     config = resolve(name, [("data.tokenizer", ""), ("data.paths", [])], env={}).config
