@@ -97,7 +97,12 @@ def _schedule(like: Schedule, rows: tuple[tuple[str, ...], ...]) -> Schedule:
 
 def test_non_divisible_microbatches_reach_the_bound_at_the_memory_of_1f1b() -> None:
     result = search(
-        ModelCosts(), num_ranks=8, num_microbatches=13, virtual=(4,), memory_limit=8, num_candidates=5
+        ModelCosts(),
+        num_ranks=8,
+        num_microbatches=13,
+        virtual=(4,),
+        memory_limit=8,
+        num_candidates=5,
     )
     assert result.makespan == pytest.approx(40.75)  # torch needs 11.75 activations for that
     assert result.ended_by == "bound"
@@ -112,9 +117,7 @@ def test_a_heavy_end_takes_longer_and_keeps_no_more() -> None:
 
 def test_latency_costs_less_than_in_the_best_published_schedule() -> None:
     model = ModelCosts(latency=0.2)
-    result = search(
-        model, num_ranks=4, num_microbatches=7, memory_limit=4, num_candidates=200
-    )
+    result = search(model, num_ranks=4, num_microbatches=7, memory_limit=4, num_candidates=200)
     assert result.makespan < 25.10 - EPSILON
     check(result, model.of_stages(4, 4 * result.num_stages_per_rank), memory_limit=4)
 
