@@ -94,7 +94,7 @@ def test_a_cubin_is_the_same_in_every_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="nox -s cubins")
-    from integration_tests.cubins import toolchain  # noqa: PLC0415
+    from integration_tests.acceptance.cubins import toolchain  # noqa: PLC0415
 
     # Triton's cache knows a kernel by its source, wherever it was.
     monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
@@ -118,7 +118,7 @@ def test_a_cubin_is_the_same_in_every_folder(
 
 def test_every_module_of_every_package_is_looked_at_for_kernels() -> None:
     pytest.importorskip("triton", reason="nox -s cubins")
-    from integration_tests.cubins import launches  # noqa: PLC0415
+    from integration_tests.acceptance.cubins import launches  # noqa: PLC0415
 
     names = {folder.name.replace("-", "_") for folder in (ROOT / "packages").iterdir()}
     assert set(launches.PACKAGES) == names

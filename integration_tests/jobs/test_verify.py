@@ -138,7 +138,7 @@ def test_a_shrunk_config_keeps_the_fault_of_the_large_one(corpus: str) -> None:
     keys += ["pipeline.schedule=1f1b", "pipeline.stages_per_rank=1"]
     keys.append("run.name=output_biases_are_summed_over_ranks_that_have_them_whole")
     asked = ["gpt-oss-20b", "--data.tokenizer=", "--data", corpus, *keys, "--shrink", "--steps=1"]
-    status, text = verify(*asked, "--job", "integration_tests.verify_faults:build")
+    status, text = verify(*asked, "--job", "integration_tests.jobs.verify_faults:build")
     assert status == DifferenceError.exit_code, text
     assert re.search(r"first difference: step 1, gradient \S+moe\.experts\.b2", text), text
 

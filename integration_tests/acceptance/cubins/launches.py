@@ -23,7 +23,7 @@ from integration_tests.acceptance.cubins.intervals import overflows
 from integration_tests.acceptance.cubins.limits import Resources
 from integration_tests.acceptance.cubins.toolchain import collecting_launches, resources
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = sorted(file.parent.name for file in ROOT.glob("packages/*/src/hp_*/__init__.py"))
 _OF_LIBRARIES = "hp_verify.recording.adapters."
 """Modules for libraries that need not be installed; `test_cubins` reads their sources."""
