@@ -113,7 +113,7 @@ def _be_rank(work: Callable[[], object], rank: int, size: int, folder: Path) -> 
 def _meet(work: Callable[[], object], size: int, folder: Path) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - of those who have it
 
-    from hp_platform.threads.scheduling import schedule_as_batch  # noqa: PLC0415
+    from hp_platform.launch import schedule_as_batch  # noqa: PLC0415
 
     schedule_as_batch()
     place, rank = (folder / "store").as_uri(), int(os.environ["RANK"])

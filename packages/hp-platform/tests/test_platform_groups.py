@@ -24,7 +24,7 @@ from hp_platform import (
     new_groups,
     resolve_group,
 )
-from hp_platform.groups import groups as groups_module
+from hp_platform import groups as groups_module
 from hp_platform.testing import RankError, run_distributed
 
 

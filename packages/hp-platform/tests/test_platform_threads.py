@@ -24,8 +24,8 @@ from hp_platform import (
     use_stream,
 )
 from hp_platform._internals import is_multithreading_enabled
+from hp_platform.launch import schedule_as_batch
 from hp_platform.testing import run_distributed, run_in_threads
-from hp_platform.threads.scheduling import schedule_as_batch
 
 T = TypeVar("T")
 TASKS = Path("/proc/self/task")  # the threads of this process

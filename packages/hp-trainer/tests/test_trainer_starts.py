@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from hp_context.methods.hybrid import split_group
-from hp_platform import Runtime, _internals
-from hp_platform.groups import groups
+from hp_platform import Runtime, _internals, groups
 from hp_platform.launch import RankInfo
 from hp_schedule.runtime import build_edge_groups
 from hp_trainer.config import MeshConfig

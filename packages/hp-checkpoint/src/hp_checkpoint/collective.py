@@ -16,7 +16,7 @@ from hp_checkpoint.manifest import Entry, Manifest
 from hp_platform.failures.agreement import agree
 from hp_platform.failures.failures import PeerError
 from hp_platform.failures.messages import all_gather_json, on_one_rank
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 
 T = TypeVar("T")
 

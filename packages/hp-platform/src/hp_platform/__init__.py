@@ -1,7 +1,6 @@
 """Devices, process groups and differentiable collectives over torch.distributed, fully typed."""
 
-from hp_platform.autograd.compiling import outside_graph
-from hp_platform.autograd.sync_hooks import sync_hook
+from hp_platform.autograd.graphs import outside_graph, sync_hook
 from hp_platform.autograd.weight_grads import (
     WeightGradQueue,
     linear,
@@ -30,8 +29,7 @@ from hp_platform.collectives.narrow import set_fsdp_gather_dtype
 from hp_platform.collectives.p2p import irecv, isend, isend_irecv
 from hp_platform.collectives.pending import Pending
 from hp_platform.device.device import backend_for, local_device
-from hp_platform.device.dry import is_dry
-from hp_platform.device.norms import float64_norms
+from hp_platform.device.float64 import float64_norms
 from hp_platform.device.streams import Event, current_stream, side_stream, use_stream
 from hp_platform.failures.agreement import agree
 from hp_platform.failures.failures import (
@@ -50,13 +48,14 @@ from hp_platform.failures.failures import (
     raise_first,
 )
 from hp_platform.failures.messages import all_gather_json, on_one_rank
-from hp_platform.groups.groups import (
+from hp_platform.groups import (
     mesh_of,
     new_group,
     new_group_of_members,
     new_groups,
     resolve_group,
 )
+from hp_platform.host_reads import is_dry
 from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
 from hp_platform.threads.context import ThreadContext
 from hp_platform.threads.places import doing, mark_place, place_of

@@ -1,4 +1,6 @@
-"""What the host reads of the device, where a device that computes nothing has to be answered for.
+"""Devices that compute nothing, as hp-dry has one, and what the host reads of a device.
+
+`is_dry` tells whether this process is inside such a device.
 
 Code that looks at values of device memory copies them to the host, waits, and passes the copy
 through `arrived`. On a CPU or a GPU that is all. In a dry run the copy holds zeros, and the numbers
@@ -18,6 +20,7 @@ Answer = Callable[[Tensor, object], Tensor]
 """Takes the copy on the host and the purpose; returns what is to be read instead."""
 
 _answers: list[Answer] = []
+_entered = False
 
 
 def arrived(copy: Tensor, *, purpose: object) -> Tensor:
@@ -58,3 +61,14 @@ def answering(answer: Answer) -> Iterator[None]:
         yield
     finally:
         _answers.remove(answer)
+
+
+def is_dry() -> bool:
+    """Tell whether the devices of this process only pretend to compute."""
+    return _entered
+
+
+def set_dry(*, entered: bool) -> None:
+    """Say that this process has entered, or left, a device that computes nothing."""
+    global _entered  # noqa: PLW0603 - of the process, as the device is
+    _entered = entered

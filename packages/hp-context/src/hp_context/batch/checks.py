@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import mark_agreed
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from hp_context.masks.mask import Both, Causal, Full, Mask, SlidingWindow
 from hp_context.masks.sequences import EachSequence
 from hp_platform import agree, mark_agreed
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 from hp_platform.threads.use import note_use
 
 _COMPARED = "_hp_context_compared"

@@ -55,7 +55,7 @@ from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import Needs, Rows, Spread, add_to, length, take
 from hp_context.masks.mask import Mask
 from hp_platform import Pending, isend_irecv
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 
 _KEYS, _GRADIENTS = 1, 2  # tags: both kinds are in flight between the same ranks
 

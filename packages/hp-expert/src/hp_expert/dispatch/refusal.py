@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast
 from hp_expert.dispatch.protocol import AnyDispatcher
 from hp_platform import PeerError, doing, failing_together, is_no_failure, mark_agreed
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 
 refused: ContextVar[Exception | None] = ContextVar("refused", default=None)
 """Error of this rank while it enters an exchange only to report it."""

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
 from hp_platform.collectives.pending import Pending
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 from hp_platform.threads.use import note_use
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform.failures.messages import all_gather_json
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 
 _TOKEN_BYTES = 16
 _POSTED, _READ = 0, 1

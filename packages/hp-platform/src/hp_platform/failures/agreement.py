@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
 from hp_platform.failures.failures import FailureReport, PeerError, mark_agreed
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 
 
 def agree(

@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
 from hp_platform._internals import Store
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 from hp_platform.threads.places import doing, mark_place, place_of
 from hp_platform.threads.use import Scope, current_scope, in_scope
 

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from hp_platform import _internals
 from hp_platform.failures.agreement import agree, agreeing
 from hp_platform.failures.failures import PeerError
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from hp_platform._internals import AsyncCollectiveTensor, FileStore, functional_wait
-from hp_platform.threads.scheduling import schedule_as_batch
+from hp_platform.launch import schedule_as_batch
 
 _PR_SET_PDEATHSIG = 1
 

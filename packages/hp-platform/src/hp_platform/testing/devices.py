@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hp_platform import _internals
 from hp_platform._internals import FakeTensor, TorchDispatchMode, tree_leaves
 from hp_platform.collectives.shared_memory import Channel
-from hp_platform.device.rules import may_mix
+from hp_platform.device.device import may_mix
 
 STAND_IN = torch.device("cpu", 0)
 """The device that plays the accelerator inside `watch_devices`."""

@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
 from hp_platform import _internals
-from hp_platform.groups.groups import global_ranks
+from hp_platform.groups import global_ranks
 
 _serial = count()
 

@@ -17,7 +17,7 @@ from hp_base.lifetime import die_with
 from hp_base.signals import StopFlag
 from hp_platform import PeerError, RankInfo, is_echo
 from hp_platform.failures.liveness import is_hang, is_loss
-from hp_platform.threads.scheduling import schedule_as_batch
+from hp_platform.launch import schedule_as_batch
 from hp_trainer.config import Config
 from hp_trainer.launch.heartbeats import Heartbeats, State
 from hp_trainer.launch.task import ERRORS, Task, Worker, error_file, stack_file

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hp_checkpoint.json_file import read_json
 from hp_checkpoint.weight_files import first_of
-from hp_platform.device.dry import is_dry
+from hp_platform.host_reads import is_dry
 from hp_trainer.config import Config
 from hp_transformers.families.proven import doubts
 from hp_transformers.stages.load import left_out

@@ -32,8 +32,8 @@ from hp_context import ContextParallel
 from hp_context.hugging_face.mixers import current_trial
 from hp_expert.hugging_face import apply_to_transformers
 from hp_expert.hugging_face.layout import expert_modules
-from hp_platform.device.dry import is_dry
-from hp_platform.device.lifting import lifting
+from hp_platform.device.float64 import lifting
+from hp_platform.host_reads import is_dry
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.transformers_folder import text_config_of
 from hp_trainer.model import Counted, Microbatch, Stage

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hp_platform.device.lifting import lift
+from hp_platform.device.float64 import lift
 from hp_verify.recording import randomness
 from hp_verify.recording.disturbing import disturb
 from hp_verify.recording.recorder import Recorder

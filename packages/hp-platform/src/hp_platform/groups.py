@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import _internals
-from hp_platform.groups.membership import Call, agree_on_call, require_members
+from hp_platform.membership import Call, agree_on_call, require_members
 
 
 def new_group(

@@ -1,0 +1,102 @@
+"""float64: a job that computes in it, and norms that are added up in it.
+
+Note [Lifted jobs]. A job in float64 has parameters, factories and casts to shorter floats give
+float64 instead. Its rounding is 1e-16, so that whatever differs by more is a mistake.
+
+Note [Norms without copies]. Torch reduces a tensor in a wider dtype than its own by casting all of
+it first, on a CPU and on CUDA (`make_reduction` of aten/src/ATen/native/ReduceOpsUtils.h): for
+gradients in float32 that takes twice their memory. CUDA's kernels for lists of tensors cast what
+they read. A CPU has no such kernels, so that pieces are cast there that stay in its caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_PIECE = 1 << 17  # elements, a MiB in float64
+_SHORT = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+
+
+class Lifting(TorchFunctionMode):
+    """Where a shorter float is asked for, float64 is given."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch with float64 in place of shorter floats."""
+        if func in _CASTS:
+            return args[0].double()
+        return func(*map(lifted, args), **{k: lifted(v) for k, v in (kwargs or {}).items()})
+
+
+@contextmanager
+def lifting() -> Iterator[None]:
+    """Compute in float64 for a while, in this thread; see :func:`lift`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Lifting():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def lift() -> None:
+    """Compute in float64 from now on, in this thread.
+
+    Autocast leaves float64 as it is, so nothing is to be done about that.
+    """
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype = lambda _dtype: None
+    Lifting().__enter__()  # for as long as the program runs
+
+
+def lifted(value: Any) -> Any:
+    """float64 in place of a shorter float; anything else as it is."""
+    return torch.float64 if isinstance(value, torch.dtype) and value in _SHORT else value
+
+
+def float64_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
+    """Return the norm of each tensor, added up in float64.
+
+    Args:
+        tensors: Of any shapes and floating dtypes, on one device; none may be a DTensor.
+        norm_type: p of the p-norm, positive; `math.inf` for the largest absolute value.
+
+    Returns:
+        fp64 [] for each: NaN where it has one, 0 where it has no element.
+    """
+    if not tensors:
+        return []
+    pieces: list[Tensor] = []
+    counts = []
+    for x in tensors:
+        count = 1
+        if x.numel() > _PIECE and x.device.type == "cpu" and x.dtype != torch.float64:
+            count = -(-x.numel() // _PIECE)
+            pieces += x.reshape(-1).tensor_split(count)
+        else:
+            pieces.append(x if x.numel() or math.isfinite(norm_type) else x.new_zeros(()))
+        counts.append(count)
+    of_pieces = iter(torch._foreach_norm(pieces, norm_type, dtype=torch.float64))  # noqa: SLF001
+    norms = []
+    for count in counts:
+        norm = next(of_pieces)
+        if count > 1:
+            parts = torch.stack([norm, *islice(of_pieces, count - 1)])
+            norm = torch.linalg.vector_norm(parts, norm_type)
+        norms.append(norm)
+    return norms
