@@ -1,4 +1,4 @@
-"""Rows to their positions and back in torch's operations: for CPU, and to check Triton's against.
+"""Rows moved to positions and back by torch's operators: for CPU, and as reference of Triton's.
 
 Shape symbols: T tokens, K choices per token, S = T * K slots, R positions, D width.
 """
@@ -30,7 +30,7 @@ def sum_rows(
     if weights_TK is None and inverse_TK.shape[1] == 1:
         return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes)
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    # What bags round to bf16 they round up at ties, which sums of two bf16 numbers often are.
+    # Bags round ties up when they round to bf16, and sums of two bf16 numbers are often ties.
     is_rounded_well = rows_RD.dtype == wide or (
         rows_RD.dtype == torch.bfloat16 and weights_TK is not None
     )
@@ -74,7 +74,7 @@ def sum_rows_backward(
 
 
 def _sum_in_blocks(rows_RD: Tensor, inverse_TK: Tensor, *, holes: bool) -> Tensor:
-    """Sum rows of few enough tokens at a time that they are in the cache when they are summed.
+    """Sum the rows of a few tokens at a time, so that gathered rows are still in the cache.
 
     On CPU torch adds narrow numbers in fp32 and rounds once.
     """
@@ -86,7 +86,7 @@ def _sum_in_blocks(rows_RD: Tensor, inverse_TK: Tensor, *, holes: bool) -> Tenso
 
 
 def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x`; zeros where the index is -1."""
+    """Return rows of `x`; zeros where the index is -1."""
     if x.shape[0] == 0:
         return x.new_zeros(index.shape[0], *x.shape[1:])
     is_absent = (index < 0).view(-1, *[1] * (x.ndim - 1))
@@ -96,10 +96,10 @@ def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
 def _sum_by_bags(
     rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, *, holes: bool
 ) -> Tensor:
-    """Sum while gathering, without a tensor in between; in fp32 or wider, for bf16 as well.
+    """Sum rows while they are gathered, in fp32 or wider, for bf16 as well, by `embedding_bag`.
 
-    Bags take weights of the dtype of the rows. Two bf16 numbers have 16 bits of a wider one, so a
-    slot is then listed once for the upper and once for the lower half of its weight.
+    Bags take weights of the dtype of the rows. Two bf16 numbers together have 16 bits of a wider
+    number, so for bf16 a slot is listed twice, for the upper and the lower half of its weight.
     """
     if weights_TK is not None and weights_TK.dtype != rows_RD.dtype:
         if rows_RD.dtype == torch.bfloat16:
@@ -117,7 +117,7 @@ def _sum_by_bags(
 
 
 def _sum_listed(rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Give each token the positions it has, and those it lacks to one more token, left out."""
+    """Sum by bags where slots may lack a position: bags contain the existing positions only."""
     T, K = inverse_TK.shape
     if rows_RD.shape[0] == 0 or T == 0:
         return rows_RD.new_zeros(T, rows_RD.shape[1])
@@ -133,5 +133,5 @@ def _sum_listed(rows_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) 
         weight_S = weight_S.scatter_(0, place_S, weights_TK.reshape(-1))[1:-1]
     ends = F.pad(ends_S.view(T, K)[:, -1], (1, 0))
     bags = F.embedding_bag(listed_S, rows_RD, ends, mode="sum", per_sample_weights=weight_S)
-    # Not a view: autograd forbids to change one that a Function returns.
+    # No view: autograd forbids in-place changes of a view that a Function returns.
     return bags.resize_(T, rows_RD.shape[1])

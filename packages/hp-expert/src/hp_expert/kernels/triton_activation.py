@@ -14,7 +14,7 @@ Shape symbols: P positions, S slots, H hidden width, L local experts.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,28 +27,29 @@ _MOST_PROGRAMS = 32
 
 
 class Form(NamedTuple):
-    """Which activation: g * sigmoid(alpha * g) times u, or u + 1 where both are clamped.
+    """An activation as the kernels take it: g * sigmoid(alpha * g) times u, or clamped times u + 1.
 
     Attributes:
-        limit: Bound of g from above, and of u on both sides; 0: none, and u is taken alone.
+        limit: Bound of g from above, and of u on both sides, of which u + 1 is taken; 0: none, and
+            u is taken as it is.
         alpha: Steepness of the gate.
     """
 
     limit: float = 0.0
     alpha: float = 1.0
 
-    def constants(self) -> dict[str, Any]:
-        """Return what the kernels call it."""
+    def constants(self) -> dict[str, float]:
+        """Return the constants of the kernels."""
         return {"CLAMPED": self.limit > 0, "LIMIT": self.limit, "ALPHA": self.alpha}
 
 
 class Gradients(NamedTuple):
-    """What comes out of the gradient beside those of gate and up.
+    """The results of a backward of the activation, besides the gradients of gate and up.
 
     Attributes:
-        scaled: The activation times the routing weight [P, H].
-        weights: Gradient of the routing weight of each slot, in the shape of the weights; 0 where
-            it has no position. None without weights.
+        scaled: Activation times the routing weight [P, H].
+        weights: Gradient of the routing weight of each slot, in the shape of the weights; 0 for a
+            slot without a position. None without weights.
     """
 
     scaled: Tensor
@@ -59,10 +60,10 @@ def activate(gate_PH: Tensor, up_PH: Tensor, row_P: Tensor, form: Form) -> Tenso
     """Return the activation [P, H]; padding, whose row is -1, is left uninitialised.
 
     Args:
-        gate_PH: Rows that may be further apart than they are wide.
-        up_PH: Likewise, as far apart.
+        gate_PH: Gate, whose stride of rows may be larger than their width.
+        up_PH: Up, with the strides of the gate.
         row_P: Row of each position.
-        form: Which activation.
+        form: Activation to compute.
     """
     (num_positions, width), stride = gate_PH.shape, gate_PH.stride(0)
     h_PH = gate_PH.new_empty(num_positions, width)
@@ -73,8 +74,7 @@ def activate(gate_PH: Tensor, up_PH: Tensor, row_P: Tensor, form: Form) -> Tenso
         made=(h_PH,),
         given=(gate_PH, up_PH, row_P, width, stride),
         wide=h_PH.dtype,
-        **chosen,
-        **form.constants(),
+        constants={**chosen, **form.constants()},
     )
     return h_PH
 
@@ -92,13 +92,13 @@ def activate_backward(
     """Write the gradients of gate and up; padding is left as it is.
 
     Args:
-        dh_PH: Gradient of the activation before it is multiplied with the weight.
+        dh_PH: Gradient of the activation without the factor of the routing weight.
         pre: Gate and up [P, H], as `activate` takes them.
-        dpre: Where their gradients go, as far apart.
-        form: Which activation.
+        dpre: Memory for the gradients of gate and up, with the same strides.
+        form: Activation to differentiate.
         at: Row, -1 for padding, and slot of each position.
         weights_S: Routing weight of each slot; None: one.
-        extra_P: What else the gradient of the weight of each position has.
+        extra_P: Value to add to the gradient of each position's routing weight; None: nothing.
     """
     (num_positions, width), stride = dh_PH.shape, pre[0].stride(0)
     scaled_PH = dh_PH.new_empty(num_positions, width)
@@ -109,8 +109,7 @@ def activate_backward(
         made=(*dpre, scaled_PH, grad_S),
         given=(dh_PH.contiguous(), *pre, *at, weights_S, extra_P, width, stride),
         wide=dh_PH.dtype,
-        **options(width),
-        **form.constants(),
+        constants={**options(width), **form.constants()},
     )
     return Gradients(scaled_PH, grad_S)
 
@@ -123,7 +122,6 @@ def zero_idle(gradient: Tensor, num_rows_L: Tensor) -> None:
         (num_experts, min(-(-size // _ZEROS), _MOST_PROGRAMS)),
         made=(gradient,),
         given=(num_rows_L, size),
-        writes=(gradient[:0],),  # in a dry run every expert has rows: nothing of it is written
-        BLOCK=_ZEROS,
-        enable_fp_fusion=False,
+        writes=(gradient[:0],),  # in a dry run every expert has rows: nothing is written
+        constants={"BLOCK": _ZEROS, "enable_fp_fusion": False},
     )

@@ -2,20 +2,20 @@
 
 See Note [One program per row] and Note [Wide offsets].
 
-All is computed in fp32 or wider from what was loaded, and rounded once, where it is stored.
+Loaded numbers are widened to fp32 or more, and results are rounded once, when they are stored.
 
 Shape symbols: P positions, H hidden width, L local experts.
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _gate(gate: tl.tensor, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr) -> Any:
-    """Gating factor and its derivative."""
+def _gate(
+    gate: tl.tensor, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the gating factor and its derivative."""
     if CLAMPED:
         limit = tl.full((1,), LIMIT, gate.dtype)
         alpha = tl.full((1,), ALPHA, gate.dtype)
@@ -29,7 +29,7 @@ def _gate(gate: tl.tensor, CLAMPED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl
 
 @triton.jit
 def _lifted(up: tl.tensor, CLAMPED: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
-    """Return what the gating factor is multiplied with."""
+    """Return the function of `up` that is multiplied with the gating factor."""
     if CLAMPED:
         limit = tl.full((1,), LIMIT, up.dtype)
         return tl.where(tl.abs(up) > limit, tl.where(up > 0, limit, -limit), up) + 1.0
@@ -83,7 +83,7 @@ def activate_backward(  # noqa: PLR0917
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
 ) -> None:
-    """Gradients of one row and of its weight, and the activation times the weight."""
+    """Write the gradients of one row and of its weight, and the activation times the weight."""
     position = tl.program_id(0).to(tl.int64)
     is_there = tl.load(row_of + position) >= 0
     end = tl.where(is_there, width, 0)
@@ -123,7 +123,7 @@ def activate_backward(  # noqa: PLR0917
 def zero_idle(
     gradient: tl.tensor, num_rows: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Zero the gradient of an expert that has no rows; others are not looked at."""
+    """Zero the gradient of an expert without rows; leave other gradients as they are."""
     expert = tl.program_id(0).to(tl.int64)
     if tl.load(num_rows + expert) == 0:
         zeros = tl.zeros((BLOCK,), dtype=gradient.dtype.element_ty)

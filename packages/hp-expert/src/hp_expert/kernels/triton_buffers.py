@@ -1,14 +1,14 @@
-"""What ranks tell each other of buffers of a fixed size, and where received rows go.
+"""Blocks of numbers for buffers of a fixed size, and places of the rows received in them.
 
-Two launches, of some numbers for each expert and each place of a buffer. What
-`hp_expert.dispatch.bounded` computes by torch is the reference.
+There are two launches, for some numbers per expert and per place of a buffer. The reference is the
+computation by torch in `hp_expert.dispatch.bounded`.
 
 Shape symbols: W ranks, L local experts, E = W * L experts, C rows per pair of ranks, N = W * C rows
 of a buffer, B numbers in a block.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +18,18 @@ from hp_expert.kernels.launching import launch_kernel, power_from
 _launch = partial(launch_kernel, "triton_buffers_kernels")
 _TILE = 2048  # comparisons of a program at once
 _MOST_PLACES = 256
-_MOST_ROWS = 2**31 - 2  # one more than there is room for is a number as well
+_MOST_ROWS = 2**31 - 2  # one more, which reports an overflow, still fits in int32
 
 
 class Columns(NamedTuple):
-    """Where the numbers of a block are: see `hp_expert.dispatch.exchange_plan`.
+    """The columns of a block: see `hp_expert.dispatch.exchange_plan`.
 
     Attributes:
-        code: Code of the header.
-        invalid: Slots with experts that do not exist.
-        tokens: Tokens before they were cut into slices.
-        most: Most slots for any rank.
-        counts: First of the slots of each of the receiver's experts.
+        code: Column of the code of the header.
+        invalid: Column of the number of slots with experts that do not exist.
+        tokens: Column of the number of tokens before they were cut into slices.
+        most: Column of the most slots for any rank.
+        counts: First column of the numbers of slots of the receiver's experts.
     """
 
     code: int
@@ -39,19 +39,19 @@ class Columns(NamedTuple):
     counts: int
 
     def constants(self) -> dict[str, int]:
-        """Return what the kernels call them."""
+        """Return the constants of the kernels."""
         return {name.upper(): column for name, column in self._asdict().items()}
 
 
 class Received(NamedTuple):
-    """Where received rows go.
+    """The places of received rows.
 
     Attributes:
         row: Row at each position of expert order, int64 [N]; -1 where there is padding.
         position: Position of each row, int64 [N]; -1 for padding.
-        ends: Where the positions of each expert end, int32 [L].
+        ends: End of the positions of each expert, int32 [L].
         num_tokens_per_expert: Positions of each expert, int64 [L].
-        poison: 1, or NaN if what some rank sends is not all or not right.
+        poison: 1, or NaN if rows of some rank are missing or wrong.
     """
 
     row: Tensor
@@ -66,16 +66,16 @@ def tell(counts: Tensor, columns: Columns, *, code: int, num_ranks: int, size: i
 
     Args:
         counts: Slots of each expert, of experts that do not exist, and of none, int64 [E + 2].
-        columns: Where numbers go; all others are the code.
+        columns: Columns of the numbers; all others get the code.
         code: Code of the header.
-        num_ranks: W.
-        size: B.
+        num_ranks: Number of ranks, W.
+        size: Numbers in a block, B.
     """
     sent, num_experts = counts.new_empty(num_ranks, size), counts.shape[0] - 2
     sizes = {**_sizes(num_ranks, num_experts // num_ranks), **columns.constants()}
     sizes |= {"B": size, "BLOCK_B": power_from(size)}
     del sizes["CODE"]
-    _launch("tell", (num_ranks,), made=(sent,), given=(counts, code), **sizes)
+    _launch("tell", (num_ranks,), made=(sent,), given=(counts, code), constants=sizes)
     return sent
 
 
@@ -90,17 +90,17 @@ def sort_received(
     found: Tensor,
     dtype: torch.dtype,
 ) -> Received:
-    """Find out where received rows go, and whether all is right.
+    """Find the places of received rows, and errors of any rank.
 
     Args:
         received: Block from each rank, int64 [W, B].
-        columns: Where the numbers are.
+        columns: Columns of the numbers.
         code: Code that all headers must have.
-        room: C.
-        num_local: L.
-        weights: Routing weights of this rank, of which the first is looked at; or None.
-        found: Most rows that did not fit, most slots without an expert, and most headers that
-            differ, so far, int64 [3]; is updated.
+        room: Rows per pair of ranks, C.
+        num_local: Number of local experts, L.
+        weights: Routing weights of this rank, of which the first is read; or None.
+        found: Most rows for a buffer that was too small, most slots without an expert, and most
+            headers that differ, so far, int64 [3]; is updated.
         dtype: Dtype of the poison.
 
     Raises:
@@ -128,12 +128,11 @@ def sort_received(
         made=(*made, found),
         given=(received, weights, code, room),
         updated=(found,),
-        **sizes,
-        BLOCK=block,
+        constants={**sizes, "BLOCK": block},
     )
     return made
 
 
-def _sizes(num_ranks: int, num_local: int) -> dict[str, Any]:
+def _sizes(num_ranks: int, num_local: int) -> dict[str, int]:
     blocks = {"BLOCK_W": power_from(num_ranks), "BLOCK_L": power_from(num_local)}
     return {"W": num_ranks, "L": num_local, **blocks, "num_warps": 8, "enable_fp_fusion": False}

@@ -1,7 +1,7 @@
 """The kernels behind `triton_buffers`, in Triton.
 
 Every program has the counts of all pairs of a rank and a local expert in registers. They are few,
-and what follows from them is computed again rather than exchanged between programs.
+so that every program computes all sums of them again instead of exchanging sums with others.
 
 Shape symbols: W ranks, L local experts, E experts, C rows per pair of ranks, B numbers in a block.
 """
@@ -65,10 +65,9 @@ def sort_received(  # noqa: PLR0917
     MOST: tl.constexpr,
     COUNTS: tl.constexpr,
 ) -> None:
-    """Place some of the rows that one rank has sent; the first program also says what is wrong.
+    """Place some of the rows that one rank has sent; the first program also records errors.
 
-    Whatever was received, rows of a rank are no more than there is room for. Padding follows all
-    rows.
+    Whatever counts were received, rows of a rank never exceed the room. Padding follows all rows.
     """
     source = tl.program_id(0).to(tl.int64)
     rank, local = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_L)

@@ -1,15 +1,15 @@
 """The kernels behind `triton_rows`, in Triton.
 
 Note [One program per row]. A program moves one row, or BLOCK columns of one. Every access is then a
-run of neighbouring words of 16 bytes (if D * b is a multiple of 16) wherever the permutation leads.
-An output has one writer and a sum one order, that of the choices: no atomics, and the same bits in
-every run. Products are not contracted into fused multiply-adds, so that sums have the bits of the
-torch path on CUDA.
+run of neighbouring words of 16 bytes (if D * b is a multiple of 16), whatever the permutation. An
+output has one writer, and a sum has one order, that of the choices: no atomics, and the same bits
+in every run. Products are not contracted into fused multiply-adds, so that sums have the bits of
+torch's kernels on CUDA.
 
 Note [Wide offsets]. R * D reaches 2 ** 31 at 262144 rows of 8192, so offsets are 64 bits wide. A
-product has the width of its factors, and indices come as int32 too: what is loaded and the number
-of a program are widened before they are computed with. `nox -s cubins` proves that nothing an
-address is made of overflows in 32 bits.
+product has the width of its factors, and indices may be int32: loaded indices and the number of a
+program are widened before any arithmetic. `nox -s cubins` proves that no part of an address
+overflows in 32 bits.
 """
 
 import triton
@@ -28,7 +28,7 @@ def gather_rows(
     position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_of + position).to(tl.int64)
-    # What does not exist has no columns.
+    # A token that does not exist has no columns.
     here = column < tl.where(token >= 0, width, 0)
     row = tl.load(x + token * width + column, mask=here, other=0.0)
     tl.store(out + position * width + column, row, mask=column < width)
@@ -92,7 +92,7 @@ def sum_rows_backward(  # noqa: PLR0917
     K: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Gradients of a row and of its weight."""
+    """Write the gradients of a row and of its weight."""
     position = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + position).to(tl.int64)
     token = slot // K

@@ -5,14 +5,13 @@
 | `route` | 4 T * E, experts 8 T * K if they are given | 4 T * E + 12 T * K |
 | `route_backward` | 4 T * E + 12 T * K, 4 T * E more with `grad_scores` | 4 T * E |
 
-What `TopKRouter` computes by torch is the reference of both.
+The computation of `TopKRouter` by torch is the reference of both.
 
 Shape symbols: T tokens, E experts, K experts per token.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +25,17 @@ _TILE = 2048  # numbers of a program's tokens
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How scores become weights, and which experts are the best.
+    """The settings by which scores become a choice of experts and their weights.
 
     Attributes:
         top_k: Number of experts per token, K.
         sigmoid: Whether scores are sigmoids; else they are a softmax.
         normalize: Whether weights are divided by their sum.
-        scaling_factor: What weights are multiplied by at last.
-        num_groups: Equal runs of experts, a power of two where a token's experts are limited to
-            some of them, and so is the number of experts.
-        num_limited_groups: So many groups a token's experts come from.
-        top2_sum: Whether a group counts its best two scores together; else its best one.
+        scaling_factor: Factor of all weights, applied last.
+        num_groups: Number of groups, equal runs of experts. Where a token's experts are limited to
+            some groups, this and the number of experts must be powers of two.
+        num_limited_groups: Number of groups that a token's experts come from.
+        top2_sum: Whether the score of a group is the sum of its best two; else it is the best one.
     """
 
     top_k: int
@@ -48,7 +47,7 @@ class Rule:
     top2_sum: bool = False
 
     def fits(self, num_experts: int) -> bool:
-        """Tell whether the kernels take so many experts, and groups of them."""
+        """Tell whether the kernels take this number of experts, in these groups."""
         if self.num_limited_groups == self.num_groups:
             return num_experts <= _MOST_EXPERTS
         powers = all(n & (n - 1) == 0 for n in (num_experts, self.num_groups))
@@ -62,10 +61,10 @@ def route(
 
     Args:
         logits_TE: fp32 or fp64 [T, E].
-        rule: How.
-        bias: Added to the scores where experts are chosen [E]; None: nothing.
-        experts_TK: Experts that were chosen before, int64 [T, K]; those that do not exist weigh 0.
-            None: the best ones, of equal scores the lower index.
+        rule: Settings of the router.
+        bias: Bias added to the scores for the choice only [E]; None: nothing.
+        experts_TK: Experts that were chosen before, int64 [T, K]; one that does not exist gets the
+            weight 0. None: the best ones, of equal scores the lower index.
 
     Returns:
         Scores [T, E], weights [T, K] and experts, int64 [T, K].
@@ -83,12 +82,14 @@ def route(
         given=(logits, bias, experts_TK),
         varying=(T,),
         writes=None if experts_TK is None else (scores, weights),
-        **sizes,
-        BLOCK_K=power_from(K),
-        GROUPS=rule.num_groups,
-        LIMITED=rule.num_limited_groups,
-        TOP2=rule.top2_sum,
-        **_constants(rule, logits),
+        constants={
+            **sizes,
+            "BLOCK_K": power_from(K),
+            "GROUPS": rule.num_groups,
+            "LIMITED": rule.num_limited_groups,
+            "TOP2": rule.top2_sum,
+            **_constants(rule, logits),
+        },
     )
     return scores, weights, experts
 
@@ -107,10 +108,10 @@ def route_backward(
     Args:
         scores_TE: Scores that `route` returned.
         experts_TK: Experts of its weights.
-        rule: How they were made.
+        rule: Settings that `route` was given.
         grad_weights: Gradient of the weights [T, K]; None: zero.
-        grad_scores: Gradient of the scores [T, E] by another way than weights; None: zero.
-        load: Counter that the slots of each expert are added to, int64 [E]; None: nobody counts.
+        grad_scores: Gradient of the scores [T, E] besides that through the weights; None: zero.
+        load: Counter to which the slots of each expert are added, int64 [E]; None: not counted.
     """
     grad_logits, (T, E) = torch.empty_like(scores_TE), scores_TE.shape
     sizes, grid = _sizes(E, T)
@@ -122,19 +123,19 @@ def route_backward(
         given=(*grads, scores_TE, experts_TK),
         varying=(T,),
         updated=(load,),
-        **sizes,
-        **_constants(rule, scores_TE, num_warps=8),  # of four, some numbers lie on a stack
+        # With four warps some registers would spill.
+        constants={**sizes, **_constants(rule, scores_TE, num_warps=8)},
     )
     return grad_logits
 
 
-def _sizes(num_experts: int, num_tokens: int) -> tuple[dict[str, Any], tuple[int]]:
+def _sizes(num_experts: int, num_tokens: int) -> tuple[dict[str, int], tuple[int]]:
     block = power_from(num_experts)
     tokens = max(1, _TILE // block)
     return {"E": num_experts, "BLOCK_E": block, "BLOCK_T": tokens}, (-(-num_tokens // tokens),)
 
 
-def _constants(rule: Rule, like: Tensor, *, num_warps: int = 4) -> dict[str, Any]:
+def _constants(rule: Rule, like: Tensor, *, num_warps: int = 4) -> dict[str, float]:
     return {
         "K": rule.top_k,
         "SIGMOID": rule.sigmoid,

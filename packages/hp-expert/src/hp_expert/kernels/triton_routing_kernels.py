@@ -1,13 +1,13 @@
 """The kernels behind `triton_routing`, in Triton.
 
 Note [One program per run of tokens]. A program has the logits of BLOCK_T tokens in registers, all E
-of each, and everything that routing makes of them is made from there: logits are read once, and
-what is written has one writer. Only loads are added by atomics: they are whole numbers, whose sum
-has no order.
+of each, and computes the whole routing from them: logits are read once, and every output has one
+writer. Only loads are added by atomics: they are whole numbers, whose sum does not depend on the
+order.
 
-Note [Not a number]. As in torch, a score that is none beats all others, of several the first one: a
-token gets experts that exist, each of them once, whatever its scores are, and weights by which the
-step is known to be broken. Triton's maxima pass over NaN, so none is left where they look.
+Note [Not a number]. As in torch, a score of NaN beats all others, of several the first one. So a
+token gets experts that exist, each of them once, whatever its scores are, and weights of NaN that
+show the step to be broken. Triton's maxima ignore NaN, so NaN is replaced by infinity before them.
 
 Shape symbols: T tokens, E experts, K experts per token, G groups of experts.
 """
@@ -18,14 +18,14 @@ import triton.language as tl
 
 @triton.jit
 def _first_of_best(values: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Lowest index of the highest value of each row."""
+    """Return the lowest index of the highest value of each row."""
     best = tl.max(values, axis=1)
     return tl.min(tl.where(values == best[:, None], index[None, :], 1 << 30), axis=1)
 
 
 @triton.jit
 def _at_least(values: tl.tensor, TINY: tl.constexpr) -> tl.tensor:
-    """The values, or `TINY` where they are less; NaN stays."""
+    """Return the values, or `TINY` where they are less; NaN stays."""
     tiny = tl.full((1,), TINY, values.dtype)
     return tl.where(values < tiny, tiny, values)
 
@@ -39,7 +39,7 @@ def _limit_to_groups(  # noqa: PLR0917
     LIMITED: tl.constexpr,
     TOP2: tl.constexpr,
 ) -> tl.tensor:
-    """Leave each token the experts of its best groups; BLOCK_E is the number of experts."""
+    """Return scores, -inf outside of each token's best groups; BLOCK_E is the number of experts."""
     size: tl.constexpr = BLOCK_E // GROUPS
     nothing = float("-inf")
     by_group = tl.reshape(ranked, (BLOCK_T, GROUPS, size))
@@ -81,7 +81,7 @@ def route(  # noqa: PLR0917  # Triton's launch passes them by position
     LIMITED: tl.constexpr,
     TOP2: tl.constexpr,
 ) -> None:
-    """Scores, experts (unless they are given) and weights of some tokens."""
+    """Write the scores, experts (unless they are given) and weights of some tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     there = token < num_tokens
     expert = tl.arange(0, BLOCK_E)
@@ -119,7 +119,7 @@ def route(  # noqa: PLR0917  # Triton's launch passes them by position
         weights = tl.where((choices == choice)[None, :], weight[:, None], weights)
     if NORMALIZE:
         weights /= _at_least(tl.sum(weights, axis=1), TINY)[:, None]
-    # A number of the kernel's own would be of 32 bits.
+    # A literal would have 32 bits.
     weights *= tl.full((1, 1), SCALE, score.dtype)
     slots = token[:, None] * K + choices[None, :]
     tl.store(weights_out + slots, weights, mask=there[:, None] & (choices < K)[None, :])
@@ -143,7 +143,7 @@ def route_backward(  # noqa: PLR0917
     SCALE: tl.constexpr,
     TINY: tl.constexpr,
 ) -> None:
-    """Gradient of the logits of some tokens; adds what experts they chose to the loads."""
+    """Write the gradient of the logits of some tokens; add their experts to the loads."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     there = token < num_tokens
     expert = tl.arange(0, BLOCK_E)

@@ -1,6 +1,7 @@
-"""Rows to their positions and back, each in one pass over memory.
+"""Rows moved to positions and back, each in one pass over memory.
 
-Traffic is all that these kernels cost. With b bytes per element and S = T * K slots:
+The time of these kernels is that of their memory traffic. With b bytes per element and S = T * K
+slots:
 
 | kernel | reads | writes |
 |---|---|---|
@@ -13,7 +14,6 @@ Shape symbols: T tokens, K choices per token, R positions, D width.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ _VALUES = 512
 
 def gather_rows(x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
     """Copy the row of each position's token [R, D] ([R] if `x_TD` is [T])."""
-    del holes  # what does not exist is not read in any case
+    del holes  # tokens that do not exist are not read in any case
     if x_TD.ndim == 1:
         return _gather_values(x_TD, token_R)
     num_positions, width = token_R.shape[0], x_TD.shape[1]
@@ -40,7 +40,7 @@ def gather_rows(x_TD: Tensor, token_R: Tensor, *, holes: bool) -> Tensor:
         (num_positions, num_blocks(width, chosen)),
         made=(rows_RD,),
         given=(x_TD.contiguous(), token_R.contiguous(), width),
-        **chosen,
+        constants=chosen,
     )
     return rows_RD
 
@@ -54,9 +54,9 @@ def sum_rows(
     more_RD: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sum weight * row, of both where there are more, over each token's positions [T, D].
+    """Sum weight * row, with `more_RD` the row of both, over the positions of each token [T, D].
 
-    [T] for [R], K = 1, and neither weights nor more.
+    Rows of one value each, [R], give [T], for K = 1 without weights and `more_RD`.
     """
     if rows_RD.ndim == 1:
         return gather_rows(rows_RD, inverse_TK.view(-1), holes=holes).to(dtype or rows_RD.dtype)
@@ -69,8 +69,7 @@ def sum_rows(
         made=(y_TD,),
         given=(*(None if t is None else t.contiguous() for t in tensors), width),
         wide=rows_RD.dtype,
-        K=num_choices,
-        **chosen,
+        constants={"K": num_choices, **chosen},
     )
     return y_TD
 
@@ -81,7 +80,7 @@ def sum_rows_backward(
     """Return the gradients of the rows [R, D] and the weights [T, K] of `sum_rows`."""
     del holes
     num_positions, width = rows_RD.shape
-    # Contiguous, which those of `empty_like` are not if the originals are not.
+    # Contiguous, which `empty_like` would not give for tensors that are not.
     grad_rows_RD = rows_RD.new_empty(rows_RD.shape)
     grad_weights_TK = weights_TK.new_zeros(weights_TK.shape)
     tensors = grad_TD, rows_RD, slot_R, weights_TK
@@ -91,8 +90,7 @@ def sum_rows_backward(
         made=(grad_rows_RD, grad_weights_TK),
         given=(*(t.contiguous() for t in tensors), width),
         wide=rows_RD.dtype,
-        K=weights_TK.shape[1],
-        **options(width),
+        constants={"K": weights_TK.shape[1], **options(width)},
     )
     return grad_rows_RD, grad_weights_TK
 
@@ -106,18 +104,16 @@ def _gather_values(x_T: Tensor, index_R: Tensor) -> Tensor:
         made=(values_R,),
         given=(x_T.contiguous(), index_R.contiguous()),
         varying=(num_positions,),
-        BLOCK=_VALUES,
-        num_warps=4,
-        enable_fp_fusion=False,
+        constants={"BLOCK": _VALUES, "num_warps": 4, "enable_fp_fusion": False},
     )
     return values_R
 
 
-def options(width: int) -> dict[str, Any]:
-    """Choose how a kernel goes through rows of some width.
+def options(width: int) -> dict[str, int]:
+    """Return the block size and launch options of a kernel for rows of a width.
 
     Raises:
-        ValueError: If they are wider than 2 ** 30: columns of a row are counted in 32 bits.
+        ValueError: If rows are wider than 2 ** 30: columns of a row are counted in 32 bits.
     """
     if width > _MOST_COLUMNS:
         raise ValueError(f"width ({width}) must be at most {_MOST_COLUMNS}")
@@ -126,6 +122,6 @@ def options(width: int) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
 
 
-def num_blocks(width: int, options: dict[str, Any]) -> int:
-    """Return how many blocks of columns there are."""
-    return -(-width // int(options["BLOCK"]))
+def num_blocks(width: int, options: dict[str, int]) -> int:
+    """Return the number of blocks of columns."""
+    return -(-width // options["BLOCK"])

@@ -1,13 +1,13 @@
 """Slots sorted by expert in three launches; see Note [A sort by counting].
 
-Reads 8 bytes of each slot in each of two passes, and writes 24. What `permute` computes by torch is
-the reference.
+It reads 8 bytes of each slot in each of two passes, and writes 24. The reference is the computation
+by torch in `hp_expert.permute`.
 
 Shape symbols: T tokens, K choices per token, S = T * K slots, E experts, B blocks, N keys or more.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ _MOST_SLOTS = 2**31 - _BLOCK
 
 
 class Starts(NamedTuple):
-    """What is known of slots that were counted.
+    """The counts of slots, and the positions that follow from them.
 
     Attributes:
-        starts: Where slots go, as `place` wants it, int32 [B + 1, N].
+        starts: Position of the first slot of each key in each block, for `place`: int32 [B + 1, N].
         counts: Slots of each expert, of experts that do not exist, and of none, int64 [E + 2].
-        ends: Where the positions of each expert end, int32 [E].
-        run: How many experts were counted as one.
+        ends: End of the positions of each expert, int32 [E].
+        run: Number of neighbouring experts that were counted as one.
     """
 
     starts: Tensor
@@ -38,12 +38,12 @@ class Starts(NamedTuple):
 
 
 def count(experts_TK: Tensor, num_experts: int, *, run: int = 1) -> Starts:
-    """Count the slots of each expert, those of none, and those of experts that do not exist.
+    """Count the slots of each expert, those of experts that do not exist, and dropped ones.
 
     Args:
-        experts_TK: Contiguous; int64 or int32.
-        num_experts: E.
-        run: How many experts count as one, such as those of a rank; E is the number of such runs.
+        experts_TK: Experts, contiguous; int64 or int32.
+        num_experts: Number of experts, or of runs of them, E.
+        run: Number of neighbouring experts to count as one, such as those of a rank.
 
     Raises:
         ValueError: If there are 2 ** 31 slots or more.
@@ -63,10 +63,7 @@ def count(experts_TK: Tensor, num_experts: int, *, run: int = 1) -> Starts:
         made=(found,),
         given=(experts_TK,),
         varying=(num_slots,),
-        **sizes,
-        DIV=run,
-        BLOCK=_BLOCK,
-        PART=_PART,
+        constants={**sizes, "DIV": run, "BLOCK": _BLOCK, "PART": _PART},
     )
     _launch(
         "scan",
@@ -74,18 +71,17 @@ def count(experts_TK: Tensor, num_experts: int, *, run: int = 1) -> Starts:
         made=(starts, totals, ends),
         given=(found,),
         varying=(num_blocks,),
-        **sizes,
-        ROWS=max(1, _TILE // keys),
+        constants={**sizes, "ROWS": max(1, _TILE // keys)},
     )
     return Starts(starts, totals, ends, run)
 
 
 def place(experts_TK: Tensor, counted: Starts) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort what was counted, stably.
+    """Sort counted slots, stably.
 
     Returns:
-        Slot at each position [S], its token [S], and position of each slot [T, K]; all int64. Slots
-        of no expert have -1, and so have the positions after those of all others.
+        Slot at each position [S], its token [S], and position of each slot [T, K]; all int64. -1
+        for slots without an expert, and for the last positions, which have no slot.
     """
     num_slots, (_, num_choices) = experts_TK.numel(), experts_TK.shape
     made = (
@@ -100,11 +96,13 @@ def place(experts_TK: Tensor, counted: Starts) -> tuple[Tensor, Tensor, Tensor]:
         made=made,
         given=(counted.starts, experts_TK),
         varying=(num_slots, num_blocks),
-        **_sizes(counted.ends.numel()),
-        DIV=counted.run,
-        K=num_choices,
-        BLOCK=_BLOCK,
-        PART=_PART,
+        constants={
+            **_sizes(counted.ends.numel()),
+            "DIV": counted.run,
+            "K": num_choices,
+            "BLOCK": _BLOCK,
+            "PART": _PART,
+        },
     )
     return made
 
@@ -112,11 +110,11 @@ def place(experts_TK: Tensor, counted: Starts) -> tuple[Tensor, Tensor, Tensor]:
 def fill(
     experts_TK: Tensor, counted: Starts, *, num_local: int, num_ranks: int, room: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort what was counted into a buffer that has so much room for the slots of each rank.
+    """Sort counted slots into a buffer with `room` places for the slots of each rank.
 
     Returns:
         Slot at each place of the buffer [W * room], its token, and place of each slot [T, K]; all
-        int64, -1 where there is none.
+        int64, -1 for a place without a slot and a slot without a place.
     """
     num_slots, (_, num_choices) = experts_TK.numel(), experts_TK.shape
     order, token = experts_TK.new_full((2, num_ranks * room), -1, dtype=torch.int64)
@@ -128,21 +126,23 @@ def fill(
         made=(order, token, inverse),
         given=(counted.starts, experts_TK),
         varying=(num_slots, num_blocks, room),
-        **_sizes(counted.ends.numel()),
-        L=num_local,
-        K=num_choices,
-        BLOCK=_BLOCK,
-        PART=_PART,
+        constants={
+            **_sizes(counted.ends.numel()),
+            "L": num_local,
+            "K": num_choices,
+            "BLOCK": _BLOCK,
+            "PART": _PART,
+        },
     )
     return order, token, inverse
 
 
 def find_ranks(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """Find out which ranks have a token's experts.
+    """Find the ranks that have experts of each token.
 
     Returns:
-        For each rank itself, or -1 if it has none of the experts, int64 [T, W]; and how many it
-        has, int32 [T, W].
+        Each rank, or -1 if it has none of a token's experts, int64 [T, W]; and the number of the
+        token's experts on it, int32 [T, W].
     """
     num_tokens, num_choices = experts_TK.shape
     ranks = experts_TK.new_empty(num_tokens, num_ranks, dtype=torch.int64)
@@ -155,12 +155,14 @@ def find_ranks(experts_TK: Tensor, *, num_local: int, num_ranks: int) -> tuple[T
         made=(ranks, slots),
         given=(experts_TK,),
         varying=(num_tokens,),
-        W=num_ranks,
-        L=num_local,
-        K=num_choices,
-        BLOCK_T=tokens,
-        BLOCK_W=width,
-        enable_fp_fusion=False,
+        constants={
+            "W": num_ranks,
+            "L": num_local,
+            "K": num_choices,
+            "BLOCK_T": tokens,
+            "BLOCK_W": width,
+            "enable_fp_fusion": False,
+        },
     )
     return ranks, slots
 
@@ -177,11 +179,13 @@ def encode(
         made=(codes,),
         given=(order_S, experts_TK),
         varying=(num_slots,),
-        E=num_local * num_ranks,
-        L=num_local,
-        K=num_choices,
-        BLOCK=_BLOCK,
-        enable_fp_fusion=False,
+        constants={
+            "E": num_local * num_ranks,
+            "L": num_local,
+            "K": num_choices,
+            "BLOCK": _BLOCK,
+            "enable_fp_fusion": False,
+        },
     )
     return codes
 
@@ -190,9 +194,9 @@ def decode(codes_P: Tensor, num_begun_P: Tensor, *, per_row: int) -> tuple[Tenso
     """Return the slot and the local expert of each code, int64 [P].
 
     Args:
-        codes_P: Codes as they arrived.
-        num_begun_P: How many rows have begun up to each of them, int64.
-        per_row: Slots of a row.
+        codes_P: Received codes.
+        num_begun_P: Number of rows that have begun up to each code, int64.
+        per_row: Number of slots of a row.
     """
     num_codes = codes_P.numel()
     slots, experts = torch.empty_like(num_begun_P), torch.empty_like(num_begun_P)
@@ -202,13 +206,12 @@ def decode(codes_P: Tensor, num_begun_P: Tensor, *, per_row: int) -> tuple[Tenso
         made=(slots, experts),
         given=(codes_P, num_begun_P),
         varying=(num_codes, per_row),
-        BLOCK=_BLOCK,
-        num_warps=8,  # a number for each thread: of two, some lie on a stack
-        enable_fp_fusion=False,
+        # Eight warps, one number per thread: with two per thread some registers would spill.
+        constants={"BLOCK": _BLOCK, "num_warps": 8, "enable_fp_fusion": False},
     )
     return slots, experts
 
 
-def _sizes(num_experts: int) -> dict[str, Any]:
+def _sizes(num_experts: int) -> dict[str, int]:
     keys = power_from(num_experts + 2)
     return {"E": num_experts, "KEYS": keys, "num_warps": 8, "enable_fp_fusion": False}

@@ -1,12 +1,12 @@
 """The kernels behind `triton_sorting`, in Triton.
 
-Note [A sort by counting]. Keys are few, so slots are not compared but counted. Slots are cut into
-blocks; `count` counts the keys of each block, `scan` adds up blocks, and so finds where the first
-slot of each key goes, in all and in each block, and `place` writes every slot where it belongs.
-Slots of one key stay in order, an output has one writer, and nothing is added by atomics.
+Note [A sort by counting]. Keys are few, so slots are counted instead of compared. Slots are cut
+into blocks; `count` counts the keys of each block, `scan` adds up blocks, and so finds the position
+of the first slot of each key, of all blocks and in each block, and `place` writes every slot to its
+position. Slots of one key stay in order, an output has one writer, and there are no atomics.
 
-Of E experts there are E + 2 keys: E where there is no such one, E + 1 of a slot that was dropped.
-Runs of DIV experts may share a key: those of a rank.
+E experts have E + 2 keys: key E is of experts that do not exist, key E + 1 of dropped slots. DIV
+neighbouring experts may share a key, such as those of a rank.
 
 Shape symbols: S slots, K choices per token, E experts, B blocks, N keys or more.
 """
@@ -23,7 +23,7 @@ def _key_of(
     E: tl.constexpr,
     DIV: tl.constexpr,
 ) -> tl.tensor:
-    """Key of each slot; -1 where there is no slot."""
+    """Return the key of each slot; -1 where there is no slot."""
     expert = tl.load(experts + slot, mask=slot < num_slots, other=0).to(tl.int64)
     exists = (expert >= 0) & (expert < E * DIV)
     run = tl.where(exists, expert, 0).to(tl.int32) // DIV
@@ -55,7 +55,7 @@ def count(  # noqa: PLR0917  # Triton's launch passes them by position
 
 @triton.jit
 def _in_all(starts: tl.tensor, num_blocks: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
-    """Return where the positions of the first slots of all keys are."""
+    """Return the address of the positions of the first slots of all keys."""
     return starts + tl.full((1,), KEYS, tl.int64) * num_blocks
 
 
@@ -70,7 +70,7 @@ def scan(  # noqa: PLR0917
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Positions of the first slot of each key, in each block and, in row B, in all.
+    """Write the position of the first slot of each key: in each block, and in row B of all blocks.
 
     `starts` is int32 [B + 1, N]: a block's numbers count from those of row B. `totals` is int64
     [E + 2], `ends` has the ends of the experts, int32 [E].
@@ -103,7 +103,7 @@ def _slots_of_block(  # noqa: PLR0917
     PART: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The slots of this program's block, their keys, and their positions."""
+    """Return the slots of this program's block, their keys, and their positions."""
     block = tl.program_id(0).to(tl.int64)
     mine = tl.arange(0, BLOCK)
     slot = block * BLOCK + mine
@@ -138,7 +138,7 @@ def place(  # noqa: PLR0917
 ) -> None:
     """Write the slots of a block to their positions, and the positions to the slots.
 
-    A slot without an expert comes last; neither has it a position, nor its position a slot: -1.
+    Slots without an expert come last: they get the position -1, and their positions the slot -1.
     """
     slot, key, position = _slots_of_block(
         starts, experts, num_slots, num_blocks, E, DIV, BLOCK, PART, KEYS
@@ -168,7 +168,8 @@ def fill(  # noqa: PLR0917
 ) -> None:
     """Write the slots of a block into a buffer that has `room` for those of each rank.
 
-    A slot without an expert, or room, gets no place: -1. Places without a slot are left alone.
+    A slot without an expert, or without room, gets the place -1. Places without a slot are left as
+    they are.
     """
     slot, key, position = _slots_of_block(
         starts, experts, num_slots, num_blocks, E, 1, BLOCK, PART, KEYS
@@ -197,7 +198,7 @@ def find_ranks(  # noqa: PLR0917
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """For each token and rank, how many of the token's experts are there; and the rank, or -1."""
+    """Write, for each token and rank, the number of the token's experts there; the rank, or -1."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     rank = tl.arange(0, BLOCK_W)
     here = token < num_tokens
@@ -224,7 +225,7 @@ def encode(  # noqa: PLR0917
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Code of the slot at each position: local expert, and whether it begins a row."""
+    """Write the code of the slot at each position: local expert, and whether it begins a row."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < num_slots
     slot = tl.load(order + position, mask=here, other=0).to(tl.int64)
@@ -253,7 +254,7 @@ def decode(  # noqa: PLR0917
     per_row: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Slot, and local expert, of each code, from how many rows have begun up to it."""
+    """Write the slot and local expert of each code, from the number of rows begun up to it."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = position < num_codes
     code = tl.load(codes + position, mask=here, other=1).to(tl.int64)
