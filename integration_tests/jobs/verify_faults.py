@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hp_trainer.model.block
 import hp_trainer.training.train
 from hp_expert import TopKRouter
-from hp_train.verify.watched import TrainerJob
+from hp_train.verify.own_trainer import TrainerJob
 from hp_trainer.config import Config, to_dict
 from hp_trainer.launch.task import Worker
 from hp_trainer.model.attention import GroupedQueryAttention

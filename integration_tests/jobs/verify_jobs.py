@@ -8,19 +8,19 @@ from torch import nn
 
 from hp_platform import initialize, shutdown
 from hp_train.verify import Job
-from hp_train.verify.recording import Part, Recorder
-from hp_train.verify.watched import TrainerJob
+from hp_train.verify.own_trainer import TrainerJob
 from hp_trainer.config import Config
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout import vocabulary
 from hp_trainer.model import parallelize
 from hp_trainer.model.randomness import generator
+from hp_verify.recording.values import Part, ValueRecorder
 
 
 class Hanging(TrainerJob):
     """Rank 1 never comes to its second step."""
 
-    def train_step(self, record: Recorder) -> None:
+    def train_step(self, record: ValueRecorder) -> None:
         if self.trainer.step == 1 and self.trainer.mesh.rank == 1:
             time.sleep(3600)
         super().train_step(record)
@@ -62,7 +62,7 @@ class OwnModel(Job):
         self.second = nn.Parameter(second[self.rows].clone())
         self.optimizer = torch.optim.SGD([self.first, self.second], lr=0.1)
 
-    def train_step(self, record: Recorder) -> None:
+    def train_step(self, record: ValueRecorder) -> None:
         x = torch.randn(self.batch, 8, generator=generator(self.step, "x"), dtype=torch.float64)
         hidden = torch.tanh(x @ self.first)
         # Every rank computes some columns for the whole batch.

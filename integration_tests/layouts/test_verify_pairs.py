@@ -83,8 +83,8 @@ def test_a_gradient_that_two_packages_sum_is_found(design: Design, tmp_path: Pat
     [comparison] = [each.comparison for each in verdicts if not each.ok]
     assert comparison is not None
     assert comparison.first is not None
-    assert (comparison.first.step, comparison.first.quantity) == (1, "gradient")
-    assert comparison.first.difference.name.endswith("moe.experts.b2")
+    assert (comparison.first.step, comparison.first.phase) == (1, "gradient")
+    assert comparison.first.name.endswith("moe.experts.b2")
 
 
 @pytest.mark.sample

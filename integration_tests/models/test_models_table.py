@@ -9,10 +9,10 @@ import torch
 from msgspec.structs import replace
 
 from hp_base.process import run_command
-from hp_train.verify.recording import RecordedStep
 from hp_trainer.config.options import build
 from hp_transformers.families import proven
 from hp_transformers.families.proven import Row, Table, doubts, read_table
+from hp_verify.recording.values import RecordedStep
 from integration_tests.models.architectures import command
 from integration_tests.models.architectures.cells import (
     DIFFERENT,

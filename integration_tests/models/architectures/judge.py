@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hp_train.verify.recording import RecordedStep
+from hp_verify.recording.values import RecordedStep
 from integration_tests.models.architectures.trained import Trained
 
 LOGITS, LOSS, NORM, GRADIENT, WEIGHT, EXPORTED = (

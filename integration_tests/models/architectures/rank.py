@@ -18,8 +18,7 @@ from hp_base.signals import StopFlag
 from hp_data import load_tokenizer
 from hp_platform import RankInfo, all_gather_json
 from hp_platform.launch import INIT_METHOD_VARIABLE
-from hp_train.verify.recording import Part, Recorder, read_steps
-from hp_train.verify.watched import part_of
+from hp_train.verify.own_trainer import part_of
 from hp_trainer.config import Config, ModelConfig
 from hp_trainer.config.options import CONFIG
 from hp_trainer.config.render import to_toml
@@ -30,6 +29,7 @@ from hp_trainer.training.startup import connect
 from hp_trainer.training.train import Losses, Trainer
 from hp_transformers.families.command import export_hf
 from hp_transformers.stages.export import write_folder
+from hp_verify.recording.values import Part, ValueRecorder, read_steps
 from integration_tests.models.architectures.cells import DIFFERENT, EQUAL, KINDS, Cell
 from integration_tests.models.architectures.judge import GRADIENT, LOGITS, LOSS, NORM, WEIGHT, judge
 from integration_tests.models.architectures.kept import finite
@@ -132,7 +132,7 @@ class _Run:
         worker = Worker(info, run_dir, Heartbeats.unwatched(), StopFlag(), data)
         runtime = connect(config, worker)
         tokenizer = load_tokenizer(str(world.data / TOKENIZER))
-        self._record = Recorder(folder / "recorded", rank=rank)
+        self._record = ValueRecorder(folder / "recorded", rank=rank)
         self.trainer = Trainer(config, worker, runtime, tokenizer)
 
     def start(self) -> None:

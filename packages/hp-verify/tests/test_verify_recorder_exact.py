@@ -20,11 +20,11 @@ from hp_verify.comparing.reproduction import MOST_LINES, Exact
 from hp_verify.recording import randomness
 from hp_verify.recording.events import BACKWARD, FORWARD, GRADIENT, OWN
 from hp_verify.recording.trees import expressions, replaced
+from hp_verify.recording.values import Part, whole_of
 from hp_verify.reproducing.elements import exact, mixture
 from hp_verify.reproducing.locate import focus_of
 from hp_verify.reproducing.module_programs import ModuleCall, classes_of, module_program
 from hp_verify.reproducing.modules import laid_like
-from hp_verify.reproducing.second_run_tensors import Part, whole_of
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -38,10 +38,7 @@ def values(seed: int = 0, *shape: int) -> Tensor:
 
 def halves(of: Tensor) -> list[Part]:
     """Rows of two ranks."""
-    return [
-        Part(rank, tuple(of.shape), ((8 * rank, 8 * rank + 8), (0, COLUMNS)), of[8 * rank :][:8])
-        for rank in range(2)
-    ]
+    return [Part(of[8 * rank :][:8], tuple(of.shape), (8 * rank, 0), rank) for rank in range(2)]
 
 
 def told(
@@ -162,8 +159,7 @@ def test_ranks_with_factors_of_their_own_are_told_apart() -> None:
 
 def test_copies_of_which_one_is_wrong_are_told_apart() -> None:
     right, wrong = values(), values() * 2
-    box = ((0, ROWS), (0, COLUMNS))
-    parts = [Part(0, (ROWS, COLUMNS), box, right), Part(1, (ROWS, COLUMNS), box, wrong)]
+    parts = [Part(each, (ROWS, COLUMNS), (0, 0), rank) for rank, each in enumerate((right, wrong))]
 
     found = exact(values(), right, parts=parts, bound=1e-5, others={}, offsets={})
 
@@ -174,9 +170,8 @@ def test_copies_of_which_one_is_wrong_are_told_apart() -> None:
 
 @pytest.mark.parametrize(("how", "scale"), [("sum", 1), ("mean", 2)])
 def test_terms_that_were_not_added_up_are_named(how: str, scale: int) -> None:
-    box = ((0, ROWS), (0, COLUMNS))
     terms = values(5) * scale, (values() - values(5)) * scale
-    parts = [Part(rank, (ROWS, COLUMNS), box, term) for rank, term in enumerate(terms)]
+    parts = [Part(term, (ROWS, COLUMNS), (0, 0), rank) for rank, term in enumerate(terms)]
 
     found = exact(values(), terms[0], parts=parts, bound=1e-5, others={}, offsets={})
 
@@ -194,8 +189,7 @@ def test_a_sum_of_multiples_of_terms_is_taken_apart() -> None:
 
 
 def test_terms_add_up_and_copies_do_not() -> None:
-    box = ((0, ROWS), (0, COLUMNS))
-    parts = [Part(rank, (ROWS, COLUMNS), box, values(rank), adds=True) for rank in range(2)]
+    parts = [Part(values(rank), (ROWS, COLUMNS), (0, 0), rank, adds=True) for rank in range(2)]
 
     assert torch.equal(whole_of(parts).values, values(0) + values(1))
     assert torch.equal(whole_of([parts[0], parts[0]]).values, values(0))

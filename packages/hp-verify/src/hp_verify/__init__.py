@@ -10,6 +10,7 @@ from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
     from hp_verify.comparing.compare import Comparison, Difference
+    from hp_verify.comparing.compare_values import RunComparison, compare_runs
     from hp_verify.comparing.reproduction import Exact, Reproduction
     from hp_verify.files.checkpoints import (
         CheckpointComparison,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hp_verify.files.curves import read_curve
     from hp_verify.files.noise import CurveComparison, compare_curves
     from hp_verify.jobs import JobFailedError, report, verify
+    from hp_verify.recording.values import Part, ValueRecorder
 
 __all__ = [
     "CheckpointComparison",
@@ -29,11 +31,15 @@ __all__ = [
     "Difference",
     "Exact",
     "JobFailedError",
+    "Part",
     "Reproduction",
+    "RunComparison",
     "TensorDifference",
+    "ValueRecorder",
     "__version__",
     "compare_checkpoints",
     "compare_curves",
+    "compare_runs",
     "read_curve",
     "report",
     "report_checkpoints",
@@ -51,10 +57,14 @@ __getattr__ = lazily(
         "Difference": "hp_verify.comparing.compare",
         "Exact": "hp_verify.comparing.reproduction",
         "JobFailedError": "hp_verify.jobs",
+        "Part": "hp_verify.recording.values",
         "Reproduction": "hp_verify.comparing.reproduction",
+        "RunComparison": "hp_verify.comparing.compare_values",
         "TensorDifference": "hp_verify.files.checkpoints",
+        "ValueRecorder": "hp_verify.recording.values",
         "compare_checkpoints": "hp_verify.files.checkpoints",
         "compare_curves": "hp_verify.files.noise",
+        "compare_runs": "hp_verify.comparing.compare_values",
         "read_curve": "hp_verify.files.curves",
         "report": "hp_verify.jobs",
         "report_checkpoints": "hp_verify.files.commands",

@@ -4,6 +4,13 @@
 run, `runs` starts them and compares what they recorded. A job of one's own is a `Job`.
 """
 
-from hp_train.verify.job import Build, Job
+from typing import TYPE_CHECKING
+
+from hp_base.lazy import lazily
+
+if TYPE_CHECKING:
+    from hp_train.verify.rank import Build, Job
 
 __all__ = ["Build", "Job"]
+
+__getattr__ = lazily(__name__, {"Build": "hp_train.verify.rank", "Job": "hp_train.verify.rank"})

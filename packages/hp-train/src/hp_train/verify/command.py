@@ -25,7 +25,7 @@ from hp_train.verify.pairs import (
     must_be_exact,
     require_comparable,
 )
-from hp_train.verify.program import Program
+from hp_train.verify.program import TRAINER, Program
 from hp_train.verify.shrinking import shrink
 from hp_trainer.config import Config
 from hp_trainer.config.checks import checked_config, one_process
@@ -139,7 +139,6 @@ def run(
     say(f"looks at {LOOKS}")
     say(f"{num_runs} run{'s' if num_runs > 1 else ''}: {program}")
     # What follows imports torch, and so does the server that ranks are forked from.
-    from hp_train.verify.rank import TRAINER  # noqa: PLC0415
     from hp_train.verify.runs import Runs  # noqa: PLC0415
 
     sys.path.insert(0, str(Path.cwd()))  # a job may be next to the config
@@ -306,7 +305,6 @@ def _verify_pairs(config: Config, program: Program, options: argparse.Namespace)
     say(f"looks at {LOOKS}")
     say(f"{len(design.configs)} configs beside one process each: {program}")
     from hp_train.verify.designed import Designed  # noqa: PLC0415 - imports torch
-    from hp_train.verify.rank import TRAINER  # noqa: PLC0415
 
     sys.path.insert(0, str(Path.cwd()))
     results = None if options.results is None else Path(options.results)

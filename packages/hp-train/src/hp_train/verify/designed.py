@@ -15,8 +15,7 @@ import msgspec
 
 from hp_base.errors import ConfigError
 from hp_train.verify.covering import Design, Setting, changes
-from hp_train.verify.program import Program
-from hp_train.verify.rank import TRAINER
+from hp_train.verify.program import TRAINER, Program
 from hp_train.verify.runs import Runs, Verdict
 from hp_trainer.config import Config, rules
 from hp_trainer.config.checks import one_process
@@ -70,7 +69,7 @@ class Designed:
         design: The configs.
         program: What happens in each run.
         scratch: An empty folder.
-        job: ``module:callable``, see `hp_train.verify.job.Build`.
+        job: ``module:callable``, see `hp_train.verify.rank.Build`.
         results: File that rows are added to; what it has as equal is not run again.
     """
 

@@ -8,6 +8,8 @@ from msgspec.structs import replace
 
 from hp_trainer.config import Config
 
+TRAINER = "hp_train.verify.own_trainer:TrainerJob"
+"""The job that is verified unless another is named."""
 _REQUEST = "verify.json"
 _LEAST_EPS = 1e-3
 _EVAL_BATCHES = 2

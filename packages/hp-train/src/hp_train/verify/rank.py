@@ -1,20 +1,44 @@
-"""One rank of a run that is recorded."""
+"""One rank of a run that is recorded, and the interface of a training job that can be verified."""
 
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from hp_base.command_line import say
-from hp_train.verify.job import Build
 from hp_train.verify.program import Request, read_request
-from hp_train.verify.recording import Recorder
-from hp_train.verify.watched import TrainerJob
 from hp_trainer.config import Config
 from hp_trainer.launch.task import Worker
 from hp_trainer.launch.worker import load
+from hp_verify.recording.values import ValueRecorder
 
 ENTRY = "hp_train.verify.rank:main"
-TRAINER = f"{TrainerJob.__module__}:{TrainerJob.__qualname__}"
 RECORDING = "recording"
 _FORK_SECONDS = 1.0
+
+
+class Job(Protocol):
+    """A training job as one rank of it.
+
+    All ranks build it and call its methods together. What it computes must depend on the config
+    and on the number of the step alone, but for the layout.
+    """
+
+    def train_step(self, record: ValueRecorder) -> None:
+        """Train one step and record it.
+
+        Numbers of the whole step go into ``record.add_scalar("loss", ...)`` and ``"norm"``, this
+        rank's parts of gradients and new weights into ``record.add("gradient", {name: ...})`` and
+        ``"weight"``, in the order in which they are computed. The caller ends the step.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        ...
+
+
+Build = Callable[[Config, Worker], Job]
+"""Makes the job of a rank: the wiring of a model, in the layout that the config asks for."""
 
 
 def main(config: Config, *, worker: Worker) -> int:
@@ -24,7 +48,7 @@ def main(config: Config, *, worker: Worker) -> int:
     build: Build = load(request.job)
     job = build(config, worker)
     built = time.monotonic()
-    record = Recorder(
+    record = ValueRecorder(
         worker.run_dir / RECORDING,
         rank=worker.info.rank,
         tensor_steps=frozenset(request.tensor_steps) or None,

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hp_train.verify.agreeing import CHOICES, SCORES
 from hp_train.verify.oracle import Oracle, Rows
+from hp_train.verify.own_trainer import MOMENTS
 from hp_train.verify.program import Request
-from hp_train.verify.recording import RecordedStep, Recorder, read_steps
-from hp_train.verify.watched import MOMENTS
 from hp_trainer.config import Config, to_dict
+from hp_verify.comparing.ties import CHOICES, SCORES
+from hp_verify.recording.values import RecordedStep, ValueRecorder, read_steps
 
 _MODEL = "model."
 
@@ -26,7 +26,7 @@ def record_oracle(actual: Path, directory: Path, *, config: Config, request: Req
         config: Configuration of the run.
         request: Request of the run.
     """
-    record = Recorder(directory, rank=0, tensor_steps=frozenset(request.tensor_steps) or None)
+    record = ValueRecorder(directory, rank=0, tensor_steps=frozenset(request.tensor_steps) or None)
     oracle: Oracle | None = None
     with _one_thread():
         for step in read_steps(actual):
@@ -57,7 +57,7 @@ def _oracle_of(config: Config, step: RecordedStep) -> Oracle:
 
 
 def _train(
-    oracle: Oracle, step: RecordedStep, record: Recorder, *, config: Config, request: Request
+    oracle: Oracle, step: RecordedStep, record: ValueRecorder, *, config: Config, request: Request
 ) -> None:
     program, index = request.program, step.index
     like = {name: tensor.dtype for name, tensor in step.tensors.get("weight", {}).items()}
@@ -73,10 +73,10 @@ def _train(
     skip = index == program.skipped
     limit = program.largest_norm(index, config.train.max_grad_norm)
     outcome = oracle.train_step(Rows(rows, first), max_norm=limit, skip=skip)
+    record.add_scalar("loss", outcome.losses.tokens)
+    record.add_scalar("balance loss", outcome.losses.balance)
+    record.add_scalar("prediction loss", outcome.losses.prediction)
     if not skip:
-        record.add_scalar("loss", outcome.losses.tokens)
-        record.add_scalar("balance loss", outcome.losses.balance)
-        record.add_scalar("prediction loss", outcome.losses.prediction)
         backwards = {name: outcome.gradients[name] for name in reversed(oracle.names)}
         record.add("gradient", _as(backwards, like))
         record.add_scalar("norm", outcome.norm)
@@ -98,7 +98,7 @@ def _train(
         record.add("saved", _state(oracle, step, "saved"))
 
 
-def _add_rows(record: Recorder, kind: str, rows: Mapping[str, Tensor], oracle: Oracle) -> None:
+def _add_rows(record: ValueRecorder, kind: str, rows: Mapping[str, Tensor], oracle: Oracle) -> None:
     tokens = {name: batch[:, :-1] for name, batch in rows.items()}
     targets = {name: oracle.aims(batch)[0] for name, batch in rows.items()}
     record.add(f"{kind}tokens", tokens, in_every_step=True)

@@ -14,14 +14,14 @@ import msgspec
 from msgspec.structs import replace
 
 from hp_base.errors import RunFailedError
-from hp_train.verify.agreeing import RunComparison, compare_runs
 from hp_train.verify.pairs import BOUNDS, ORACLE, SLACK, TIE, described, families, must_be_exact
-from hp_train.verify.program import Program, Request, request_run
-from hp_train.verify.rank import ENTRY, RECORDING, TRAINER
+from hp_train.verify.program import TRAINER, Program, Request, request_run
+from hp_train.verify.rank import ENTRY, RECORDING
 from hp_train.verify.reference import record_oracle
 from hp_trainer.config import Config, DataConfig
 from hp_trainer.config.checks import one_process
 from hp_trainer.launch.launcher import run_entry
+from hp_verify.comparing.compare_values import RunComparison, compare_runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,11 @@ class Difference:
     note: str = ""
     origin: str = ""
 
+    @property
+    def is_same(self) -> bool:
+        """Tell whether every value is the same, in the same dtype."""
+        return self.error == 0.0 and not self.note
+
     def __str__(self) -> str:
         name = f" {self.name}" if self.name else ""
         bound = f", rounding explains {self.bound:.1e}" if self.bound else ""

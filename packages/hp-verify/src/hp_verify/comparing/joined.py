@@ -17,6 +17,7 @@ from hp_verify.recording.events import (
     REAL,
     SUFFIX,
     TENSORS,
+    TERMS,
     WEIGHT,
     Box,
     Event,
@@ -24,9 +25,6 @@ from hp_verify.recording.events import (
     Rows,
     read,
 )
-
-TERMS = 1e-3
-"""Ranks that differ by more may have terms of a sum, where that can be."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from hp_verify.comparing.joined import TERMS, Digests, Step
+from hp_verify.comparing.joined import Digests, Step
 from hp_verify.recording import events as ev
 
 Apart = Callable[[Digests, Digests], float]
@@ -58,7 +58,7 @@ def _chosen(calls: list[str], names: list[str], apart: Callable[[str, str], floa
     first, found = 0, []
     for index, name in enumerate(names):
         most = len(calls) - len(names) + index + 1
-        near = [at for at in range(first, most) if apart(calls[at], name) <= TERMS]
+        near = [at for at in range(first, most) if apart(calls[at], name) <= ev.TERMS]
         if not near:
             return calls[: len(names)]
         found.append(calls[near[0]])

@@ -18,6 +18,8 @@ from hp_base.errors import DataError
 from hp_base.folder import why_not
 
 NUM_SIGNS = 4
+TERMS = 1e-3
+"""Ranks that differ by more may have terms of a sum, where that can be."""
 
 INPUT, FORWARD, LOSS, BACKWARD = "input", "forward", "loss", "backward"
 GRADIENT, NORM, CLIPPED, RATE, WEIGHT, MOMENT = (

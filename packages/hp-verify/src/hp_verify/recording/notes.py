@@ -1,19 +1,23 @@
 """Entries that one process collects in a step before they are written."""
 
+import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hp_base.dtypes import dtype_name
 from hp_verify.recording import events as ev
-from hp_verify.recording.digests import Digest, sum_of_digests
+from hp_verify.recording.digests import Digest, digest_of, sum_of_digests
 from hp_verify.recording.events import Box, Event, Log, Number, Randomness, Rows
 from hp_verify.recording.ranks import rank_here, ranks_here
+from hp_verify.recording.request import Request
+from hp_verify.recording.values import Part, StepRecorder, parts_of
 
 
 @dataclass(slots=True)
@@ -43,6 +47,73 @@ def log_of(folder: Path, rank: int, ranks: int) -> Log:
     facts = {"rank": str(rank), "ranks": str(ranks), "program": " ".join(sys.argv)}
     log.add({**facts, "torch": str(torch.__version__)})
     return log
+
+
+class DigestRecorder(StepRecorder):
+    """Writes down one rank's part of every step as digests, for a trainer that records itself.
+
+    Args:
+        request: Request to the job.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        phases: Quantity -> phase, see `PHASES`, and how its names begin; others are left out.
+        dtype: Dtype that numbers are computed in, without ``torch.``.
+
+    Attributes:
+        step: Number of the next update of the weights, counted from 1.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        rank: int,
+        ranks: int,
+        *,
+        phases: Mapping[str, tuple[str, str]],
+        dtype: str = "float32",
+    ) -> None:
+        self._log = log_of(Path(request.folder), rank, ranks)
+        self._last, self._phases, self._dtype = request.steps, phases, dtype
+        self.step = 1
+
+    def add(
+        self,
+        quantity: str,
+        tensors: Mapping[str, Tensor | Part],
+        *,
+        in_every_step: bool = True,
+    ) -> None:
+        """See `StepRecorder`; all steps are kept."""
+        del in_every_step
+        for name, tensor in tensors.items() if quantity in self._phases else ():
+            phase, begin = self._phases[quantity]
+            for part in parts_of(tensor):
+                self._tensor(phase, begin + name, part, dtype_name(part.values.dtype))
+
+    def add_scalar(self, quantity: str, value: float) -> None:
+        """See `StepRecorder`; a number that is not finite is left out."""
+        phase, name = self._phases.get(quantity, ("", ""))
+        if phase == ev.NORM:
+            self.number(phase, name, value)
+        elif phase and math.isfinite(value):
+            number = torch.tensor(value, dtype=torch.float64)
+            self._tensor(phase, name, Part(number, (), ()), self._dtype)
+
+    def number(self, phase: str, name: str, value: float) -> None:
+        """Note down a number that ranks have each of its own."""
+        if self.step <= self._last:
+            self._log.add(Number(self.step, phase, name, value))
+
+    def end_step(self) -> None:
+        """Write what was noted down."""
+        self._log.flush()
+
+    def _tensor(self, phase: str, name: str, part: Part, dtype: str) -> None:
+        if part.values.numel() and self.step <= self._last + (phase == ev.EVALUATION):
+            is_float = part.values.is_floating_point()
+            values = part.values if is_float else part.values.double()  # which has all integers
+            pieces = digest_of(values, part.box).pieces()
+            self._log.add(Event(self.step, phase, name, part.shape, dtype, pieces))
 
 
 class Notes:

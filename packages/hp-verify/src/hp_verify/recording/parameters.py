@@ -29,13 +29,12 @@ from hp_verify.recording.launches import Launches
 from hp_verify.recording.names import Renaming, plain
 from hp_verify.recording.notes import Noted, Notes
 from hp_verify.recording.owners import Owners
-from hp_verify.recording.parts import Reference
+from hp_verify.recording.parts import Reference, keep_weights, read_weights, take_weights
 from hp_verify.recording.ranks import is_in_group, rank_here, ranks_here
 from hp_verify.recording.request import WITHIN, Request
 from hp_verify.recording.rules import read_rules
 from hp_verify.recording.slices import Run, Slice, all_of, dense
 from hp_verify.recording.updates import Updates
-from hp_verify.recording.weights import keep_weights, read_weights, take_weights
 
 _BARE = "parameter "
 

@@ -7,8 +7,9 @@ no declaration, as long as both jobs start from the same weights.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +20,49 @@ from hp_verify.recording.events import Box
 from hp_verify.recording.names import Renaming
 from hp_verify.recording.runs import Runs
 from hp_verify.recording.slices import Flat, Slice, index_of, placed
+from hp_verify.recording.values import parts_of, read_parts, whole_of, write_parts
+
+_FIRST = "first weights"
+
+
+def keep_weights(folder: Path, rank: int, root: int, weights: Mapping[str, Tensor | Flat]) -> None:
+    """Write a rank's parts of the first weights.
+
+    Args:
+        folder: The same for all ranks, and for all root modules of a rank.
+        rank: Rank of this process.
+        root: Number of its root module, in the order in which they were called.
+        weights: Name -> weight.
+    """
+    place = folder / _FIRST
+    place.mkdir(exist_ok=True)
+    parts = ((_FIRST, name, part) for name, each in weights.items() for part in parts_of(each))
+    write_parts(place / f"root-{root:04d}-{rank:05d}.json", parts)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Put together what `keep_weights` of all ranks has written; name -> whole weight."""
+    found = defaultdict(list)
+    for index in sorted((folder / _FIRST).glob("root-*.json")):
+        for _, name, part in read_parts(index):
+            found[name].append(part)
+    return {name: whole_of(parts).values for name, parts in found.items()}
+
+
+@torch.no_grad()
+def take_weights(
+    tensors: Iterable[tuple[Tensor, Sequence[Slice]]], weights: Mapping[str, Tensor]
+) -> None:
+    """Give tensors the reference's values.
+
+    Args:
+        tensors: Each, changed in place, with its slices of the reference.
+        weights: Name -> whole weight of the reference.
+    """
+    for tensor, slices in tensors:
+        local, _, _ = placed(tensor)
+        for part in slices:
+            part.of(local).copy_(weights[part.name][index_of(part.box)])
 
 
 class Reference:

@@ -192,8 +192,9 @@ class Keeper(Recorder):
         focus = self._focus
         if focus.phase == ev.NORM and phase == ev.GRADIENT and self._step == focus.step:
             norm = torch.linalg.vector_norm(part.of(local).double())
-            box = {"name": part.name, "box": part.box, "values": norm}
-            self._parts.append({"phase": ev.NORM, "step": self._step, "shape": part.shape} | box)
+            name = f"{part.name} {list(part.box)}"
+            one = {"name": name, "shape": (), "box": (), "values": norm}
+            self._parts.append({"phase": ev.NORM, "step": self._step} | one)
         elif part.name in focus.parameters and self._step in (focus.step, focus.step - 1):
             self._keep_part(phase, part, local)
 

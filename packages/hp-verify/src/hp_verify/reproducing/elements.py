@@ -13,7 +13,7 @@ from hp_base.dtypes import dtype_name
 from hp_verify.comparing.reproduction import Exact
 from hp_verify.recording.events import Box
 from hp_verify.recording.slices import index_of
-from hp_verify.reproducing.second_run_tensors import Part
+from hp_verify.recording.values import Part
 
 _MOST_RATIO = 64
 _MOST_SLICES = 1024

@@ -16,12 +16,13 @@ from hp_verify.recording import events as ev
 from hp_verify.recording.request import Focus
 from hp_verify.recording.second_run import BEFORE, HELD, module_of
 from hp_verify.recording.slices import index_of
+from hp_verify.recording.values import Part
 from hp_verify.reproducing.elements import combinations, exact, ranks_in_words
 from hp_verify.reproducing.modules import CannotError, Pair
 from hp_verify.reproducing.reproduce import reproduce
 from hp_verify.reproducing.reproduce_module import parents_of
 from hp_verify.reproducing.reproduce_update import OF_NUMBERS, by_rank, parameter
-from hp_verify.reproducing.second_run_tensors import Kept, Part
+from hp_verify.reproducing.second_run_tensors import Kept
 
 _OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from hp_verify.recording import events as ev
 from hp_verify.recording.second_run import HELD
 from hp_verify.recording.slices import index_of
-from hp_verify.reproducing.second_run_tensors import Kept, Part, Whole, whole_of
+from hp_verify.recording.values import Part, Whole, whole_of
+from hp_verify.reproducing.second_run_tensors import Kept
 
 
 class CannotError(Exception):
@@ -75,8 +76,8 @@ class Pair:
                 return rows, expected, actual, []
             factor = self.factors.get(row, 1.0) if phase == ev.BACKWARD else 1.0
             for part in mine[row]:
-                box = ((index, index + 1), *part.box)
-                parts.append(Part(part.rank, tuple(expected.shape), box, part.values * factor))
+                values, offset = (part.values * factor)[None], (index, *part.offset)
+                parts.append(Part(values, tuple(expected.shape), offset, part.rank))
         return rows, expected, actual, parts
 
     def scaled(self, phase: str, row: str, parts: Sequence[Part], name: str) -> Tensor:

@@ -13,10 +13,11 @@ from hp_verify.comparing.joined import Step
 from hp_verify.recording import events as ev
 from hp_verify.recording.second_run import BEFORE
 from hp_verify.recording.slices import index_of
+from hp_verify.recording.values import Part
 from hp_verify.reproducing import programs
 from hp_verify.reproducing.modules import CannotError, Pair, distance, farthest, index_of_largest
 from hp_verify.reproducing.programs import program
-from hp_verify.reproducing.second_run_tensors import Kept, Part
+from hp_verify.reproducing.second_run_tensors import Kept
 
 OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 Made = tuple[str, dict[str, Any]]

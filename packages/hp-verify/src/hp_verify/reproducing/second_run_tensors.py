@@ -2,83 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hp_verify.comparing.joined import TERMS, rows_in, sample_names
+from hp_verify.comparing.joined import rows_in, sample_names
 from hp_verify.recording.events import FORWARD, OWN, REAL, Box
-from hp_verify.recording.slices import index_of
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """A part of a tensor on a rank.
-
-    Attributes:
-        rank: Who has it.
-        shape: Shape of the whole.
-        box: Where it is there.
-        values: What it has.
-        adds: Whether ranks may have terms of a sum.
-        call: Call of a module, or backward, that it is of.
-    """
-
-    rank: int
-    shape: tuple[int, ...]
-    box: Box
-    values: Tensor
-    adds: bool = False
-    call: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Whole:
-    """A tensor put together.
-
-    Attributes:
-        values: All of it; zero where no rank has it.
-        parts: Parts of it.
-        is_complete: Whether every element is on a rank.
-        is_sum: Whether parts were added up because they were not the same.
-    """
-
-    values: Tensor
-    parts: list[Part] = field(default_factory=list)
-    is_complete: bool = False
-    is_sum: bool = False
-
-
-def whole_of(parts: Sequence[Part]) -> Whole:
-    """Put parts of one tensor together; of ranks that should have the same, the first counts.
-
-    Args:
-        parts: Parts of one tensor, one or more.
-    """
-    first = parts[0]
-    result = Whole(torch.zeros(first.shape, dtype=first.values.dtype), list(parts))
-    seen = torch.zeros(first.shape, dtype=torch.bool)
-    by_box: dict[Box, list[Tensor]] = defaultdict(list)
-    for part in parts:
-        if part.shape == first.shape:
-            by_box[part.box].append(part.values)
-    for box, values in by_box.items():
-        total, index = values[0], index_of(box)
-        for other in values[1:]:
-            if parts[0].adds and _apart(other, total) > TERMS:
-                total, result.is_sum = total + other, True
-        result.values[index] = torch.where(seen[index], result.values[index], total)
-        seen[index] = True
-    result.is_complete = bool(seen.all())
-    return result
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    a, b = a.double(), b.double()
-    return float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp(min=1e-300))
+from hp_verify.recording.values import Part, Whole, offset_of, whole_of
 
 
 class Kept:
@@ -120,7 +52,8 @@ class Kept:
         for samples, box, values, shape in kept.get("laid", [one]):
             for row, value in zip(samples, values, strict=True):
                 name = names.get((who, step, call, row), row)
-                rows.setdefault(name, []).append(Part(rank, shape, box, value, adds, call))
+                part = Part(value, tuple(shape), offset_of(box), rank, adds, call)
+                rows.setdefault(name, []).append(part)
 
     def batches(self, step: int) -> dict[int, list[str]]:
         """Rank -> names of the samples that it is given in a step."""
@@ -153,7 +86,7 @@ class Kept:
         for part in self.parts(step, OWN, name).get("", ()):
             key = part.rank, part.box
             before = totals[key].values if key in totals else torch.zeros_like(part.values)
-            totals[key] = Part(part.rank, part.shape, part.box, before + part.values, adds=True)
+            totals[key] = replace(part, values=before + part.values, adds=True, call=0)
         return list(totals.values())
 
     def given(self, module: str, place: str, times: int) -> Mapping[str, Sequence[Part]]:
@@ -166,5 +99,6 @@ class Kept:
                 for samples, box, values, shape in leaf["laid"] if leaf["place"] == place else ():
                     for row, value in zip(samples, values, strict=True):
                         name = self._names.get((*entry["key"], row), row)
-                        found[name].append(Part(entry["rank"], shape, box, value))
+                        part = Part(value, tuple(shape), offset_of(box), entry["rank"])
+                        found[name].append(part)
         return found

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hp_platform.testing import run_distributed
-from hp_train.verify.agreeing import CHOICES, SCORES, compare_runs
-from hp_train.verify.recording import Part, Recorder, read_steps
+from hp_verify.comparing.compare_values import compare_runs
+from hp_verify.comparing.ties import CHOICES, SCORES
+from hp_verify.recording.values import Part, ValueRecorder, read_steps
 
 Step = dict[str, dict[str, Tensor | Part]]
 
@@ -21,7 +22,7 @@ Step = dict[str, dict[str, Tensor | Part]]
 def record(directory: Path, *ranks: list[Step]) -> Path:
     """Let each rank record its steps; a tensor without dims is a scalar."""
     for rank, steps in enumerate(ranks):
-        recorder = Recorder(directory, rank=rank)
+        recorder = ValueRecorder(directory, rank=rank)
         for step in steps:
             for quantity, tensors in step.items():
                 recorder.add(quantity, tensors)
@@ -79,7 +80,7 @@ def test_dtensors_are_recorded_by_the_parts_that_ranks_hold(tmp_path: Path) -> N
 def _record_dtensors(directory: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(15.0).view(5, 3)
-    recorder = Recorder(directory, rank=dist.get_rank())
+    recorder = ValueRecorder(directory, rank=dist.get_rank())
     recorder.add(
         "weight",
         {
@@ -114,8 +115,8 @@ def test_the_first_difference_is_the_first_in_the_order_of_recording(tmp_path: P
     assert not comparison.ok
     first = comparison.first
     assert first is not None
-    assert (first.step, first.quantity, first.difference.name) == (2, "gradient", "a")
-    assert first.difference.error == pytest.approx(0.25)
+    assert (first.step, first.phase, first.name) == (2, "gradient", "a")
+    assert first.error == pytest.approx(0.25)
     assert comparison.errors["weight"] == pytest.approx(0.25)
     assert "first difference: step 2, gradient a: 2.500e-01" in str(comparison)
     assert "NOT EQUAL within 0.001" in str(comparison)
@@ -183,7 +184,7 @@ def test_an_excess_before_the_choice_is_not_excused(tmp_path: Path) -> None:
 
 
 def test_a_recorder_keeps_only_what_is_wanted(tmp_path: Path) -> None:
-    recorder = Recorder(
+    recorder = ValueRecorder(
         tmp_path, rank=0, quantities=frozenset({"gradient", "loss"}), tensor_steps=frozenset({2})
     )
     for _ in range(2):
@@ -205,7 +206,7 @@ def test_nan_in_both_runs_is_a_difference(tmp_path: Path) -> None:
     comparison = compare_runs(*runs, bound=1e-3)
     assert not comparison.ok
     assert comparison.first is not None
-    assert comparison.first.difference.error == torch.inf
+    assert comparison.first.error == torch.inf
 
 
 def test_a_quantity_that_one_run_lacks_is_a_difference(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_a_bound_that_nothing_exceeds_is_refused(limit: float, tmp_path: Path) -
 
 
 def test_some_tensors_are_kept_in_every_step(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, rank=0, tensor_steps=frozenset({2}))
+    recorder = ValueRecorder(tmp_path, rank=0, tensor_steps=frozenset({2}))
     for _ in range(2):
         recorder.add("tokens", {"": torch.ones(1)}, in_every_step=True)
         recorder.add("weight", {"w": torch.ones(1)})
