@@ -27,7 +27,7 @@ from statistics import fmean
 
 from hp_schedule import ModelCosts, search, simulate
 from hp_schedule.placement import PlacementStyle
-from hp_schedule.searching.closed_forms import closed_forms
+from hp_schedule.searching.search import closed_forms
 
 VIRTUAL = (1, 2, 4)
 STYLES: tuple[PlacementStyle, ...] = ("loop", "v")

@@ -43,6 +43,20 @@ def test_the_page_of_a_package_describes_every_public_name_once(package: Path) -
         assert set(counts.values()) <= {1}
 
 
+def test_no_name_of_a_lazy_face_is_that_of_a_module_below_it() -> None:
+    """Once it is imported, the module would be found in place of the name."""
+    faces = [
+        file
+        for file in ROOT.glob("packages/*/src/**/__init__.py")
+        if "__getattr__" in file.read_text()
+    ]
+    assert len(faces) >= 7
+    for face in faces:
+        (source,) = (parent for parent in face.parents if parent.name == "src")
+        names = public_names(source.parent, ".".join(face.parent.relative_to(source).parts))
+        assert not names & {path.stem for path in face.parent.iterdir()}
+
+
 def test_every_note_that_is_named_is_on_a_page_and_no_two_have_one_title() -> None:
     notes = [note for package in PACKAGES for note in notes_of(package)]
     assert len(notes) > 90

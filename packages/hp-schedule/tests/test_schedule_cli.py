@@ -273,6 +273,21 @@ def test_planning_works_where_torch_is_not_installed() -> None:
     assert found.stdout.startswith("rank 0 | F0")
 
 
+def test_a_program_loads_what_it_uses() -> None:
+    program = (
+        "import sys\n"
+        "from hp_schedule import MetaStep\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('hp_schedule')))\n"
+        "import hp_schedule\n"
+        "for name in hp_schedule.__all__:\n"
+        "    getattr(hp_schedule, name)\n"
+        "print('hp_schedule.searching.search' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    assert found.stdout.splitlines() == ["hp_schedule hp_schedule.ir", "True"]
+
+
 def test_csv_with_messages_has_the_step_in_which_torch_divides_gradients(
     tmp_path: Path, capsys: Capture
 ) -> None:

@@ -30,7 +30,7 @@ from hp_schedule import (
 from hp_schedule.costs import Costs
 from hp_schedule.dataflow import dataflow
 from hp_schedule.packing import leaves
-from hp_schedule.validation import ValidationReport
+from hp_schedule.validation.report import ValidationReport
 
 
 def _options(num_ranks: int, *per_rank: int) -> Iterator[tuple[Any, dict[str, Any]]]:

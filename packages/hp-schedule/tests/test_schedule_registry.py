@@ -12,7 +12,7 @@ from hp_schedule.cli import main
 from hp_schedule.generators.registry import REGISTERED, schedule_kind
 from hp_schedule.generators.rounds import Rounds
 from hp_schedule.packing import OVERLAP_B_F, OVERLAP_F_B
-from hp_schedule.searching.closed_forms import closed_forms
+from hp_schedule.searching.search import closed_forms
 
 _KINDS = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=list(SCHEDULES))
 

@@ -10,7 +10,7 @@ from hp_schedule.runtime import NamedSchedule, PipelineStage
 
 CLASSES = {
     value.name: value
-    for value in vars(public).values()
+    for value in (getattr(public, name) for name in public.__all__)
     if isinstance(value, type) and issubclass(value, NamedSchedule) and value is not NamedSchedule
 }
 

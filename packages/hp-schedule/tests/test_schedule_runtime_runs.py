@@ -26,8 +26,8 @@ from hp_schedule.runtime import (
     from_schedule,
     share_parameters,
 )
-from hp_schedule.runtime.evaluation import forward_part
-from hp_schedule.runtime.split_batch import concat_outputs, split_args, split_kwargs
+from hp_schedule.runtime.batch import concat_outputs, split_args, split_kwargs
+from hp_schedule.runtime.runtime import forward_part
 
 WORDS, WIDTH = 7, 4
 

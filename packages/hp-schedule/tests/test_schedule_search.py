@@ -24,9 +24,9 @@ from hp_schedule import (
 )
 from hp_schedule.placement import PlacementStyle
 from hp_schedule.searching.bounds import lower_bound
-from hp_schedule.searching.closed_forms import closed_forms
 from hp_schedule.searching.construct import construct, tighten
 from hp_schedule.searching.problem import Problem
+from hp_schedule.searching.search import closed_forms
 
 EPSILON = 1e-6
 

@@ -8,8 +8,8 @@ from types import NoneType
 from typing import Any, Final, NoReturn, get_args
 
 from hp_schedule.generators import SCHEDULES
-from hp_schedule.passes import Retention
-from hp_schedule.simulation import ChannelModel
+from hp_schedule.passes.retention import Retention
+from hp_schedule.simulation.channels import ChannelModel
 
 GENERATORS: Final = {
     name: kind for kind in SCHEDULES.values() for name in (kind.name, kind.generate.__name__)

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hp_schedule.dataflow import dataflow
-from hp_schedule.generators.common import check_counts
 from hp_schedule.generators.filling import Line, fill, peak, squeeze, with_weights
-from hp_schedule.generators.form import TimedRow, Vee
+from hp_schedule.generators.form import TimedRow, Vee, check_counts
 from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD_INPUT, FWD, encode
 

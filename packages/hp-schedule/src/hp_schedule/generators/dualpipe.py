@@ -4,8 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hp_schedule.generators.common import check_counts
-from hp_schedule.generators.form import TimedRow, Vee
+from hp_schedule.generators.form import TimedRow, Vee, check_counts
 from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode, encode_overlap
 

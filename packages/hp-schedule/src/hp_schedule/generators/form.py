@@ -1,4 +1,4 @@
-"""Schedules whose rows can be made one by one: a rank needs no other rank's row.
+"""Closed forms: schedules whose rows can be made one by one, and what their rows are made of.
 
 Note [Logical time]. A closed form says for every step in which order it runs on its rank and at
 which logical time it ends. Logical time is no duration, it is a proof: it grows along every row,
@@ -13,10 +13,31 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hp_schedule.costs import Costs
-from hp_schedule.passes.clock import compute_clock
+from hp_schedule.packing import BWD, FWD, MICROBATCH_MASK, encode
 from hp_schedule.passes.communication import add_send_recv, lay_out
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Row, Schedule
+from hp_schedule.simulation.recurrence import compute_clock
+
+
+def forwards(stage: int, microbatches: Iterable[int]) -> list[int]:
+    """Return the forward steps of a stage for some microbatches."""
+    return [encode(FWD, stage, microbatch) for microbatch in microbatches]
+
+
+def backwards(stage: int, microbatches: Iterable[int]) -> list[int]:
+    """Return the full backward steps of a stage for some microbatches."""
+    return [encode(BWD, stage, microbatch) for microbatch in microbatches]
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless every count is at least 1, and no more than steps can name."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} ({value}) must be >= 1")
+        if value > MICROBATCH_MASK + 1:
+            raise ValueError(f"{name} ({value}) must be <= {MICROBATCH_MASK + 1}")
+
 
 TimedRow = list[tuple[float, int]]
 """One rank's steps in order: the logical time at which each ends, and its code."""

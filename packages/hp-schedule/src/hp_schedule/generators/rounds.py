@@ -31,8 +31,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 
-from hp_schedule.generators.common import check_counts
-from hp_schedule.generators.form import ClosedForm, TimedRow
+from hp_schedule.generators.form import ClosedForm, TimedRow, check_counts
 from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode
 
 _COLUMN = 16

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hp_schedule.generators.building_blocks import FilledBlocks, full_block
-from hp_schedule.generators.common import check_counts
-from hp_schedule.generators.form import ClosedForm, TimedRow, Vee
+from hp_schedule.generators.form import ClosedForm, TimedRow, Vee, check_counts
 from hp_schedule.generators.registry import schedule_kind
 from hp_schedule.packing import BWD_INPUT, BWD_WEIGHT, FWD, encode
 

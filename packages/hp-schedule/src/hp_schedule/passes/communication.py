@@ -1,4 +1,4 @@
-"""Send and receive steps between the compute steps.
+"""Send and receive steps between the compute steps: inserted, aligned and dropped.
 
 Note [Order of messages]. Every message has a key: the time t at which it is produced when the
 compute steps run as soon as they can, then, where several are produced at once, a number of its
@@ -26,6 +26,7 @@ from itertools import repeat
 from hp_schedule.costs import Costs
 from hp_schedule.dataflow import dataflow, receive_of
 from hp_schedule.packing import (
+    BUBBLE,
     FIRST_COMMUNICATION,
     FIRST_COPY,
     FIRST_OVERLAP,
@@ -36,9 +37,10 @@ from hp_schedule.packing import (
     encode,
     halves,
     is_compute,
+    unpack,
 )
-from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.recurrence import compute_clock
 
 _Cell = tuple[float, int, int, int]
 """Time, number of the rank that produces it, position among cells of that time, code."""
@@ -121,6 +123,35 @@ def drop_communication(schedule: Schedule) -> Schedule:
         [c for c in row.codes() if c < 0 or not FIRST_COMMUNICATION <= c & KIND_MASK < FIRST_COPY]
         for row in schedule.steps
     )
+
+
+def auto_align_and_add_send_recv(schedule: Schedule) -> Schedule:
+    """Insert empty cells until columns are moments, then the sends and receives.
+
+    Before the messages come in, cell t of every row is the t-th moment: a step stands in the first
+    column in which its rank is free and its inputs have been computed in earlier ones. An overlap
+    takes two cells, the second of them empty.
+
+    Args:
+        schedule: Compute steps only. Its empty cells are dropped.
+
+    Raises:
+        DeadlockError: If the compute steps contradict each other.
+        ValueError: If there are other steps.
+    """
+    others = [kind for kind in schedule.kinds if FIRST_COMMUNICATION <= kind < FIRST_OVERLAP]
+    if others:
+        name = unpack(min(others)).type.value
+        raise ValueError(f"schedule must have compute steps only, it has {name} steps")
+    rows: list[list[int]] = []
+    for codes, finish in zip(*compute_clock(schedule, None), strict=True):
+        row: list[int] = []
+        for code, end in zip(codes, finish, strict=True):
+            width = 2 if code & KIND_MASK >= FIRST_OVERLAP else 1
+            row += [BUBBLE] * (int(end) - width - len(row))
+            row += [code, *[BUBBLE] * (width - 1)]
+        rows.append(row)
+    return add_send_recv(schedule.with_rows(rows))
 
 
 @dataclass(slots=True)

@@ -27,11 +27,10 @@ from hp_schedule.packing import (
     encode,
     leaves,
 )
-from hp_schedule.passes.clock import compute_clock
 from hp_schedule.passes.retention import Retention, offloading, recomputing
 from hp_schedule.schedule import Schedule
-from hp_schedule.simulation import simulate
-from hp_schedule.simulation.recurrence import peak_memory
+from hp_schedule.simulation.recurrence import compute_clock, peak_memory
+from hp_schedule.simulation.simulate import simulate
 
 Choice = Mapping[tuple[int, int], Retention]
 """The way of retention by (stage, microbatch); those that are not named keep everything."""

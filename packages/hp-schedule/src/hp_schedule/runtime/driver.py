@@ -12,12 +12,18 @@ from hp_schedule.executor import actions_of
 from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.packing import KIND
 from hp_schedule.runtime.backward import Grads, WeightBackward, nothing
-from hp_schedule.runtime.context import Batch, Chunk, Key, LossFunction, PipelineContext
-from hp_schedule.runtime.gradients import GradientPaths
+from hp_schedule.runtime.context import (
+    Batch,
+    Chunk,
+    GradientPaths,
+    Key,
+    LossFunction,
+    PipelineContext,
+)
+from hp_schedule.runtime.fsdp import StageSharding
 from hp_schedule.runtime.p2p import Expectations, PointToPoint
 from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.retention import Kept, Repeat
-from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameters
 from hp_schedule.runtime.specs import Specs, TensorSpec, check_expected
 from hp_schedule.runtime.stage import PipelineStage

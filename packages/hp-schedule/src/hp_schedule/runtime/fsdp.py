@@ -1,4 +1,4 @@
-"""FSDP2 (`torch.distributed.fsdp.fully_shard`) under the command of a schedule.
+"""Sharded parameters under the command of a schedule: a protocol, and FSDP2 (`fully_shard`).
 
 Note [Who launches collectives]. FSDP's own hooks gather parameters before a module's forward and
 backward, free them after, and reduce gradients in every backward. A schedule knows better when:
@@ -15,17 +15,48 @@ two threads would still make hooks that stay free parameters between them, which
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TypeGuard
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Final, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from hp_platform import set_fsdp_frees_parameters, set_fsdp_hooks
 from hp_schedule.packing import BWD_WEIGHT, FSDP_KINDS, FSDP_REDUCE_GRAD, encode
-from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
+
+
+class StageSharding(Protocol):
+    """Gathers and frees the parameters of stages when the schedule says so.
+
+    The driver calls `during_run` around a whole run, the others at the steps of the schedule, all
+    from the thread that runs the schedule, save for `wait_unshard`, which handlers may cause from
+    their own threads.
+    """
+
+    def during_run(self) -> AbstractContextManager[None]:
+        """Return a context in which the hooks of the FSDP itself start no collective.
+
+        Left by an exception it need not restore more than a later run needs.
+        """
+
+    def unshard(self, stage: PipelineStage) -> None:
+        """Start to gather a stage's parameters; does not wait for them."""
+
+    def wait_unshard(self, stage: PipelineStage) -> None:
+        """Wait until a stage's parameters are there; called before each of its compute steps.
+
+        Raises:
+            RuntimeError: If nobody has gathered them.
+        """
+
+    def reshard(self, stage: PipelineStage) -> None:
+        """Free a stage's gathered parameters."""
+
+    def reduce_grad(self, stage: PipelineStage) -> None:
+        """Reduce the gradients that a stage's backwards of this run have left."""
+
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, UnshardHandle

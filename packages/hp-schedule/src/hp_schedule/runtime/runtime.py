@@ -1,6 +1,6 @@
-"""Run a schedule: the public face of the torch runtime."""
+"""Runtimes that run a schedule, or its forward part, on torch modules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TypedDict
@@ -10,23 +10,34 @@ from torch import Tensor
 from hp_platform import mark_place
 from hp_schedule.executor import Executor, Handler
 from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.packing import (
+    FSDP_RESHARD,
+    FSDP_UNSHARD,
+    FWD,
+    FWD_RECV,
+    FWD_SEND,
+    KIND_MASK,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    leaves,
+)
+from hp_schedule.runtime.batch import BatchDims, PipelineResult, split_args, split_kwargs
 from hp_schedule.runtime.context import Batch, LossFunction, PipelineContext
 from hp_schedule.runtime.driver import StageDriver
-from hp_schedule.runtime.evaluation import forward_part
-from hp_schedule.runtime.fsdp import check_sharding
+from hp_schedule.runtime.fsdp import StageSharding, check_sharding
 from hp_schedule.runtime.p2p import Expectations
 from hp_schedule.runtime.recorder import Recorder
-from hp_schedule.runtime.result import PipelineResult
-from hp_schedule.runtime.sharding import StageSharding
 from hp_schedule.runtime.shared import SharedParameters
-from hp_schedule.runtime.split_batch import BatchDims, split_args, split_kwargs
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
 from hp_schedule.timeline import Timeline
 from hp_schedule.transport import Transport
-from hp_schedule.validation import validate
+from hp_schedule.validation.validate import validate
 
 CustomFunction = Callable[[MetaStep, PipelineContext], None]
+
+
+_KEPT = {FWD, FWD_SEND, FWD_RECV}
 
 
 class RuntimeOptions(TypedDict, total=False):
@@ -358,3 +369,38 @@ def _bind(kind: MetaStepType, fn: CustomFunction, driver: StageDriver) -> Handle
         driver.run_overlap(step, lambda: run(step))
 
     return overlap if kind.is_overlap else run
+
+
+def forward_part(schedule: Schedule) -> Schedule:
+    """Return a schedule without its backwards, the other steps in the same order.
+
+    No forward waits for a step that is dropped, so a sound schedule stays sound. Parameters are
+    gathered where a forward follows before they are freed, and not elsewhere.
+    """
+    return schedule.with_rows(_forward_row(row.codes()) for row in schedule.steps)
+
+
+def _forward_row(codes: list[int]) -> Iterator[int]:
+    used = _spans_with_forward(codes)
+    for position, code in enumerate(codes):
+        if position in used:
+            yield code
+        for part in leaves(code) if code >= 0 else ():
+            if part & KIND_MASK in _KEPT:
+                yield part
+
+
+def _spans_with_forward(codes: list[int]) -> set[int]:
+    """Return the positions of the gathers and frees that have a forward of the stage between."""
+    found: set[int] = set()
+    gathered: dict[int, int] = {}
+    for position, code in enumerate(codes):
+        for part in leaves(code) if code >= 0 else ():
+            kind, stage = part & KIND_MASK, part >> STAGE_SHIFT & STAGE_MASK
+            if kind == FSDP_UNSHARD:
+                gathered[stage] = position
+            elif kind == FWD and stage in gathered:
+                found.add(gathered[stage])
+            elif kind == FSDP_RESHARD and gathered.pop(stage, -1) in found:
+                found.add(position)
+    return found

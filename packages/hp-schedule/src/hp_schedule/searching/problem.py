@@ -1,4 +1,4 @@
-"""A schedule to be found, as arrays: what the constructor and the bounds work on.
+"""A schedule to be found, as arrays: input of the constructor and of the bounds.
 
 Steps are numbered
 
@@ -8,12 +8,14 @@ where part is the index into `Problem.kinds` (F, I, W, or F, B without the split
 microbatch's place in the order in which every stage takes them.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
-from hp_schedule.costs import Costs, per_step
+from hp_schedule.costs import Costs, ModelCosts, PerStep, numbers, per_step
 from hp_schedule.packing import (
     BWD,
     BWD_INPUT,
@@ -256,3 +258,61 @@ class Problem:
                 for step in range(cell, self.num_steps, part):
                     result[step].append((step + 1, 0.0))
         return result
+
+
+class Units(NamedTuple):
+    """A unit of time and one of memory, in which the numbers of a search are near 1.
+
+    Searches compare sums of floats with one small number. It fits seconds and nanoseconds alike
+    only if both are brought to one size first. Units are powers of two: changing them rounds
+    nothing.
+
+    Attributes:
+        time: Unit of time, in the costs' unit of time.
+        memory: Unit of memory, in the costs' unit of memory.
+    """
+
+    time: float
+    memory: float
+
+    @classmethod
+    def fitting(cls, costs: ModelCosts | Costs) -> "Units":
+        """Return units between half the largest duration, the largest activation, and all of it."""
+        return cls(
+            _power_of_two(costs.forward, costs.input_grad, costs.weight_grad),
+            _power_of_two(costs.activation),
+        )
+
+    def apply(self, costs: Costs) -> Costs:
+        """Return costs in these units; those of sharded parameters, which no search needs, stay."""
+        return replace(
+            costs,
+            forward=_divided(costs.forward, self.time),
+            input_grad=_divided(costs.input_grad, self.time),
+            weight_grad=_divided(costs.weight_grad, self.time),
+            activation=_divided(costs.activation, self.memory),
+            recompute=None if costs.recompute is None else _divided(costs.recompute, self.time),
+            kept_input=_divided(costs.kept_input, self.memory),
+            offloaded=None if costs.offloaded is None else _divided(costs.offloaded, self.memory),
+            host_bandwidth=costs.host_bandwidth * self.time / self.memory,
+            latency=(
+                {edge: number / self.time for edge, number in costs.latency.items()}
+                if isinstance(costs.latency, Mapping)
+                else costs.latency / self.time
+            ),
+            bandwidth=costs.bandwidth * self.time,
+        )
+
+
+def _power_of_two(*values: PerStep) -> float:
+    largest = max(number for value in values for number in numbers(value))
+    return math.ldexp(1.0, math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
+
+
+def _divided(value: PerStep, unit: float) -> PerStep:
+    if not isinstance(value, Sequence):
+        return value / unit
+    return [
+        [number / unit for number in entry] if isinstance(entry, Sequence) else entry / unit
+        for entry in value
+    ]

@@ -14,13 +14,12 @@ from hp_schedule.packing import (
     encode,
     leaves,
 )
-from hp_schedule.passes.clock import compute_clock
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.construct import Plan, tighten
 from hp_schedule.searching.orders import in_order
-from hp_schedule.searching.problem import Problem
-from hp_schedule.searching.units import Units
-from hp_schedule.simulation import Simulation, simulate
+from hp_schedule.searching.problem import Problem, Units
+from hp_schedule.simulation.recurrence import compute_clock
+from hp_schedule.simulation.simulate import Simulation, simulate
 
 _PATIENCE = 1.0
 

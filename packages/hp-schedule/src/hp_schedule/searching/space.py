@@ -16,12 +16,11 @@ from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
 from hp_schedule.searching.exact import rank_bound, solve_in_windows
 from hp_schedule.searching.orders import Order, in_order, neighbour, with_order
-from hp_schedule.searching.problem import EPSILON, Problem
+from hp_schedule.searching.problem import EPSILON, Problem, Units
 from hp_schedule.searching.shortening import starts_of
 from hp_schedule.searching.template import template
-from hp_schedule.searching.units import Units
 from hp_schedule.searching.walking import Walk
-from hp_schedule.simulation import simulate
+from hp_schedule.simulation.simulate import simulate
 
 _POOL_SIZE = 6
 _SIDEWAYS = 0.3

@@ -1,7 +1,8 @@
-"""The rules that can be seen in the rows alone, without running them."""
+"""The rules that rows show without being run: their steps, their order and their memory."""
 
 from collections.abc import Iterator
 
+from hp_schedule.costs import Costs
 from hp_schedule.dataflow import Dataflow, dataflow
 from hp_schedule.packing import (
     BWD,
@@ -29,7 +30,11 @@ from hp_schedule.packing import (
     unpack,
 )
 from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.recurrence import peak_memory
 from hp_schedule.validation.report import Finding, FindingKind, finding_at
+
+_ROUNDING = 1e-9
+
 
 # What has been seen of a (stage, microbatch): bit k is the step of kind k. One more bit is the
 # gradient of the input, whichever step computes it, and one says that what the forward has kept is
@@ -244,3 +249,24 @@ def _absent(bits: int, stage: int, microbatch: int, rank: int) -> Iterator[Findi
         if bits >> kind & 1:
             step = unpack(encode(kind, stage, microbatch))
             yield finding_at(FindingKind.MISSING, f"{step} is missing", rank, None)
+
+
+def memory_findings(schedule: Schedule, costs: Costs, limit: float) -> Iterator[Finding]:
+    """Yield, for each rank that holds too much at once, the first cell at which it does.
+
+    What OFFLOAD moves counts as gone from then on: a rank short of memory waits for the copy.
+    """
+    num = schedule.num_microbatches
+    table = costs.held(schedule.num_stages, num)
+    for rank, row in enumerate(schedule.steps):
+        codes = row.codes()
+        if peak_memory(codes, table, num) <= limit * (1 + _ROUNDING):
+            continue
+        below, above = 0, len(codes)
+        while above - below > 1:
+            middle = (below + above) // 2
+            fits = peak_memory(codes[:middle], table, num) <= limit * (1 + _ROUNDING)
+            below, above = (middle, above) if fits else (below, middle)
+        peak = peak_memory(codes[:above], table, num)
+        text = f"activations ({peak:g}) must be <= memory_limit ({limit:g})"
+        yield finding_at(FindingKind.MEMORY, text, rank, above - 1)

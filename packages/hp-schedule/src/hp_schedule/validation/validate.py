@@ -7,7 +7,6 @@ from typing import Any
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, check_model
-from hp_schedule.validation.memory import memory_findings
 from hp_schedule.validation.queues import queue_deadlock
 from hp_schedule.validation.rendezvous import (
     message_mismatch,
@@ -16,7 +15,7 @@ from hp_schedule.validation.rendezvous import (
     rendezvous_deadlock,
 )
 from hp_schedule.validation.report import MAX_FINDINGS, Finding, Lacking, ValidationReport
-from hp_schedule.validation.rows import RowCheck
+from hp_schedule.validation.rows import RowCheck, memory_findings
 from hp_schedule.validation.sharding import ShardingCheck, gathered_stages, reduced_stages
 
 
