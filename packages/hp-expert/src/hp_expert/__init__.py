@@ -65,8 +65,7 @@ from hp_expert.routing.correction import (
     update_correction_biases,
 )
 from hp_expert.routing.recompute import save_routing
-from hp_expert.routing.replay import check_replay
-from hp_expert.routing.router import Routing, TopKRouter
+from hp_expert.routing.router import Routing, TopKRouter, check_replay
 from hp_expert.styles.base import BaseExpertParallel, DispatchedParallel
 from hp_expert.styles.expert_parallel import ExpertParallel
 from hp_expert.styles.expert_tensor_parallel import ExpertTensorParallel

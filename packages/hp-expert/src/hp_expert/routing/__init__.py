@@ -1,1 +1,1 @@
-"""Which experts a token goes to, and what keeps them equally busy."""
+"""The choice of experts for each token, and equal load of the experts."""

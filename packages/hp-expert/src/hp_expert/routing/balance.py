@@ -1,8 +1,8 @@
 """Losses that keep experts equally busy, and logits small.
 
-Note [Which ranks count]. A loss of tokens counts once. Ranks with tokens of their own (data, expert
-and context parallel) each add theirs. Tensor-parallel ranks that hold the same tokens all compute
-the same loss and the same complete gradients: neither is summed over them.
+Note [Which ranks count]. The loss of a token counts once. Ranks with their own tokens (data, expert
+and context parallel) each add the loss of these. Tensor-parallel ranks with the same tokens all
+compute the same loss and the same complete gradients: neither is summed over them.
 
 Shape symbols: B sequences, S positions, T tokens, E experts, K experts per token.
 """
@@ -25,7 +25,7 @@ def sequence_balance_loss(
     group: ProcessGroup | DeviceMesh | None = None,
     padding: Tensor | None = None,
 ) -> Tensor:
-    """Return how unequally each sequence uses the experts: 1 for equal use, more otherwise.
+    """Return the imbalance of experts in each sequence: 1 for equal use, more otherwise.
 
     For a sequence, the sum over experts of f_e * P_e, with f_e the share of its slots that went to
     expert e times E, and P_e the mean over its tokens of the expert's share of the scores
@@ -37,11 +37,11 @@ def sequence_balance_loss(
         experts: The chosen experts, int64 [B, S, K], before any were dropped (`Routing.chosen`);
             -1 for none.
         num_experts: Number of experts, E.
-        group: The ranks with other positions of the same B sequences, as many as they like:
+        group: Ranks with other positions of the same B sequences, any number on each rank:
             context-parallel ranks. Each returns the part of its own positions. The parts of all
-            ranks add up to the value of the whole, their gradients are those of the whole.
-        padding: Positions that hold nothing, bool [B, S]: the value is that of the sequence without
-            them. None: there are none, on any rank of the group.
+            ranks add up to the value of the whole, and so do their gradients.
+        padding: Mask of positions without a token, bool [B, S]: the value is that of the sequence
+            without them. None: there are none, on any rank of the group.
 
     Returns:
         One value per sequence [B], fp32 or wider; gradients flow through `scores` alone.
@@ -74,18 +74,18 @@ def document_balance_loss(
     *,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """Return how unequally each document uses the experts, as `sequence_balance_loss` of it alone.
+    """Return the imbalance of experts in each document, as `sequence_balance_loss` of it alone.
 
     Documents that are packed together, and spread over ranks in any way, keep their own values:
-    sums over them do not depend on what shares a microbatch.
+    sums over documents do not depend on the documents of a microbatch.
 
     Args:
         scores: Scores of all experts, not negative [T, E].
         experts: The chosen experts, int64 [T, K], before any were dropped; -1 for none.
-        documents: The document of each token, int64 [T] from 0; -1 of tokens that are padding.
-        lengths: Tokens of each document on all ranks together, int64 [N], at least 1.
-        group: The ranks with other tokens of these documents. Each returns the part of its own
-            tokens, as in `sequence_balance_loss`.
+        documents: Document of each token, int64 [T] from 0; -1 for padding.
+        lengths: Number of tokens of each document on all ranks, int64 [N], at least 1.
+        group: Ranks with other tokens of these documents. Each returns the part of its own tokens,
+            as in `sequence_balance_loss`.
 
     Returns:
         One value per document [N], fp32 or wider; gradients flow through `scores` alone.
@@ -112,7 +112,7 @@ def document_balance_loss(
     f_NE = counts_NE.to(scores.dtype) * (num_experts / (lengths_N1 * max(top_k, 1)))
     tiny = torch.finfo(scores.dtype).tiny
     shares_TE = scores / scores.sum(dim=-1, keepdim=True).clamp_min(tiny)
-    # As a product, whose order of sums is fixed on a GPU too.
+    # By a product, which sums in a fixed order, also on a GPU.
     owner_NT = documents == torch.arange(num_documents, device=documents.device)[:, None]
     sums_NE = owner_NT.to(scores.dtype) @ shares_TE.masked_fill(~is_there, 0.0)
     return (f_NE * (sums_NE / lengths_N1)).sum(dim=1)
@@ -125,21 +125,20 @@ def global_balance_loss(
     num_experts: int,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
-    """Return how unequally all tokens together use the experts: 1 for equal use, more otherwise.
+    """Return the imbalance of experts over all tokens: 1 for equal use, more otherwise.
 
     The loss of Switch Transformers (arXiv:2101.03961, section 2.2) for K experts per token: E times
-    the sum over experts of the share of slots and the mean share of the scores. transformers'
-    `load_balancing_loss_func` gives K times this value. It looks at one microbatch, and so depends
-    on how a batch is cut; a group makes it that of a microbatch of all its ranks
-    ("Demons in the Detail", arXiv:2501.11873).
+    the sum over experts of the share of slots times the mean share of the scores. transformers'
+    `load_balancing_loss_func` gives K times this value. It is computed for one microbatch, and so
+    depends on how a batch is cut into microbatches; with a group, it is that of a microbatch of all
+    ranks ("Demons in the Detail", arXiv:2501.11873).
 
     Args:
         scores: Scores of all experts, not negative [..., E].
         experts: The chosen experts, int64 [..., K], before any were dropped; -1 for none.
         num_experts: Number of experts, E.
-        group: The ranks with other tokens of the microbatch. Each returns the part of its own
-            tokens. The parts of all ranks add up to the value of the whole, their gradients are
-            those of the whole.
+        group: Ranks with other tokens of the microbatch. Each returns the part of its own tokens.
+            The parts of all ranks add up to the value of the whole, and so do their gradients.
 
     Returns:
         A scalar, fp32 or wider; gradients flow through `scores` alone.
@@ -155,14 +154,14 @@ def global_balance_loss(
 
 
 def router_z_loss(logits: Tensor, *, num_tokens: int | None = None) -> Tensor:
-    """How large logits are: the mean over tokens of the squared log of their summed exponentials.
+    """Return the mean over tokens of the squared log of the logits' summed exponentials.
 
     "ST-MoE" (arXiv:2202.08906), equation 5.
 
     Args:
         logits: `Routing.logits` [..., E].
-        num_tokens: Number of tokens by which the sum over tokens is divided. With the tokens of the
-            whole step, of all microbatches and ranks, the values add up to the same for every
+        num_tokens: Number of tokens by which the sum over tokens is divided. With the number of all
+            tokens of a step, the values of microbatches and ranks add up to the same for every
             layout. None: the tokens of this call; the value then depends on microbatching.
 
     Returns:
@@ -176,7 +175,7 @@ def router_z_loss(logits: Tensor, *, num_tokens: int | None = None) -> Tensor:
 def _sum_over_ranks(
     counts_BE: Tensor, num_positions: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Counts, and the number of positions as an fp64 scalar, of all ranks."""
+    """Return the counts, and the number of positions as an fp64 scalar, of all ranks."""
     summed = torch.cat([counts_BE.flatten(), counts_BE.new_full((1,), num_positions)])
     dist.all_reduce(summed, group=group)
     return summed[:-1].view_as(counts_BE), summed[-1].clamp_min(1).to(torch.float64)
@@ -185,7 +184,7 @@ def _sum_over_ranks(
 def _lengths_without(
     padding: Tensor, counts_BE: Tensor, group: ProcessGroup | DeviceMesh | None
 ) -> tuple[Tensor, Tensor]:
-    """Counts of all ranks, and how many positions of each sequence are no padding, fp64 [B, 1]."""
+    """Return the counts and lengths without padding of all ranks; lengths are fp64 [B, 1]."""
     lengths_B1 = (~padding).sum(dim=1, keepdim=True)
     if group is not None:
         summed = torch.cat([counts_BE, lengths_B1.to(counts_BE.dtype)], dim=1)

@@ -1,13 +1,13 @@
-"""Balancing without a loss: a bias on the scores that decides the choice and nothing else.
+"""Balancing without a loss: a bias on the scores that changes only the choice of experts.
 
-After each optimizer step, the bias of experts with fewer tokens than the mean grows, and that of
-the others falls ("Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
+After each optimizer step, the bias of experts with fewer tokens than the mean is raised, and that
+of other experts lowered ("Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
 arXiv:2408.15664).
 
 Shape symbols: E experts.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,15 @@ UpdateRule = Literal["sign", "error"]
 def take_loads(
     module: nn.Module, *, group: ProcessGroup | DeviceMesh | None = None
 ) -> dict[str, Tensor]:
-    """Return what the routers of a module have counted, over all ranks, and set it to zero.
+    """Return the loads that the routers of a module have counted, over all ranks; reset them.
 
-    Reads nothing on the host.
+    The host reads nothing.
 
     Args:
-        module: Contains TopKRouters, the same on all ranks.
-        group: The ranks with tokens of their own: data, expert and context parallel ranks, not
-            those of tensor parallelism, which all have the same tokens. One sum over it serves all
-            routers. None: this rank alone.
+        module: Module that contains TopKRouters, the same on all ranks.
+        group: Ranks with their own tokens: data, expert and context parallel ranks, without
+            tensor-parallel ranks, which have the same tokens. The loads of all routers are summed
+            together. None: this rank alone.
 
     Returns:
         Slots of each expert by name of the router, int64 [E].
@@ -59,22 +59,22 @@ def update_correction_biases(
     rule: UpdateRule = "sign",
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> dict[str, Tensor]:
-    """Move the correction biases of a module's routers towards equal load; take the loads.
+    """Move the correction biases of a module's routers towards equal load, and reset the loads.
 
-    To be called once per optimizer step, whatever the number of microbatches. The biases stay the
-    same bits on all ranks: loads are whole numbers, and their sum has no order.
+    To be called once per optimizer step, whatever the number of microbatches. The biases have the
+    same bits on all ranks: loads are whole numbers, whose sum does not depend on the order.
 
     Args:
-        module: Contains TopKRouters, the same on all ranks; those without a correction bias are
-            counted alone.
-        rate: How far a bias moves: bias += rate * step.
-        rule: The step: "sign" of mean - load, or "error", (mean - load) / mean. The second is the
-            paper's variant without the sign, here divided by the mean, so that a rate does not
+        module: Module that contains TopKRouters, the same on all ranks; of those without a
+            correction bias only the loads are returned.
+        rate: Learning rate of the biases: bias += rate * step.
+        rule: Step of a bias: "sign" of mean - load, or "error", (mean - load) / mean. The second is
+            the paper's variant without the sign, here divided by the mean, so that a rate does not
             depend on the number of tokens.
         group: See `take_loads`.
 
     Returns:
-        What `take_loads` returns, for `load_imbalance`.
+        The loads as of `take_loads`, for `load_imbalance`.
 
     Raises:
         ValueError: If the rate is negative, the rule unknown, or a bias narrower than fp32.
@@ -100,14 +100,14 @@ def register_correction_bias_update(
     """Call `update_correction_biases` after every step of an optimizer.
 
     If several optimizers train a module, register with one of them. A step that a gradient scaler
-    skips is no step: what was counted for it is part of the next.
+    skips updates nothing: its loads are part of the next step.
 
     Returns:
-        A handle whose `remove` ends it.
+        A handle with a method `remove` that ends the updates.
     """
     _check(module, rate, rule)
 
-    def update(*_: Any) -> None:
+    def update(*_: object) -> None:
         update_correction_biases(module, rate=rate, rule=rule, group=group)
 
     return optimizer.register_step_post_hook(update)
@@ -129,7 +129,7 @@ def load_imbalance(load: Tensor) -> Tensor:
 
 
 def _step(load: Tensor, rule: UpdateRule) -> Tensor:
-    """Return what the bias moves by at rate 1, [E]; exact where it is a sign."""
+    """Return the step of the bias at rate 1, [E]; a sign is exact."""
     excess = load * load.numel() - load.sum()
     return -excess.sign() if rule == "sign" else -excess / load.sum().clamp_min(1)
 

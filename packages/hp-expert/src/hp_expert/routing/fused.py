@@ -3,12 +3,13 @@
 Shape symbols: T tokens, E experts, K experts per token.
 """
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hp_expert.functions import Context
 from hp_expert.kernels import triton_routing
 from hp_expert.kernels.triton_routing import Rule
 
@@ -28,10 +29,10 @@ def route(
     Args:
         logits_TE: fp32 or fp64 [T, E].
         rule: How scores become weights.
-        bias: Added to the scores where experts are chosen [E]; None: nothing.
+        bias: Bias added to the scores for the choice only [E]; None: nothing.
         experts_TK: Experts that were chosen before; None: the best ones.
-        load: Counter of the slots of each expert, int64 [E], which the backward adds to; None:
-            nobody counts. See Note [Counted in backward].
+        load: Counter of the slots of each expert, int64 [E], to which backward adds; None: slots
+            are not counted. See Note [Counted in backward].
 
     Returns:
         Scores [T, E], weights [T, K] and experts [T, K].
@@ -40,10 +41,16 @@ def route(
     return scores, weights, chosen if experts_TK is None else experts_TK
 
 
+class _RouteContext(Context, Protocol):
+    rule: Rule
+    load: Tensor | None
+    saved_tensors: tuple[Tensor, Tensor]
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917  # autograd passes by position
-        ctx: Any,
+        ctx: _RouteContext,
         logits: Tensor,
         rule: Rule,
         bias: Tensor | None,
@@ -62,7 +69,10 @@ class _Route(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_scores: Tensor | None, grad_weights: Tensor | None, _experts: Tensor | None
+        ctx: _RouteContext,
+        grad_scores: Tensor | None,
+        grad_weights: Tensor | None,
+        _experts: Tensor | None,
     ) -> tuple[Tensor, None, None, None, None]:
         scores, experts = ctx.saved_tensors
         grad = triton_routing.route_backward(

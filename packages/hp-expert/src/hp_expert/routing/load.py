@@ -1,38 +1,39 @@
-"""How many slots went to each expert.
+"""The load of experts: the number of slots that went to each.
 
-Note [Counted in backward]. A router counts what it decided when the gradient of its weights is
-computed. That is once per token that is trained on, however often its forward runs: with either
-kind of activation checkpointing, and in schedules that run a forward without gradients first. What
-has no backward is not counted: evaluation, with gradients disabled or not asked for.
+Note [Counted in backward]. A router counts its choices when the gradient of its weights is
+computed. That is once per token in training, however often its forward runs: with either kind of
+activation checkpointing, and in schedules that first run a forward without gradients. A forward
+without a backward is not counted, such as in evaluation.
 
 Note [No buffers]. `DistributedDataParallel` copies the buffers of rank 0 to all others before each
-forward, so the counters of routers are plain tensors. A checkpoint lacks them, but they are zero
-after every optimizer step that takes them, which is when checkpoints are written.
+forward, so the counters of routers are plain tensors. Checkpoints do not contain them, but they are
+written after an optimizer step, when the counters were taken and are zero.
 
 Shape symbols: T tokens, E experts, K experts per token, B sequences, N slots of a sequence.
 """
 
 import threading
 from contextlib import nullcontext
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-# One for all counters: it is held for microseconds, and a lock of a module could not be copied.
+# One lock for all counters: it is held for microseconds, and a module with a lock is not copyable.
 _lock = threading.Lock()
 
 
 def count_in_backward(
     weights: Tensor, experts: Tensor, total: Tensor, *, all_exist: bool = False
 ) -> Tensor:
-    """Return the weights; count the experts when their gradient is computed.
+    """Return the weights; count the experts when the gradient of the weights is computed.
 
     Args:
         weights: Weight of each chosen expert, fp32 or wider [T, K].
         experts: The chosen experts, int64 [T, K]; those outside [0, E) are not counted.
-        total: The counter, int64 [E].
-        all_exist: Whether none is outside; one that is nevertheless raises, on CUDA on the device.
+        total: Counter, int64 [E].
+        all_exist: Whether all experts are in [0, E); one outside then raises, on CUDA as an
+            assertion of the device.
     """
     slots = None
     if not all_exist:
@@ -43,7 +44,7 @@ def count_in_backward(
 
 
 def count_by_sequence(experts_BN: Tensor, *, num_experts: int) -> Tensor:
-    """Count the slots of each expert: [B, N] to int64 [B, E]; -1 and such are not counted."""
+    """Count the slots of each expert in [0, E): [B, N] to int64 [B, E]."""
     is_there = (experts_BN >= 0) & (experts_BN < num_experts)
     bucket_BN = experts_BN.where(is_there, num_experts)
     counts = bucket_BN.new_zeros(experts_BN.shape[0], num_experts + 1)
@@ -51,11 +52,17 @@ def count_by_sequence(experts_BN: Tensor, *, num_experts: int) -> Tensor:
 
 
 def take(total: Tensor) -> Tensor:
-    """Return a copy of a counter and set it to zero."""
+    """Return a copy of a counter, and set the counter to zero."""
     with _lock:
         taken = total.clone()
         total.zero_()
     return taken
+
+
+class _CountContext(Protocol):
+    experts: Tensor
+    slots: Tensor | None
+    total: Tensor
 
 
 class _CountInBackward(torch.autograd.Function):
@@ -63,23 +70,21 @@ class _CountInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, experts: Tensor, slots: Tensor | None, total: Tensor
+        ctx: _CountContext, weights: Tensor, experts: Tensor, slots: Tensor | None, total: Tensor
     ) -> Tensor:
         ctx.experts, ctx.slots, ctx.total = experts.view(-1), slots, total
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        total: Tensor = ctx.total
-        experts: Tensor = ctx.experts
-        slots: Tensor | None = ctx.slots
+    def backward(ctx: _CountContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        total, experts, slots = ctx.total, ctx.experts, ctx.slots
         compiles = torch.compiler.is_compiling()
         # Atomic on CUDA, where the lock does not keep two streams apart.
         with nullcontext() if compiles else _lock:
             if slots is None and not compiles:
                 total.scatter_(0, experts, 1, reduce="add")
                 return grad, None, None, None
-            # Inductor makes as many ones of that one as there are experts, not slots.
+            # Inductor expands this one only to the number of experts, not that of slots.
             one = total.new_ones(1) if slots is None else slots.view(-1).to(total.dtype)
             total.scatter_add_(0, experts, one.expand_as(experts))
         return grad, None, None, None

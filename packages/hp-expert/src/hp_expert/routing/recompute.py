@@ -1,40 +1,42 @@
 """Routing decisions that a recompute takes from the forward it repeats.
 
-Activation checkpointing runs a part of the model twice. If a router decides anew, a last bit that
-differs (another kernel, a changed bias, noise) sends tokens to other experts, and the gradients are
-those of another function, or the numbers of rows do not fit.
+Activation checkpointing runs a part of the model twice. If a router decided again, a last bit that
+differs (another kernel, a changed bias, noise) would send tokens to other experts: the gradients
+would be those of another function, or the numbers of rows would not fit.
 
-Note [One record per checkpoint]. What was decided belongs to one call of `checkpoint`: its two
-contexts share a list that nobody else has. Contexts that are open in a thread form a stack. A
-decision is taken from the innermost context that repeats, or made if none does, and all contexts
-further in write it down: an inner checkpoint that an outer one runs again records what the outer
-one repeats, and repeats that itself later. Where one of them counts operators, those of a decision
-that is taken run all the same.
+Note [One record per checkpoint]. Decisions belong to one call of `checkpoint`: its two contexts
+share a list of their own. The contexts that are open in a thread form a stack. A decision is taken
+from the innermost context that repeats, or made if none repeats, and all contexts inside of that
+one record it: an inner checkpoint that an outer one runs again records the decisions that the outer
+one repeats, and repeats them later. Where one of these contexts counts operators, the operators of
+a repeated decision run as well.
 """
 
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from hp_platform import outside_graph
 
 T = TypeVar("T")
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Contexts: TypeAlias = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+_Decisions: TypeAlias = list[tuple[object, Any]]
+"""Owner and result of each decision, of whatever type the owner decides."""
 
 
 def save_routing(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     """Make the two contexts of a checkpoint whose recompute routes as its forward did.
 
     For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=save_routing)`, and
-    for whatever hands keywords on to it. Any number of checkpoints may be open, nested, and in
-    several threads. Between forward and recompute, each router's experts stay in memory: 8 bytes
-    per token and choice.
+    for functions that pass keywords to it. Any number of checkpoints may be open, nested, and in
+    several threads. Between forward and recompute, the experts that routers chose stay in memory: 8
+    bytes per token and choice.
 
     Args:
-        context_fn: Makes the contexts to open around these, for example
+        context_fn: Function that makes contexts to open around these, for example
             `partial(create_selective_checkpoint_contexts, policy)`; pass it with
             `functools.partial(save_routing, context_fn)`.
 
@@ -42,8 +44,8 @@ def save_routing(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
         The contexts of the forward and of the recompute.
     """
     around = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
-    decisions: list[tuple[object, Any]] = []
-    # Selective checkpointing counts operators: those of a decision must run in both.
+    decisions: _Decisions = []
+    # Selective checkpointing counts operators: those of a decision must run in both contexts.
     runs_again = context_fn is not None
     return (
         _Recording(around[0], decisions, runs_again=runs_again),
@@ -55,8 +57,8 @@ def decide(owner: object, make: Callable[[], T]) -> T:
     """Make a decision, or take the one that the forward made; see Note [One record per checkpoint].
 
     Args:
-        owner: Who decides, usually a router; a recompute must ask in the same order.
-        make: Called without gradients; what it returns must not carry any.
+        owner: Object that decides, usually a router; a recompute must decide in the same order.
+        make: Function that decides without gradients.
 
     Raises:
         RuntimeError: If a recompute decides more often than its forward, or in another order.
@@ -83,12 +85,12 @@ def _decide_in_contexts(owner: object, make: Callable[[], T]) -> T:
 
 
 class _Recording:
-    """Around the forward, inside another context; may be entered again after it was left."""
+    """The context of the forward, inside another context; may be entered several times."""
 
     def __init__(
         self,
-        around: AbstractContextManager[Any],
-        decisions: list[tuple[object, Any]],
+        around: AbstractContextManager[object],
+        decisions: _Decisions,
         *,
         runs_again: bool,
     ) -> None:
@@ -109,14 +111,14 @@ class _Recording:
 
 
 class _Repeating(_Recording):
-    """Around the recompute, and around each further one if the graph is kept."""
+    """The context of the recompute, and of each further one if the graph is retained."""
 
     def __enter__(self) -> None:
         self.position = 0
         super().__enter__()
 
     def repeat(self, owner: object) -> Any:
-        """Return the next decision of the forward."""
+        """Return the next decision of the forward, of the type that its owner decides."""
         if self.position == len(self.decisions):
             raise RuntimeError(
                 f"routing decisions of a recompute ({self.position + 1}) must not be more than "
@@ -135,7 +137,7 @@ class _Repeating(_Recording):
 class _Open(threading.local):
     """The contexts that are open in this thread, innermost last.
 
-    Set for each thread, as `torch.compile` does not see what takes the place of a class's default.
+    Set in each thread: `torch.compile` does not see an attribute that hides a default of the class.
     """
 
     def __init__(self) -> None:
@@ -146,5 +148,5 @@ _open = _Open()
 
 
 def is_routing_saved() -> bool:
-    """Tell whether a decision made now, in this thread, would be written down or repeated."""
+    """Tell whether a decision made now, in this thread, would be recorded or repeated."""
     return bool(_open.contexts)

@@ -1,4 +1,4 @@
-"""The router: scores of all experts for each token, and the best of them.
+"""The router: scores of all experts for each token, and the choice of the best.
 
 Shape symbols: T tokens in sequences of S, E experts, K experts per token, D model width, G groups
 of M = E / G experts.
@@ -7,23 +7,29 @@ of M = E / G experts.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Self, get_args
+from typing import Final, Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from hp_expert.functions import differentiable_once
+from hp_expert.functions import Context, differentiable_once
 from hp_expert.kernels import fuses, triton_routing
 from hp_expert.kernels.triton_routing import Rule
-from hp_expert.routing.capacity import DropPolicy, expert_capacity, is_within_capacity
+from hp_expert.routing.choice import (
+    DropPolicy,
+    GroupScore,
+    expert_capacity,
+    is_within_capacity,
+    limit_to_groups,
+    top_k_experts,
+)
 from hp_expert.routing.fused import route
 from hp_expert.routing.load import count_in_backward
 from hp_expert.routing.recompute import decide, is_routing_saved
-from hp_expert.routing.replay import check_replay, check_replay_shape
 from hp_platform import linear
 
 ScoreFunction = Literal["softmax", "sigmoid"]
-GroupScore = Literal["max", "top2_sum"]
+
 _WIDE: Final = torch.float32
 """The least dtype of logits, scores and correction biases."""
 
@@ -32,11 +38,11 @@ class Routing(NamedTuple):
     """The experts of each token. All floating tensors are fp32 or wider and differentiable.
 
     Attributes:
-        weights: What each chosen expert's output counts, [T, K]; 0 for a slot that was dropped.
+        weights: Factor of each chosen expert's output, [T, K]; 0 for a slot that was dropped.
         experts: The chosen experts, best first, int64 [T, K]; -1 for a slot that was dropped.
         scores: Scores of all experts, each in [0, 1], [T, E].
         logits: Logits of all experts, from which the scores were computed, [T, E].
-        before_drop: The experts before any were dropped; None where none could be.
+        before_drop: The experts before any were dropped; None: none were dropped.
     """
 
     weights: Tensor
@@ -47,31 +53,31 @@ class Routing(NamedTuple):
 
     @property
     def chosen(self) -> Tensor:
-        """The experts before any were dropped, int64 [T, K]: what balancing looks at."""
+        """Return the experts before any were dropped, int64 [T, K], for balancing."""
         return self.experts if self.before_drop is None else self.before_drop
 
 
 class _Choice(NamedTuple):
-    """Experts of each token [T, K], and what they were before any was dropped."""
+    """The experts of each token [T, K], and those before any were dropped."""
 
     experts: Tensor
     chosen: Tensor
 
 
 class TopKRouter(nn.Module):
-    """Sends each token to the experts with the K highest scores.
+    """The router that sends each token to the experts with the K highest scores.
 
-    Of equal scores the lower expert index wins, on every device, and so for groups. Logits are
-    computed in fp32 or wider, autocast or not: in bf16 a few percent of tokens would change
-    experts.
+    Of equal scores the lower expert index wins, on every device, and the lower group likewise.
+    Logits are computed in fp32 or wider, with autocast or without: in bf16 a few percent of tokens
+    would change experts.
 
     Attributes:
-        weight: [E, D].
-        bias: Added to the logits, [E]; or None.
-        correction_bias: A persistent buffer, added to the scores where experts are chosen and
-            nowhere else [E]; or None. fp32 or wider, whatever the module is converted to.
-        load: Slots of each expert in the backwards since it was last set to zero, int64 [E], this
-            rank's alone; see `take_loads`.
+        weight: Weight of the logits [E, D].
+        bias: Bias of the logits [E]; None: without.
+        correction_bias: Persistent buffer, added to the scores for the choice of experts only [E];
+            None: without. fp32 or wider, whatever dtype the module is converted to.
+        load: Slots of each expert in the backwards since the last reset, on this rank, int64 [E];
+            see `take_loads`.
 
     Args:
         dim: Width of the model, D.
@@ -79,21 +85,21 @@ class TopKRouter(nn.Module):
         top_k: Number of experts per token, K.
         score_function: "softmax" over the experts, or "sigmoid" of each (DeepSeek-V3,
             arXiv:2412.19437).
-        normalize: Divide the chosen scores by their sum. Of softmax scores, that is the softmax
-            over the chosen logits alone (Mixtral, gpt-oss).
-        scaling_factor: What weights are multiplied by at last (DeepSeek-V2, arXiv:2405.04434).
+        normalize: Whether to divide the chosen scores by their sum. With softmax scores, this is
+            the softmax over the chosen logits alone (Mixtral, gpt-oss).
+        scaling_factor: Factor of all weights, applied last (DeepSeek-V2, arXiv:2405.04434).
         bias: Whether logits have a bias (gpt-oss).
-        correction_bias: Whether there is one; `update_correction_biases` moves it.
-        num_groups: G equal runs of experts.
-        num_limited_groups: A token's experts come from so many of them.
-        group_score: What a group counts: its best score ("max") or its best two ("top2_sum"), with
-            the correction bias.
-        capacity_factor: An expert takes ceil(factor * S * K / E) slots of one sequence, and the
-            others are dropped; the weights of a token's other slots stay as they are. None: all.
-        drop_policy: Which it takes: those with the highest weights ("score") or of the first tokens
-            ("position"). Of equal weights, those of the first tokens.
-        counts_load: Whether `load` is counted; where nothing reads it, that is a layer's work for
-            nothing.
+        correction_bias: Whether there is a correction bias, for `update_correction_biases`.
+        num_groups: Number of groups, equal runs of experts, G.
+        num_limited_groups: Number of groups that a token's experts come from.
+        group_score: Score of a group, with the correction bias: its best score ("max") or the sum
+            of its best two ("top2_sum").
+        capacity_factor: Factor for the capacity of an expert: it takes ceil(factor * S * K / E)
+            slots of one sequence, and the rest is dropped; the weights of a token's other slots
+            stay as they are. None: nothing is dropped.
+        drop_policy: Slots that an expert takes: those with the highest weights ("score"), of equal
+            weights those of earlier tokens, or those of the first tokens ("position").
+        counts_load: Whether to count `load`; without, a layer saves the work of counting.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -159,13 +165,13 @@ class TopKRouter(nn.Module):
             replay: See `route`.
             padding: See `route`.
         """
-        # Two dims whatever x has: the kernel and its bits do not depend on the caller's view.
+        # Always two dims, so that the kernel and its bits do not depend on the caller's view.
         x_TD = x.reshape(-1, x.shape[-1])
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), _WIDE)
             logits_TE = linear(x_TD, self.weight, self.bias, dtype=dtype)
             logits = logits_TE.view(*x.shape[:-1], self.num_experts)
-            # A subclass whose route knows no padding is asked as before.
+            # Without padding, subclasses whose `route` has no such argument work as well.
             options = {} if padding is None else {"padding": padding}
             return self.route(logits, replay=replay, **options)
 
@@ -176,18 +182,18 @@ class TopKRouter(nn.Module):
 
         Args:
             logits: Logits of one sequence [S, E] or several [..., S, E]; scored in fp32 or wider.
-            replay: Experts to take instead of the best ones, int64 [T, K]; their weights follow the
-                logits all the same, and so do the gradients. A slot with expert -1 was dropped:
-                the weights of the others are what they are without it. See `check_replay`.
-            padding: Which tokens hold nothing, bool of the shape of `logits` without E: they go to
-                no expert and are not counted. None: none of them.
+            replay: Experts to take instead of the best ones, int64 [T, K]; their weights are
+                computed from the logits, with gradients. A slot with expert -1 was dropped: the
+                other weights are computed without it. See `check_replay`.
+            padding: Mask of tokens that are padding, bool of the shape of `logits` without E: they
+                go to no expert and are not counted. None: there is no padding.
 
         Returns:
             The routing of the tokens of all sequences, one after the other.
 
         Raises:
             ValueError: If the record is of the wrong shape or dtype; on the CPU also if its experts
-                are none. If `padding` does not fit, or there is a capacity, of which it would take.
+                do not exist. If `padding` does not fit, or is given to a router with a capacity.
         """
         if padding is not None:
             _check_padding(padding, logits, self)
@@ -219,7 +225,7 @@ class TopKRouter(nn.Module):
     def _route_fused(
         self, logits_TE: Tensor, rule: Rule, sequence_length: int, *, replay: Tensor | None
     ) -> Routing:
-        """Route by kernels; experts that must be known before their weights take a pass more."""
+        """Route by kernels, in two passes where experts must be known before their weights."""
         given, choice = replay, None
         if replay is not None:
             choice = _Choice(replay, replay)
@@ -249,7 +255,7 @@ class TopKRouter(nn.Module):
     def _without(
         self, padding: Tensor, replay: Tensor | None, make: Callable[[], _Choice]
     ) -> Tensor:
-        """Experts of all tokens, int64 [T, K]; -1 for those of padding."""
+        """Return the experts of all tokens, int64 [T, K]; -1 for padding."""
         experts = decide(self, make).experts if replay is None else replay
         return experts.masked_fill(padding.reshape(-1, 1), -1)
 
@@ -265,7 +271,7 @@ class TopKRouter(nn.Module):
         )
 
     def _counter(self, scores: Tensor) -> Tensor | None:
-        """Return what the slots of experts are counted in; None if they are not."""
+        """Return the counter of the slots of experts; None if they are not counted."""
         wanted = self.counts_load and self.training
         if not (wanted and torch.is_grad_enabled() and scores.requires_grad):
             return None
@@ -293,7 +299,7 @@ class TopKRouter(nn.Module):
     def _drop(
         self, chosen_TK: Tensor, weigh: Callable[[], Tensor], sequence_length: int
     ) -> _Choice:
-        """Leave out the slots for which an expert has no room."""
+        """Return the choice without the slots for which an expert has no room."""
         if self.capacity_factor is None:
             return _Choice(chosen_TK, chosen_TK)
         has_room_TK = is_within_capacity(
@@ -312,10 +318,10 @@ class TopKRouter(nn.Module):
     def _weigh(
         self, scores_TE: Tensor, logits_TE: Tensor, choice: _Choice, *, replayed: bool = False
     ) -> Tensor:
-        """Return what each slot's expert counts, [T, K]."""
+        """Return the weight of each slot, [T, K]."""
         index_TK, absent_TK = choice.chosen, None
         if replayed:
-            # Experts that do not exist must not be read; the dispatcher will refuse them.
+            # Scores of experts that do not exist must not be read; the dispatcher refuses them.
             index_TK = index_TK.clamp(0, self.num_experts - 1)
             absent_TK = index_TK != choice.chosen
         if self.normalize:
@@ -335,15 +341,15 @@ class TopKRouter(nn.Module):
         return weights_TK
 
     def _load_on(self, place: Tensor) -> Tensor:
-        """Begin to count where the tokens are, or the weight is.
+        """Return a new counter on the device of a tensor.
 
-        What was counted before a move is lost; on the meta device nothing was.
+        Counts before the move are lost; on the meta device nothing was counted.
         """
         self.load = torch.zeros_like(self.load, device=place.device)
         return self.load
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Convert the module as any other, but keep the correction bias wide.
+        """Convert the module as torch does, but keep the correction bias wide.
 
         In bf16, updates of 0.001 would be lost as soon as the bias is 0.25.
         """
@@ -357,7 +363,7 @@ class TopKRouter(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Show what the router does."""
+        """Return the settings of the router, for `repr`."""
         experts, dim = self.weight.shape
         shown = (
             f"dim={dim}, num_experts={experts}, top_k={self.top_k}, "
@@ -370,64 +376,45 @@ class TopKRouter(nn.Module):
         return shown
 
 
-@torch.no_grad()
-def top_k_experts(scores_TE: Tensor, top_k: int, *, is_softmax: bool = False) -> Tensor:
-    """Return the indices of the highest scores, best first; the lower index wins ties.
+def check_replay(replay: Tensor, *, num_tokens: int, top_k: int, num_experts: int) -> None:
+    """Raise ValueError for a record that is not a routing; on CUDA the host waits for its values.
 
-    `torch.topk` breaks ties arbitrarily, and a stable sort takes twice the time of K maxima, whose
-    index is that of the first one. The bits of fp32 numbers that are not negative are whole numbers
-    in the same order, which leave room for the index: of such keys no two are equal.
+    `TopKRouter.route` calls it on the CPU. On CUDA it checks shape and dtype only; the dispatcher,
+    which has a host read in any case, finds experts that do not exist.
 
     Args:
-        scores_TE: Finite, or -inf for no more than E - K experts [T, E].
+        replay: Experts of each token, -1 for none [T, K].
+        num_tokens: Number of tokens, T.
         top_k: Number of experts per token, K.
-        is_softmax: Whether scores are a softmax: none is negative, and of a token all are numbers,
-            or none is.
+        num_experts: Number of experts, E.
 
-    Returns:
-        int64 [T, K].
+    Raises:
+        ValueError: If the record is not int64 [T, K], or an expert is not in [-1, E), or occurs
+            twice for one token.
     """
-    if is_softmax and top_k > 1 and scores_TE.dtype == torch.float32:
-        bits_TE = scores_TE.view(torch.int32)
-        last_first_E = torch.arange(scores_TE.shape[1] - 1, -1, -1, device=scores_TE.device)
-        return torch.add(last_first_E, bits_TE, alpha=1 << 32).topk(top_k, dim=-1).indices
-    left_TE = scores_TE.clone() if top_k > 1 else scores_TE
-    chosen = []
-    for choice in range(top_k):
-        best_T1 = left_TE.max(dim=-1, keepdim=True).indices
-        chosen.append(best_T1)
-        if choice < top_k - 1:
-            left_TE.scatter_(-1, best_T1, -math.inf)
-    return torch.cat(chosen, dim=-1)
+    check_replay_shape(replay, num_tokens=num_tokens, top_k=top_k)
+    is_wrong = (replay < -1) | (replay >= num_experts)
+    ordered = replay.sort(dim=1).values
+    is_double = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    num_wrong, num_double = torch.stack([is_wrong.sum(), is_double.sum()]).tolist()
+    if num_wrong:
+        raise ValueError(
+            f"replayed experts must be in [-1, num_experts ({num_experts})), but {num_wrong} are "
+            "not"
+        )
+    if num_double:
+        raise ValueError(
+            f"replayed experts of a token must be distinct, but {num_double} are there before"
+        )
 
 
-@torch.no_grad()
-def limit_to_groups(
-    scores_TE: Tensor, *, num_groups: int, num_limited_groups: int, group_score: GroupScore
-) -> Tensor:
-    """Leave each token the experts of its best groups; of equal groups the lower index wins.
-
-    Groups are equal runs of experts. A group counts as much as its best expert ("max", DeepSeek-V2,
-    arXiv:2405.04434, section 2.2.2) or its best two together ("top2_sum", DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2).
-
-    Args:
-        scores_TE: Finite [T, E].
-        num_groups: G, a divisor of E.
-        num_limited_groups: How many groups a token keeps.
-        group_score: What a group counts.
-
-    Returns:
-        The scores, -inf for the experts of all other groups [T, E].
-    """
-    scores_TGM = scores_TE.view(-1, num_groups, scores_TE.shape[-1] // num_groups)
-    if group_score == "max":
-        groups_TG = scores_TGM.amax(dim=-1)
-    else:
-        groups_TG = scores_TGM.topk(2, dim=-1).values.sum(dim=-1)
-    best = top_k_experts(groups_TG, num_limited_groups)
-    is_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(-1, best, value=False)
-    return scores_TGM.masked_fill(is_out_TG.unsqueeze(-1), -math.inf).flatten(-2)
+def check_replay_shape(replay: Tensor, *, num_tokens: int, top_k: int) -> None:
+    """Raise ValueError for a record of another shape or dtype; reads no values."""
+    if replay.shape != (num_tokens, top_k) or replay.dtype != torch.int64:
+        raise ValueError(
+            f"replay ({tuple(replay.shape)}, {replay.dtype}) must be int64 and [num_tokens "
+            f"({num_tokens}), top_k ({top_k})]"
+        )
 
 
 def _check_record(replay: Tensor, *, num_tokens: int, router: TopKRouter) -> None:
@@ -452,7 +439,7 @@ def _check_padding(padding: Tensor, logits: Tensor, router: TopKRouter) -> None:
 
 
 def _check(router: TopKRouter) -> None:
-    """Refuse settings that do not fit each other."""
+    """Raise ValueError for settings that do not fit each other."""
     E, K, G = router.num_experts, router.top_k, router.num_groups
     limited = router.num_limited_groups
     if not 1 <= K <= E:
@@ -479,19 +466,24 @@ def _check(router: TopKRouter) -> None:
         raise ValueError(f"capacity_factor ({router.capacity_factor}) must be positive and finite")
 
 
-class _Normalized(torch.autograd.Function):
-    """Scores of the chosen experts by their sum, [T, K]. Differentiable once, for the logits.
+class _NormalizedContext(Context, Protocol):
+    shape: torch.Size
+    saved_tensors: tuple[Tensor, Tensor, Tensor | None]
 
-    Softmax or sigmoid, what a token's weights w_k = s_k / sum(s) are of its logits is a softmax
-    over the chosen experts, of the logits or of the logarithms of the sigmoids. So the gradient of
-    the logits, which are all that w depends on, is w_k * (dw_k - <dw, w>), for sigmoids times
-    1 - s_k: no gradient of the scores is computed on the way. Of a softmax a token's best expert
-    has 1/E at least, so that a sum with it needs no look.
+
+class _Normalized(torch.autograd.Function):
+    """Divide the scores of the chosen experts by their sum, [T, K]; differentiable once.
+
+    The weights of a token, w_k = s_k / sum(s), are a softmax over the chosen experts: of the logits
+    where scores are a softmax, of the logarithms of the scores where they are sigmoids. So the
+    gradient of the logits is w_k * (dw_k - <dw, w>), for sigmoids times 1 - s_k, and no gradient of
+    the scores is computed. The best expert of a softmax has a score of at least 1/E, so that a sum
+    with it (`is_sure`) cannot be zero.
     """
 
     @staticmethod
     def forward(  # noqa: PLR0917  # autograd passes by position
-        ctx: Any,
+        ctx: _NormalizedContext,
         logits: Tensor,
         scores: Tensor,
         index: Tensor,
@@ -512,7 +504,7 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _NormalizedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, index, chosen = ctx.saved_tensors
         grad = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)  # noqa: SLF001
         if chosen is not None:
