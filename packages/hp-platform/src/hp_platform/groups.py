@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -141,7 +141,7 @@ class _Kind:
     def on_cuda(self) -> bool:
         return _serves_cuda(self.backend)
 
-    def options(self) -> Any:
+    def options(self) -> object:
         """New ones for each group, which writes into them."""
         if not self.on_cuda:
             return None
@@ -266,7 +266,7 @@ def resolve_group(mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
 
 
 def mesh_of(
-    group_by_axis: Mapping[str, ProcessGroup], ranks: Sequence[Any], *, device_type: str
+    group_by_axis: Mapping[str, ProcessGroup], ranks: Sequence[object], *, device_type: str
 ) -> DeviceMesh:
     """Build a `DeviceMesh` whose axes are existing groups.
 

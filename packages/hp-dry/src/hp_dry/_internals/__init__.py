@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch._C import _distributed_c10d as c10d
-from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -25,11 +24,11 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["DisableTorchFunction", "tree_map_only"]
+from hp_platform._internals import Arguments, Keywords, Operator
+
+__all__ = ["Arguments", "DisableTorchFunction", "Keywords", "Operator", "tree_map_only"]
 
 
-Operator: TypeAlias = "OpOverload[..., object]"
-"""Overload of an operator, such as `torch.ops.aten.mm.default`."""
 ByDevice: TypeAlias = "Mapping[tuple[torch.device, torch.dtype], object]"
 """Tensors of an optimizer by device and dtype."""
 Device: TypeAlias = torch.device | str | int | None

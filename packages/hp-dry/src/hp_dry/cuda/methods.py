@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hp_dry._internals import (
+    Arguments,
     ByDevice,
     Device,
     DisableTorchFunction,
+    Keywords,
     change,
     default_device,
     grouping,
@@ -26,7 +28,6 @@ from hp_dry.cuda.streams import Stream
 from hp_dry.operators.dispatch import PLAIN
 from hp_dry.operators.results import META
 from hp_dry.recording.recorder import DeviceRecorder
-from hp_dry.recording.tensors import Arguments, Keywords
 from hp_dry.trace import Borrow
 from hp_platform._internals import device_of
 

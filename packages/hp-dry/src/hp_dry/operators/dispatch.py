@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hp_dry._internals import (
+    Arguments,
     DisableTorchFunction,
     DispatchMode,
+    Keywords,
     Operator,
     default_device,
     is_fake_mode_active,
@@ -23,7 +25,7 @@ from hp_dry.operators import launches
 from hp_dry.operators.results import META, WORKSPACES, Buffer, Cost, Made, form_of, made_of
 from hp_dry.operators.values import STAND_INS, Again, StandIn, untouched
 from hp_dry.recording.recorder import DeviceRecorder
-from hp_dry.recording.tensors import Arguments, Keywords, tensors_in
+from hp_dry.recording.tensors import tensors_in
 from hp_dry.trace import Launch
 from hp_platform._internals import FakeTensor
 from hp_platform.device.device import may_mix

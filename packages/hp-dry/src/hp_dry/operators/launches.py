@@ -21,9 +21,9 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from hp_dry._internals import Operator
+from hp_dry._internals import Arguments, Keywords, Operator
 from hp_dry.operators.results import MASKS, cast_input
-from hp_dry.recording.tensors import Arguments, Keywords, tensors_in
+from hp_dry.recording.tensors import tensors_in
 
 Rule: TypeAlias = Callable[[Arguments, Keywords], int]
 """Counts kernels from the arguments of an operator."""

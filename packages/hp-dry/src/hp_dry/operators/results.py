@@ -20,8 +20,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hp_dry._internals import Operator, is_meta, storage_key
-from hp_dry.recording.tensors import Arguments, Keywords
+from hp_dry._internals import Arguments, Keywords, Operator, is_meta, storage_key
 
 META = torch.device("meta")
 MASKS = (torch.bool, torch.uint8)

@@ -16,10 +16,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hp_dry._internals import Operator, is_meta
+from hp_dry._internals import Arguments, Keywords, Operator, is_meta
 from hp_dry.operators.results import MASKS
 from hp_dry.recording.recorder import DeviceRecorder
-from hp_dry.recording.tensors import Arguments, Keywords
 from hp_dry.trace import HostWait, Launch
 
 StandIn: TypeAlias = Callable[[DeviceRecorder, Operator, Arguments, Keywords], object]

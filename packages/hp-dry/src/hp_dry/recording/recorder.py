@@ -14,11 +14,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hp_dry._internals import Operator, is_meta
+from hp_dry._internals import Arguments, Keywords, Operator, is_meta
 from hp_dry.cluster import Gpu
 from hp_dry.recording import sites
 from hp_dry.recording.backward import Backward, Origin
-from hp_dry.recording.tensors import Arguments, Buffers, Keywords, Storages, shapes_of, tensors_in
+from hp_dry.recording.tensors import Buffers, Storages, shapes_of, tensors_in
 from hp_dry.trace import (
     Collective,
     Event,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,10 +12,6 @@ from torch import Tensor
 from hp_dry._internals import storage_key
 from hp_dry.trace import Allocate, Event, Release, Shapes
 
-Arguments: TypeAlias = Sequence[Any]
-"""Positional arguments of an operator: tensors, numbers and lists, as its schema has them."""
-Keywords: TypeAlias = Mapping[str, Any]
-"""Keyword arguments of an operator."""
 _ADDRESSES = 1 << 40
 """Bytes between the addresses that two blocks pretend to have."""
 

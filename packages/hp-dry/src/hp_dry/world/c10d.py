@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from hp_dry._internals import (
+    Arguments,
+    Keywords,
     Operator,
     reduction_of,
     schema_of,
 )
-from hp_dry.recording.tensors import Arguments, Keywords, tensors_in
+from hp_dry.recording.tensors import tensors_in
 from hp_dry.world.exchange import Operation
 
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from hp_dry._internals import (
+    Arguments,
+    Keywords,
     Operator,
     arguments_of,
     change,
@@ -32,7 +34,7 @@ from hp_dry._internals import (
 from hp_dry.cluster import Classes
 from hp_dry.device import DryDevice
 from hp_dry.recording import sites
-from hp_dry.recording.tensors import Arguments, Keywords, shapes_of
+from hp_dry.recording.tensors import shapes_of
 from hp_dry.trace import Collective, HostMessage, HostWait, WaitWork
 from hp_dry.world import backends, objects
 from hp_dry.world.c10d import (

@@ -8,10 +8,10 @@ torch has no public spelling for these. A release that moves one of them breaks 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch._C._distributed_c10d import (
+    Backend,
     FileStore,
     HashStore,
     PrefixStore,
@@ -30,6 +31,7 @@ from torch._C._distributed_c10d import (
 
 # `torch.compiler.disable` that does not import the compiler before the first call.
 from torch._compile import _disable_dynamo as dynamo_disabled
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as functional
@@ -38,6 +40,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 AsyncCollectiveTensor = functional.AsyncCollectiveTensor
+Operator: TypeAlias = "OpOverload[..., object]"
+"""Overload of an operator, such as `torch.ops.aten.mm.default`."""
+Arguments: TypeAlias = Sequence[Any]
+"""Positional arguments of an operator: tensors, numbers and lists, as its schema has them."""
+Keywords: TypeAlias = Mapping[str, Any]
+"""Keyword arguments of an operator."""
+W = TypeVar("W", bound=Tensor)
 
 __all__ = [
     "FakeTensor",
@@ -52,9 +61,13 @@ __all__ = [
 
 
 # Renamed in 2.13, where the old names warn.
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 """Writes the inputs `[N, ...]` of all ranks into the output `[ranks * N, ...]`, given first."""
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 """Sums inputs `[ranks * N, ...]` and writes this rank's part into the output, given first."""
 
 
@@ -87,6 +100,13 @@ default_store = distributed_c10d._get_default_store
 """The store that the default process group was initialised with."""
 
 
+def clone_of(store: Store) -> Store:
+    """Return another connection to a store."""
+    plain: Any = store
+    cloned: Store = plain.clone()
+    return cloned
+
+
 def all_groups() -> list[ProcessGroup]:
     """Every process group of this process that torch knows, the default one last."""
     groups = list(distributed_c10d._world.pg_map)
@@ -94,7 +114,7 @@ def all_groups() -> list[ProcessGroup]:
     return [group for group in groups if group is not world] + ([world] if world else [])
 
 
-def nccl_options(*, high_priority: bool, timeout: timedelta | None) -> Any:
+def nccl_options(*, high_priority: bool, timeout: timedelta | None) -> object:
     """Options of an NCCL group; the time-out travels in them as well."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if timeout is not None:
@@ -164,7 +184,7 @@ def _nothing(*_: object) -> None:
     """Be a hook that does nothing."""
 
 
-to_copy: Any = torch.ops.aten._to_copy.default
+to_copy: object = torch.ops.aten._to_copy.default
 """The operator behind `Tensor.to`, as a tensor that has others inside gets it."""
 
 
@@ -173,14 +193,14 @@ def shard_of(x: Any) -> Any:
     return x._local_tensor
 
 
-def make_wrapper(kind: type[Tensor], inner: Tensor, *, dtype: torch.dtype) -> Any:
+def make_wrapper(kind: type[W], inner: Tensor, *, dtype: torch.dtype) -> W:
     """A tensor of a class that has its values elsewhere: as large as `inner`, of another dtype."""
     return Tensor._make_wrapper_subclass(
         kind, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
     )
 
 
-def backend_of(group: ProcessGroup | None, device: torch.device) -> Any:
+def backend_of(group: ProcessGroup | None, device: torch.device) -> Backend | None:
     """The backend that serves `device` in `group`; None if there is none."""
     try:
         return None if group is None else group._get_backend(device)
@@ -249,7 +269,7 @@ def unregister_group(name: str, group: ProcessGroup) -> None:
     distributed_c10d._world.pg_group_ranks.pop(group, None)
 
 
-def group_of(given: Any) -> ProcessGroup:
+def group_of(given: str | ProcessGroup | torch.ScriptObject) -> ProcessGroup:
     """The group that an operator between ranks is given: as it is, boxed, or by its name."""
     if isinstance(given, str):
         return _resolve_process_group(cast("Any", given))
@@ -264,7 +284,7 @@ def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
     No other thread may make groups meanwhile, as nowhere in torch.
     """
     made_by: Any = dist.ProcessGroupGloo
-    backend = backend_of(group, torch.device("cpu"))
+    backend: Any = backend_of(group, torch.device("cpu"))
     # NCCL alone, or what debugging wraps Gloo in, has none.
     devices = list(backend.options._devices) if isinstance(backend, made_by) else []
     if not devices:

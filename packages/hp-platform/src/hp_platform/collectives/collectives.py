@@ -13,7 +13,7 @@ Shape symbols: N rows of this rank before, M rows after, `...` any further dims.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -211,10 +211,22 @@ def reduce_scatter_uneven(
     return y
 
 
+class _Context(Protocol):
+    """Context of a function of autograd: arguments that its backward needs.
+
+    Attributes:
+        call: Arguments of the transposed exchange.
+        started: Exchange that was started.
+    """
+
+    call: tuple[object, ...]
+    started: StartedAllToAll
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, splits: tuple[Splits, Splits], group: ProcessGroup, lazy: bool
+        ctx: _Context, x: Tensor, splits: tuple[Splits, Splits], group: ProcessGroup, lazy: bool
     ) -> Tensor:
         outputs, inputs = splits
         ctx.call = ((inputs, outputs), group, lazy)
@@ -222,37 +234,38 @@ class _AllToAll(torch.autograd.Function):
         return y if lazy else _internals.functional_wait(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _AllToAll.apply(grad, *ctx.call), None, None, None
 
 
 class _WaitTensor(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
+    def forward(_ctx: object, x: Tensor) -> Tensor:
         return _internals.functional_wait(x)
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+    def backward(_ctx: object, grad: Tensor) -> Tensor:
         return grad
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, started: StartedAllToAll) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, started: StartedAllToAll) -> Tensor:
         ctx.started = started
         y, started.forward = _launch(x, started.outputs, started.inputs, started.group)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, _token: Tensor) -> tuple[Tensor, None]:
         pending, ctx.started.backward = ctx.started.backward, None
+        assert pending is not None, "the later part of backward came first"
         return pending.wait(), None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, edge: Tensor, started: StartedAllToAll) -> Tensor:
+    def forward(ctx: _Context, edge: Tensor, started: StartedAllToAll) -> Tensor:
         ctx.started = started
         pending, started.forward = started.forward, None
         assert pending is not None, "it is there as long as the edge is"
@@ -261,7 +274,7 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         started: StartedAllToAll = ctx.started
         _, started.backward = _launch(grad, started.inputs, started.outputs, started.group)
         return grad, None
@@ -269,7 +282,9 @@ class _Wait(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: _Context, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup
+    ) -> Tensor:
         """Concatenate shards along `dim`; unequal ones travel padded to the longest."""
         ctx.call = (sizes, dim, group)
         longest, is_even = max(sizes), min(sizes) == max(sizes)
@@ -288,13 +303,15 @@ class _AllGather(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _ReduceScatter.apply(grad, *ctx.call), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: _Context, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup
+    ) -> Tensor:
         """Sum over ranks and keep this rank's part along `dim`."""
         ctx.call = (sizes, dim, group)
         rows = x.movedim(dim, 0)
@@ -317,7 +334,7 @@ class _ReduceScatter(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _AllGather.apply(grad, *ctx.call), None, None, None
 
 

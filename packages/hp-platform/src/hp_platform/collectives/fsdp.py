@@ -209,7 +209,7 @@ class _ReduceScatter(_Exchange):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
         allocated, self._input = self._input, None

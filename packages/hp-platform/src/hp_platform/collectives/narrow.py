@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +63,12 @@ class NarrowParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares what stands for none
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: object,
+        types: object,
+        args: _internals.Arguments = (),
+        kwargs: _internals.Keywords | None = None,
+    ) -> Tensor:
         """Run one of the few operators that make sense."""
         run = _READS.get(func)
         found = None if run is None else run(*args, **kwargs or {})
@@ -76,29 +80,34 @@ class NarrowParameter(Tensor):
         return found
 
 
-def _again(x: NarrowParameter, *_args: Any) -> Tensor | None:
+def _again(x: NarrowParameter, *_args: object) -> Tensor | None:
     return NarrowParameter(x.held.detach(), x.dtype)
 
 
-def _reshaped(x: NarrowParameter, size: Any, stride: Any, offset: int | None = None) -> Any:
+def _reshaped(
+    x: NarrowParameter, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor | None:
     is_same = (tuple(size), tuple(stride), offset or 0) == (tuple(x.shape), x.stride(), 0)
     return _again(x) if is_same else None
 
 
-def _cast(x: NarrowParameter, *, dtype: torch.dtype | None = None, **_others: Any) -> Any:
+def _cast(
+    x: NarrowParameter, *, dtype: torch.dtype | None = None, **_others: object
+) -> Tensor | None:
     return x.held.detach() if dtype == x.held.dtype else None
 
 
-def _part(x: NarrowParameter, *place: Any) -> Tensor:
+def _part(x: NarrowParameter, *place: int | None) -> Tensor:
     return NarrowParameter(aten.slice.Tensor(x.held, *place), x.dtype)
 
 
-def _rows(x: Any, ids: Tensor, *options: Any) -> Any:
-    # Of a row the values are narrow, and what is added up in backward is wide.
-    return aten.embedding.default(x.held, ids, *options).to(x.dtype)
+def _rows(x: NarrowParameter, ids: Tensor, *options: object) -> Tensor:
+    # The values of a row are narrow, and their sum in backward is wide.
+    rows: Tensor = aten.embedding.default(x.held, ids, *options)
+    return rows.to(x.dtype)
 
 
-_READS: dict[Any, Callable[..., Any]] = {
+_READS: dict[object, Callable[..., Tensor | None]] = {
     aten.detach.default: _again,
     aten.alias.default: _again,
     aten.as_strided.default: _reshaped,
@@ -148,7 +157,7 @@ class _Hooks:
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
         module: nn.Module,
-        mp_policy: Any,
+        mp_policy: object,
     ) -> tuple[tuple[Tensor], torch.Size]:
         """Return the shard to gather, with what FSDP2 pads it to, and the whole size."""
         del outer_stride, module, mp_policy

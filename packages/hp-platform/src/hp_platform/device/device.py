@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,7 +107,9 @@ def _nccl_version() -> tuple[int, ...]:
     return tuple(torch.cuda.nccl.version())
 
 
-def may_mix(func: Any, args: Any, is_there: Callable[[Tensor], bool]) -> bool:
+def may_mix(
+    func: _internals.Operator, args: _internals.Arguments, is_there: Callable[[Tensor], bool]
+) -> bool:
     """Tell whether CUDA runs an operator although some operands are on the host.
 
     It takes copies, indices on the host, and scalars on the host (tensors of no dim) for operators

@@ -12,14 +12,15 @@ they read. A CPU has no such kernels, so that pieces are cast there that stay in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from hp_platform import _internals
 
 _PIECE = 1 << 17  # elements, a MiB in float64
 _SHORT = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -31,11 +32,11 @@ class Lifting(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: _internals.Arguments = (),
+        kwargs: _internals.Keywords | None = None,
+    ) -> object:
         """Call a function of torch with float64 in place of shorter floats."""
         if func in _CASTS:
             return args[0].double()
@@ -64,7 +65,7 @@ def lift() -> None:
     Lifting().__enter__()  # for as long as the program runs
 
 
-def lifted(value: Any) -> Any:
+def lifted(value: object) -> object:
     """float64 in place of a shorter float; anything else as it is."""
     return torch.float64 if isinstance(value, torch.dtype) and value in _SHORT else value
 

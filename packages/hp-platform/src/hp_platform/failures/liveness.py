@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -151,8 +150,7 @@ class Watcher:
         self.world = weakref.ref(world)
         self._rank, self._size = world.rank(), world.size()
         # A connection of its own: another thread may wait in the one that it is cloned from.
-        store: Any = _internals.default_store()
-        self._store = store.clone()
+        self._store = _internals.clone_of(_internals.default_store())
         self._note = FailureNote(self._store, WORLD_KEY)
         self._scale = max(1.0, self._size / _RANKS_PER_LOOK)
         self._next = 0
@@ -174,7 +172,7 @@ class Watcher:
             Answers by global rank, this one's included; None where the store cannot be reached.
         """
         try:
-            store = self._store.clone()
+            store = _internals.clone_of(self._store)
             key = f"{_KEY}/{self._next}"
             store.compare_set(key, "", str(self._rank))
             keys = {rank: f"{key}/{rank}" for rank in range(self._size)}
@@ -189,7 +187,7 @@ class Watcher:
             return None
         return {rank: answer for rank, text in found.items() if (answer := Answer.parse(text))}
 
-    def _is_over(self, store: Any, missing: list[int], waited: float) -> bool:
+    def _is_over(self, store: _internals.Store, missing: list[int], waited: float) -> bool:
         """Say if those who have not answered will not: what this machine knows of them counts."""
         states = {_state_of(store, rank) for rank in missing}
         if states == {"gone"}:
@@ -227,7 +225,7 @@ def _process() -> str:
     return f"{boot} {space} {os.getpid()}"
 
 
-def _state_of(store: Any, rank: int) -> str:
+def _state_of(store: _internals.Store, rank: int) -> str:
     """Return "gone", "stopped" or "there" for a rank of this machine; "" for others."""
     key = f"{_PROCESS_KEY}/{rank}"
     if not store.check([key]):

@@ -8,11 +8,11 @@ JSON, which can only be wrong, and is checked against the form that the receiver
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain, islice
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from hp_platform.failures.failures import PeerError
 from hp_platform.groups import global_ranks
 
 T = TypeVar("T")
+Values: TypeAlias = list[Any]
+"""Values of one form that JSON has read."""
 
 MAX_BYTES = 256 << 20
 _FAILED = -1
@@ -135,7 +137,7 @@ def _decode(text: bytes, of: type[T], rank: int, group: ProcessGroup) -> T:
         raise PeerError(f"what rank {sender} sent must be {of}: {error}", rank=sender) from None
 
 
-def as_form(form: Any, value: Any) -> Any:
+def as_form(form: object, value: object) -> Any:
     """Return what JSON has read, as the form that it must have: see `all_gather_json`.
 
     A named tuple may come as a list, as messages have it, or as an object of its fields.
@@ -146,10 +148,10 @@ def as_form(form: Any, value: Any) -> Any:
     return _as_forms(form, [value])[0]
 
 
-def _as_forms(form: Any, values: list[Any]) -> list[Any]:
+def _as_forms(form: object, values: Values) -> Values:
     """`as_form` of many values of one form, column by column; of a manifest they are thousands."""
     origin, parts, types = get_origin(form), get_args(form), set(map(type, values))
-    found: list[Any]
+    found: Values
     if not values or (form in _PLAIN and types == {form}):
         found = values
     elif form is float and types <= {int, float}:
@@ -165,7 +167,7 @@ def _as_forms(form: Any, values: list[Any]) -> list[Any]:
         found = list(map(tuple, _as_lists(parts[0], values)))
     elif origin is tuple:
         found = list(zip(*_columns(parts, values), strict=True)) if parts else [()] * len(values)
-    elif hasattr(form, "_fields"):  # a named tuple
+    elif isinstance(form, type) and hasattr(form, "_fields"):  # a named tuple
         names, known = form._fields, set(form._fields)
         lists = [
             list(map(value.__getitem__, names))
@@ -184,18 +186,18 @@ def _as_forms(form: Any, values: list[Any]) -> list[Any]:
 
 
 @cache
-def _forms_of(form: Any) -> tuple[Any, ...]:
+def _forms_of(form: type) -> tuple[object, ...]:
     hints = get_type_hints(form)
-    return tuple(hints[name] for name in form._fields)
+    return tuple(hints.values())
 
 
-def _as_lists(form: Any, values: list[Any]) -> list[list[Any]]:
+def _as_lists(form: object, values: Values) -> list[Values]:
     """Lists of items of one form, checked as the one list of all items."""
     items = iter(_as_forms(form, list(chain.from_iterable(values))))
     return [list(islice(items, len(value))) for value in values]
 
 
-def _columns(forms: tuple[Any, ...], values: list[Any]) -> list[list[Any]]:
+def _columns(forms: Sequence[object], values: Values) -> list[Values]:
     """The first item of all values, then the second, each as its form."""
     for value in values:
         if not isinstance(value, list) or len(value) != len(forms):
@@ -206,7 +208,7 @@ def _columns(forms: tuple[Any, ...], values: list[Any]) -> list[list[Any]]:
     ]
 
 
-def _as_one_of(forms: tuple[Any, ...], value: Any) -> Any:
+def _as_one_of(forms: Sequence[object], value: object) -> object:
     for form in forms:
         try:
             return as_form(form, value)

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from hp_platform import _internals
-from hp_platform._internals import FakeTensor, TorchDispatchMode, tree_leaves
+from hp_platform._internals import (
+    Arguments,
+    FakeTensor,
+    Keywords,
+    Operator,
+    TorchDispatchMode,
+    tree_leaves,
+)
 from hp_platform.collectives.shared_memory import Channel
 from hp_platform.device.device import may_mix
 
@@ -88,7 +95,13 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(isinstance(x, FakeTensor) for x in given):
@@ -114,7 +127,7 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-def _changes(places: _Places) -> Iterator[tuple[Any, str, Any]]:
+def _changes(places: _Places) -> Iterator[tuple[object, str, object]]:
     """Yield what of torch does not come to the operators: owner, name, and what stands for it."""
 
     def device(x: Tensor) -> torch.device:
@@ -131,13 +144,13 @@ def _changes(places: _Places) -> Iterator[tuple[Any, str, Any]]:
     def cpu(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return moved(x, torch.device("cpu")) if places.has(x) else plain_cpu(x, *args, **kwargs)
 
-    def numpy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def numpy(x: Tensor, *args: Any, **kwargs: Any) -> object:
         if places.has(x):
             places.report("numpy", "of a tensor that is not on the host")
         return plain_numpy(x, *args, **kwargs)
 
     def made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def make_there(*args: Any, **kwargs: Any) -> Tensor:
+        def make_there(*args: object, **kwargs: object) -> Tensor:
             x = make(*args, **kwargs)
             return places.put(x.clone()) if kwargs.get("device") == STAND_IN else x
 
@@ -147,8 +160,8 @@ def _changes(places: _Places) -> Iterator[tuple[Any, str, Any]]:
         with _Watch(places):
             plain_run(thread)
 
-    apply: Any = _Move.apply
-    moved, plain_run = apply, Thread.run
+    moved: Callable[[Tensor, torch.device], Tensor] = _Move.apply
+    plain_run = Thread.run
     plain_to, plain_cpu, plain_numpy = Tensor.to, Tensor.cpu, Tensor.numpy
     yield Tensor, "device", property(device)
     yield Tensor, "to", to
@@ -174,7 +187,7 @@ class _Move(torch.autograd.Function):
         return grad.to(ctx.device), None
 
 
-def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+def _asked(args: Arguments, kwargs: Keywords) -> torch.device | None:
     """The device that `Tensor.to` is given."""
     for x in (*args[:1], kwargs.get("device"), kwargs.get("other")):
         if isinstance(x, Tensor):
@@ -184,7 +197,7 @@ def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None
     return None
 
 
-def _without_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_device(args: tuple[object, ...]) -> tuple[object, ...]:
     if args and isinstance(args[0], Tensor):
         return (args[0].dtype, *args[1:])
     return args[1:] if args and isinstance(args[0], str | torch.device) else args

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform._internals import group_of
+from hp_platform._internals import Arguments, Keywords, group_of
 from hp_platform.testing.operators import watch_operators
 
 
@@ -49,7 +48,7 @@ def record_exchanges() -> Iterator[list[Exchange]]:
     """
     exchanges: list[Exchange] = []
 
-    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see(name: str, args: Arguments, kwargs: Keywords) -> None:
         namespace, operator = name.split("::")
         if namespace in _NAMESPACES and operator not in _NO_EXCHANGE:
             if operator not in _RULES:
@@ -64,7 +63,7 @@ _NAMESPACES = ("c10d", "_c10d_functional")
 _NO_EXCHANGE = ("wait_tensor", "_wrap_tensor_autograd")
 
 
-def _exchange(kind: str, group: Any, sent: Fraction | int, x: Tensor) -> Exchange:
+def _exchange(kind: str, group: object, sent: Fraction | int, x: Tensor) -> Exchange:
     name = getattr(group, "group_name", group)
     return Exchange(kind, str(name), -int(-sent // 1), x.dtype)
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hp_platform._internals import TorchDispatchMode
+from hp_platform._internals import Arguments, Keywords, Operator, TorchDispatchMode
+
+Seen: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], object]
+"""Function that is given the name of an operator, its positional and its keyword arguments."""
 
 
 @contextmanager
 def watch_operators(
-    seen: Callable[[str, tuple[Any, ...], dict[str, Any]], object],
+    seen: Seen,
 ) -> Iterator[None]:
     """Call `seen` before each operator that this thread runs in the context.
 
@@ -32,14 +36,19 @@ def watch_operators(
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, seen: Callable[[str, tuple[Any, ...], dict[str, Any]], object]) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self._seen(func.name(), args, kwargs)
-        return func(*args, **kwargs)
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> object:
+        self._seen(func.name(), tuple(args), dict(kwargs or {}))
+        return func(*args, **kwargs or {})
 
 
 class LiveBytes(TorchDispatchMode):
@@ -58,7 +67,13 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: object,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         given = {id(storage) for storage in _storages((args, kwargs))}
         result = func(*args, **kwargs)
@@ -75,5 +90,5 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _storages(tensors: Any) -> list[Any]:
+def _storages(tensors: object) -> list[torch.UntypedStorage]:
     return [x.untyped_storage() for x in tree_leaves(tensors) if isinstance(x, Tensor)]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -97,7 +98,7 @@ class _SlowWork(dist.Work):
         self._future, self._clock, self._end = future, clock, end
         self._tensors = tensors  # alive until the operation is done
 
-    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002  # the group has its own
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # the group has its own
         self._future.result()
         if self._clock is not None:
             self._clock.reach(self._end)
@@ -110,7 +111,7 @@ class _SlowWork(dist.Work):
 def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
     """A method that runs the one of the wrapped group later; argument `sent` is what it sends."""
 
-    def method(self: _SlowGroup, *args: Any, **kwargs: Any) -> _SlowWork:
+    def method(self: _SlowGroup, *args: object, **kwargs: object) -> _SlowWork:
         seconds = self.latency + (_num_bytes(args[sent]) if args else 0) / self.bandwidth
         if self.clock is not None:
             self.is_free = self.clock.transfer(seconds, after=self.is_free)
