@@ -47,7 +47,7 @@ from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
 from hp_trainer.model import Microbatch
 from hp_trainer.model.block import Block
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 
 REAL: Mapping[str, object] = {
     "model.dim": 256,

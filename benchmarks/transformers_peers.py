@@ -102,7 +102,7 @@ class HpTrain:
         beats = importlib.import_module("hp_trainer.launch.heartbeats").Heartbeats
         stop = importlib.import_module("hp_base.signals").StopFlag
         startup = importlib.import_module("hp_trainer.training.startup")
-        trainer = importlib.import_module("hp_trainer.training.train").Trainer
+        trainer = importlib.import_module("hp_trainer.training.trainer").Trainer
         tokenizer = importlib.import_module("hp_data").load_tokenizer("")
         info = importlib.import_module("hp_platform").RankInfo.from_env()
         keys = json.loads((folder / "keys.json").read_text()) | MESHES[layout]

@@ -2,7 +2,7 @@
 
 A step is all of `Trainer.train_step`: reading the batch, every microbatch,
 reduction, clipping, optimizer; seconds are the median of the steps after the first few. MFU is
-as defined in `hp_trainer.training.utilization`. One step is profiled, and not counted. The text is
+as defined in `hp_trainer.training.metrics`. One step is profiled, and not counted. The text is
 that of Python's standard library, its documents joined.
 """
 

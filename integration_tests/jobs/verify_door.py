@@ -12,10 +12,11 @@ import msgspec
 import torch
 import torch._dynamo  # once, in the server that ranks are forked from
 
-import hp_trainer.training.train
+import hp_trainer.training.trainer
 from hp_platform import failing_together
 from hp_train.verify.program import Program
-from hp_trainer.training.train import Trainer, start
+from hp_trainer.training.train import start
+from hp_trainer.training.trainer import Trainer
 from integration_tests.jobs.verify_faults import FAULTS, MATRIX, Fault, after_call, named, wrap
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _rate_begins_anew(trainer: Trainer) -> None:
         return lambda step, train: original(step - 4 if step >= 4 else step, train)
 
     del trainer
-    wrap(hp_trainer.training.train, "learning_rate", make)
+    wrap(hp_trainer.training.trainer, "learning_rate", make)
 
 
 def _last_update_is_lost(trainer: Trainer) -> None:

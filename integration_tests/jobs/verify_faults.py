@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import hp_trainer.model.block
-import hp_trainer.training.train
+import hp_trainer.training.optimizer
+import hp_trainer.training.trainer
 from hp_expert import TopKRouter
 from hp_train.verify.own_trainer import TrainerJob
 from hp_trainer.config import Config, to_dict
@@ -24,7 +25,7 @@ from hp_trainer.model.attention import GroupedQueryAttention
 from hp_trainer.model.layers import RMSNorm
 from hp_trainer.model.parameters import Parameter
 from hp_trainer.training.state import set_optimizer_steps
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 
 MATRIX, NORM = "layers.2.attention.wk.weight", "layers.1.attention_norm.weight"
 DATA, TENSOR, CONTEXT, PIPELINE, SHARDED = (
@@ -338,7 +339,7 @@ def gradients_are_clipped_too_far_when_they_are(trainer: Trainer) -> None:
 
         return update
 
-    wrap(trainer, "_update", make)
+    wrap(trainer.update, "apply", make)
 
 
 @fault(DATA, "step 3, learning rate")
@@ -346,7 +347,7 @@ def the_rate_is_wrong_after_warm_up(_trainer: Trainer) -> None:
     def make(original: Callable[..., float]) -> Callable[..., float]:
         return lambda step, train: original(step, train) * (1 + 1e-9 * (step >= train.warmup_steps))
 
-    wrap(hp_trainer.training.train, "learning_rate", make)
+    wrap(hp_trainer.training.trainer, "learning_rate", make)
 
 
 @fault(DATA, "step 1, weight ")
@@ -383,12 +384,12 @@ def correction_biases_follow_the_load_of_a_rank(trainer: Trainer) -> None:
         return lambda stage, *, rate, **_: original(stage, rate=rate, group=None)
 
     del trainer
-    wrap(hp_trainer.training.train, "update_correction_biases", make)
+    wrap(hp_trainer.training.optimizer, "update_correction_biases", make)
 
 
 @fault(DATA, r"step 4, correction bias .*\.correction_bias")
 def a_skipped_step_moves_correction_biases_later(_trainer: Trainer) -> None:
-    wrap(hp_trainer.training.train, "take_loads", lambda _: lambda _stage: {})
+    wrap(hp_trainer.training.optimizer, "take_loads", lambda _: lambda _stage: {})
 
 
 # Evaluation, saves and loads.
@@ -570,7 +571,7 @@ def correction_biases_move_the_other_way(_trainer: Trainer) -> None:
 
         return update
 
-    wrap(hp_trainer.training.train, "update_correction_biases", make)
+    wrap(hp_trainer.training.optimizer, "update_correction_biases", make)
 
 
 @fault("", "step 3, learning rate")
@@ -584,7 +585,7 @@ def the_rate_falls_in_a_line(_trainer: Trainer) -> None:
 
         return rate
 
-    wrap(hp_trainer.training.train, "learning_rate", make)
+    wrap(hp_trainer.training.trainer, "learning_rate", make)
 
 
 @fault("", "step 1, loss")

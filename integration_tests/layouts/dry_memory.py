@@ -38,7 +38,7 @@ from hp_platform.testing import run_distributed
 from hp_train.dry_run.command import dry_config
 from hp_train.dry_run.rank import Job, run_rank
 from hp_trainer.config import Config
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, prepare_run, worker_of
 
 _REST = 0.003

@@ -19,7 +19,7 @@ from hp_platform import RankInfo, initialize
 from hp_platform.testing import run_distributed
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, prepare_run, worker_of
 
 EXACT, TIGHT, ROOMY = 0.0, 1.0, 100.0
@@ -105,7 +105,7 @@ def _count_calls(encoded: bytes, directory: str, address: str) -> list[float]:
     assert info is not None
     runtime = initialize(info, device_type="cpu", init_method=address)
     clock = SimpleNamespace(process_time=count().__next__, perf_counter=time.perf_counter)
-    with patch("hp_trainer.training.train.time", clock):
+    with patch("hp_trainer.training.agreement.time", clock):
         trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
         seconds = [trainer.train_step()[0].cpu_seconds for _ in range(2)]
     trainer.close()

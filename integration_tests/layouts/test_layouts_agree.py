@@ -12,7 +12,7 @@ from hp_data import load_tokenizer
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import compare, run_distributed
 from hp_trainer.config import Config
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import Result, config_of, prepare_run, train_in, worker_of
 
 RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correction_bias": True}

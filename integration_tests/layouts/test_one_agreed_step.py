@@ -21,9 +21,9 @@ from hp_platform.testing import run_distributed
 from hp_trainer.config import Config
 from hp_trainer.layout.mesh import Mesh
 from hp_trainer.model.parameters import Parameter
-from hp_trainer.training import train
+from hp_trainer.training import trainer as training
 from hp_trainer.training.gradients import reduce_gradients
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, prepare_run, worker_of
 
 BAD = "layers.2.attention.wo.weight"
@@ -60,7 +60,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *, rank: int, value: float) -> None:
                 parameter.tensor.grad.view(-1)[7] = value
         return reduce_gradients(parameters, mesh)
 
-    monkeypatch.setattr(train, "reduce_gradients", spoilt)
+    monkeypatch.setattr(training, "reduce_gradients", spoilt)
 
 
 def rank(encoded: bytes, directory: Path, address: str) -> list[str]:
@@ -87,7 +87,7 @@ def rank(encoded: bytes, directory: Path, address: str) -> list[str]:
 
 
 def leaves_no_cycles(fresh: Callable[..., Trainer], patch: pytest.MonkeyPatch) -> str:
-    """Nothing that only Python's garbage collector would free; see hp_trainer.training.garbage."""
+    """Nothing that only Python's garbage collector would free; see hp_trainer.training.train."""
     del patch
     trainer = fresh()
     trainer.train_step()

@@ -15,9 +15,9 @@ from hp_platform import RankInfo, initialize
 from hp_platform.testing import STAND_IN, run_distributed, watch_devices
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
-from hp_trainer.training import train
+from hp_trainer.training import optimizer
 from hp_trainer.training.gradients import clip_gradients
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, prepare_run, worker_of
 
 RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correction_bias": True}
@@ -83,7 +83,7 @@ def _break(trainer: Trainer, fault: str) -> None:
             for parameter in parameters:
                 parameter.local.grad.mul_(torch.ones(1))
 
-        patch.object(train, "clip_gradients", clip).start()
+        patch.object(optimizer, "clip_gradients", clip).start()
 
 
 def run(config: Config, directory: Path, fault: str = "") -> list[str]:

@@ -15,7 +15,7 @@ from hp_plan.layouts.measure import measure
 from hp_plan.price.gather import planned
 from hp_platform import shutdown
 from hp_platform.testing import record_exchanges, run_distributed
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, prepare_run, trained_a_step, write_corpus
 
 VOCAB = 256

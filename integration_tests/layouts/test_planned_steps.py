@@ -17,7 +17,7 @@ from hp_packing import StepPlan, prove
 from hp_packing.steps import PlannedStep, StepPlanning
 from hp_platform import PeerError, RankInfo, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from integration_tests.layouts.verify_planned import CASES
 from integration_tests.runs import config_of, prepare_run, train_in, worker_of
 

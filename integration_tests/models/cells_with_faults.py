@@ -20,7 +20,7 @@ from torch import Tensor
 from hp_context.hugging_face.attention import SpreadAttention
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_trainer.model.recompute import recomputed
-from hp_trainer.training import train
+from hp_trainer.training import trainer as training
 from hp_trainer.training.batches import Batches, Share
 from hp_trainer.training.gradients import reduce_gradients
 from hp_transformers.stages import stage as transformers_stage
@@ -42,7 +42,7 @@ def one_gradient_is_off(_rank: int) -> Iterator[None]:
         parameters[0].local.grad.mul_(OFF)
         return norms
 
-    with patch.object(train, "reduce_gradients", reduced):
+    with patch.object(training, "reduce_gradients", reduced):
         yield
 
 

@@ -24,7 +24,7 @@ from hp_trainer.config.options import resolve
 from hp_trainer.config.render import to_toml
 from hp_trainer.launch.rundir import write_config
 from hp_trainer.model.shapes import model_shapes
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from hp_transformers.families import check_weights, save_weights
 from hp_transformers.original import keep_original
 from integration_tests.runs import _whole, config_of, train_in, worker_of

@@ -23,7 +23,7 @@ from hp_train.cli import main
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
 from hp_trainer.launch.rundir import write_config
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from hp_transformers.original import keep_original
 from integration_tests.runs import worker_of, write_corpus
 

@@ -13,7 +13,8 @@ from hp_trainer.config.options import resolve
 from hp_trainer.config.space import AXES, sample_layouts
 from hp_trainer.launch.launcher import run_entry
 from hp_trainer.launch.task import Worker
-from hp_trainer.training.train import Trainer, start
+from hp_trainer.training.train import start
+from hp_trainer.training.trainer import Trainer
 from integration_tests.reliability.outcome import Outcome, output_to
 
 MODEL = Path(__file__).parent.parent / "verify.toml"

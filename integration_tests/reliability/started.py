@@ -27,7 +27,7 @@ from hp_trainer.config import Config
 from hp_trainer.config.space import with_keys
 from hp_trainer.launch.launcher import run_entry
 from hp_trainer.launch.task import ERRORS, Worker
-from hp_trainer.training.train import start
+from hp_trainer.training.train import run, start
 from integration_tests.reliability.outcome import output_to
 
 ENTRY = f"{__name__}:rank"
@@ -133,7 +133,7 @@ def rank(_first: Config, *, worker: Worker) -> int:
         began = time.process_time()
         with failing_together(everything=True):
             trainer = start(each, own)
-            trainer.run()
+            run(trainer)
             trainer.close()
         (folder / f"{_DONE}-{worker.info.rank}").write_text(str(time.process_time() - began))
     return 0

@@ -16,15 +16,18 @@ from torch import Tensor
 
 import hp_schedule.runtime
 import hp_trainer.training.train
+import hp_trainer.training.trainer
 from hp_expert import GroupedExperts, TopKRouter
 from hp_platform import PeerError, RankInfo
 from hp_platform.testing import run_distributed
 from hp_trainer.config import Config
 from hp_trainer.launch.worker import one_line
 from hp_trainer.model import attention
+from hp_trainer.training import optimizer
 from hp_trainer.training.batches import Batches
 from hp_trainer.training.checkpointer import Checkpointer
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.optimizer import Update
+from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, worker_of, write_corpus
 
 WORLD = 4
@@ -70,7 +73,7 @@ class Fault:
 
 FAULTS = {
     "build": Fault(
-        hp_trainer.training.train,
+        hp_trainer.training.trainer,
         "build_pipeline",
         ("build",),
         call=1,
@@ -93,10 +96,10 @@ FAULTS = {
     ),
     "pipeline message": Fault(hp_schedule.runtime.TorchTransport, "send", PLACE, rank=0),
     "gradient reduction": Fault(
-        hp_trainer.training.train, "reduce_gradients", ("step 3", "gradient reduction")
+        hp_trainer.training.trainer, "reduce_gradients", ("step 3", "gradient reduction")
     ),
-    "clipping": Fault(hp_trainer.training.train, "clip_gradients", ("step 3", "optimizer"), rank=0),
-    "optimizer": Fault(Trainer, "_update", ("step 3", "optimizer"), rank=2),
+    "clipping": Fault(optimizer, "clip_gradients", ("step 3", "optimizer"), rank=0),
+    "optimizer": Fault(Update, "apply", ("step 3", "optimizer"), rank=2),
     "evaluation": Fault(Trainer, "_evaluate", ("evaluation",), call=1, rank=3),
     "save": Fault(Checkpointer, "save", ("save",), call=1, rank=2),
 }

@@ -16,9 +16,9 @@ from hp_data.dataset import Batch, Dataset
 from hp_platform import RankInfo, initialize
 from hp_platform.testing import run_distributed
 from hp_trainer.config import Config
-from hp_trainer.training import train
+from hp_trainer.training import trainer as training
 from hp_trainer.training.gradients import reduce_gradients
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, prepare_run, worker_of
 
 _TRAIN = {"steps": 9, "not_finite": "skip", "max_skipped_steps": 2, "async_save": True}
@@ -101,7 +101,7 @@ def _spoil(patch: pytest.MonkeyPatch, trainer: Trainer, step: int) -> None:
             parameters[0].tensor.grad.fill_(math.nan)
         return reduce_gradients(parameters, mesh)
 
-    patch.setattr(train, "reduce_gradients", spoilt)
+    patch.setattr(training, "reduce_gradients", spoilt)
 
 
 def _runs(directory: Path) -> Iterator[dict[int, dict[int, tuple[int, ...]]]]:

@@ -25,8 +25,9 @@ from hp_trainer.config.render import to_toml
 from hp_trainer.config.schema import fields
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
+from hp_trainer.training.agreement import Losses
 from hp_trainer.training.startup import connect
-from hp_trainer.training.train import Losses, Trainer
+from hp_trainer.training.trainer import Trainer
 from hp_transformers.families.command import export_hf
 from hp_transformers.stages.export import write_folder
 from hp_verify.recording.values import Part, ValueRecorder, read_steps

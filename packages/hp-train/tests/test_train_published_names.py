@@ -33,7 +33,7 @@ def test_the_command_hp_verify_finds_what_this_package_knows() -> None:
         for group in ("hp_verify.names", "hp_verify.trainers")
         for point in entry_points(group=group)
     }
-    assert found == {"hugging_face": published, "hp_trainer.training.train": listen}
+    assert found == {"hugging_face": published, "hp_trainer.training.trainer": listen}
 
 
 def saved(path: Path, tensors: Tensors) -> Path:

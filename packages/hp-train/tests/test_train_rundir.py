@@ -20,7 +20,7 @@ from hp_trainer.launch import launcher
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.rundir import locked, open_run_directory
 from hp_trainer.training.metrics import MetricsWriter, read_metrics
-from hp_trainer.training.position import Position
+from hp_trainer.training.state import Position
 
 OURS = b"ours, not to be touched\n" * 9
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hp_trainer.training.garbage import garbage_collection
+from hp_trainer.training.train import garbage_collection
 
 
 class Ring:

@@ -13,13 +13,13 @@ from hp_trainer.config.space import with_keys
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.schedules import KINDS
 from hp_trainer.training import gpu_settings
-from hp_trainer.training.banner import banner
 from hp_trainer.training.gpu_settings import (
     Versions,
     in_force,
     in_run,
     settings,
 )
+from hp_trainer.training.train import banner
 
 NEW = Versions(nccl=(2, 29), cuda=(13, 0), driver=(13, 0))
 STAGES = with_keys(Config(), {"mesh.pp": 2})

@@ -25,7 +25,7 @@ from hp_trainer.model.parameters import Parameter
 from hp_trainer.training import train
 from hp_trainer.training.gradients import GradientNorm
 from hp_trainer.training.startup import connect, require_same_data
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 
 CONFIG = msgspec.convert(
     {
@@ -85,7 +85,7 @@ def test_no_rank_is_busy_for_longer_than_its_pipeline_runs() -> None:
         batches=SimpleNamespace(cut=lambda *_, **__: ([], [], [], 0, ())),
         planning=None,
         step=0,
-        _beat=lambda *_, **__: None,
+        beat=lambda *_, **__: None,
         runner=SimpleNamespace(run_microbatches=lambda *_: _Behind(), loss_scale=1.0),
         data=None,
         next_sequence=0,

@@ -19,11 +19,11 @@ from hp_trainer.config.checks import one_process
 from hp_trainer.config.options import resolve
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.schedules import KINDS, compute_schedule, training_schedule
-from hp_trainer.model import Microbatch, stage
+from hp_trainer.model import Microbatch, casts
 from hp_trainer.model.block import Block
 from hp_trainer.model.recompute import recomputed_but_products
 from hp_trainer.model.rotary import rotation
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_step_has_the_same_bits_whatever_stages_do_with_microbatches(
     started: tuple[Runtime, Tokenizer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stage, "_SMALL", 0)
+    monkeypatch.setattr(casts, "_SMALL", 0)
     found: dict[tuple[str, str, str], tuple[object, list[torch.Tensor]]] = {}
     for dtype in ("float32", "bfloat16"):
         for retention in ("keep", "recompute", "offload"):

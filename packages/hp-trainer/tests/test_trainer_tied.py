@@ -19,7 +19,7 @@ from hp_trainer.model import TransformerStage
 from hp_trainer.model.layers import Linear
 from hp_trainer.model.parallelize import Pipeline, build_pipeline
 from hp_trainer.training.startup import prepare_data
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.trainer import Trainer
 
 _TABLE = "embedding.weight"
 _TIMEOUT = timedelta(seconds=30)

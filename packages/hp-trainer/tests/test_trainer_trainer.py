@@ -17,9 +17,9 @@ from hp_trainer.config.checks import one_process
 from hp_trainer.config.options import resolve
 from hp_trainer.launch.task import Worker
 from hp_trainer.model import Microbatch
-from hp_trainer.training.banner import banner
 from hp_trainer.training.generate import continue_text
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.train import banner, run
+from hp_trainer.training.trainer import Trainer
 
 SEQ_LEN = 12
 OVERRIDES = (
@@ -95,7 +95,7 @@ def test_a_request_to_stop_in_the_last_step_stops_nothing(
     )
     asked = replace(worker, stop=StopFlag(lambda: True))
     trainer = Trainer(msgspec.structs.replace(config, train=train), asked, *started)
-    assert trainer.run() == status
+    assert run(trainer) == status
     assert trainer.step == 1
     assert (worker.run_dir / "loss.svg").exists() is (status == 0)  # the report of a whole run
     trainer.pipeline.close()

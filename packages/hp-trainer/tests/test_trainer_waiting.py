@@ -14,7 +14,7 @@ from hp_platform import RankInfo, new_group
 from hp_platform.testing import run_distributed
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
-from hp_trainer.training.waiting import Interrupted, Waiting
+from hp_trainer.training.startup import Interrupted, Waiting
 
 _TIMEOUT = 3.0  # seconds
 

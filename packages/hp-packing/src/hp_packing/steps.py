@@ -242,7 +242,7 @@ class StepPlanning:
 def planned_steps(
     config: Config, mesh: Mesh, data: Dataset, *, runtime: Runtime, vocab_size: int
 ) -> StepPlanning:
-    """Make what plans the steps of a run; a step source, see `hp_trainer.training.step_source`.
+    """Make what plans the steps of a run; a step source, see `hp_trainer.training.batches`.
 
     Args:
         config: Configuration of the run.

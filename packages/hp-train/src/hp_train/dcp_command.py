@@ -159,7 +159,7 @@ def _resolved(folder: Path, resolved: Resolved | None, extra: Mapping[str, Any])
 
 
 def _position(folder: Path, extra: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """Return the state to resume from, see `hp_trainer.training.train`; unknown counts are 0.
+    """Return the state to resume from, see `hp_trainer.training.trainer`; unknown counts are 0.
 
     Adam that starts anew has done no updates, as if all steps had been skipped.
     """

@@ -18,12 +18,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_base.errors import CheckpointError
-from hp_platform import Event
-
 from hp_checkpoint.collective import OnProgress, agree_all, silent
 from hp_checkpoint.extra import encode_extra
 from hp_checkpoint.runs.save import check_arguments, save_step
 from hp_checkpoint.save import sources_of
+from hp_platform import Event
 
 _LOOK_SECONDS = 0.05
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
-from hp_checkpoint import files
 from hp_base.atomic_write import names_in
-from hp_checkpoint.files import opened_parent, rename, staging_name
 from hp_base.errors import CheckpointError
+from hp_checkpoint import files
+from hp_checkpoint.files import opened_parent, rename, staging_name
 
 _COMPLETE = re.compile(r"\Astep-([0-9]{8,16})(?:\.([0-9]{1,6}))?\Z")
 _STAGING = re.compile(r"\Astep-[0-9.]+\.tmp-[0-9a-f]{32}\Z")

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_base.errors import CheckpointError
+from hp_base.folder import DamageError
 from hp_checkpoint.checkpoint import Checkpoint
 from hp_checkpoint.collective import OnProgress, on_rank_zero, silent, verify_together
 from hp_checkpoint.extra import decode_extra
 from hp_checkpoint.load import load
-from hp_base.folder import DamageError
 from hp_checkpoint.manifest import Manifest, decode, encode
 from hp_checkpoint.runs.directory import (
     bad_checkpoints,
@@ -21,7 +22,6 @@ from hp_checkpoint.runs.directory import (
     remove_leftovers,
 )
 from hp_checkpoint.runs.verify import manifest_of_step
-from hp_base.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform.failures.agreement import agreeing
 from hp_checkpoint.collective import OnProgress, is_first, silent
 from hp_checkpoint.extra import encode_extra
 from hp_checkpoint.runs.directory import (
@@ -18,6 +17,7 @@ from hp_checkpoint.runs.directory import (
     step_name,
 )
 from hp_checkpoint.save import Source, save, sources_of
+from hp_platform.failures.agreement import agreeing
 
 
 def save_checkpoint(

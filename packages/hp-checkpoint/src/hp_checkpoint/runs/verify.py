@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from hp_checkpoint.checkpoint import Checkpoint, read_manifest
+from hp_base.errors import CheckpointError
 from hp_base.folder import DamageError
+from hp_checkpoint.checkpoint import Checkpoint, read_manifest
 from hp_checkpoint.files import failed
 from hp_checkpoint.manifest import MANIFEST, Manifest
 from hp_checkpoint.runs.directory import parse_step_name
-from hp_base.errors import CheckpointError
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -14,7 +14,7 @@ from hp_dry.trace import Allocate, Collective, Event, Label, Launch, Release, Tr
 PARAMETERS, GATHERED, CASTS = "parameters", "gathered parameters", "casts"
 GRADIENTS, EXCHANGE, LOGITS = "gradients", "exchange buffers", "logits"
 REDUCTION = "gradient reduction"
-"""What `hp_trainer.training.train.Trainer` does when gradients are complete on every rank."""
+"""What `hp_trainer.training.trainer.Trainer` does when gradients are complete on every rank."""
 
 
 def add_labels(

@@ -12,7 +12,7 @@ from hp_platform.threads.places import current_place
 from hp_schedule.runtime import HeaderRead
 
 SQUARES = "squared gradient norms"
-"""What `hp_trainer.training.train` calls them, which decide whether gradients are clipped."""
+"""What `hp_trainer.training` calls them, which decide whether gradients are clipped."""
 
 _LARGE = 1e12
 

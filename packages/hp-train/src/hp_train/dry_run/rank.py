@@ -26,10 +26,10 @@ from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.vocabulary import LOSS, logit_tile
 from hp_trainer.model.spreading import vocabulary_of
-from hp_trainer.training.banner import gathered_by
 from hp_trainer.training.gpu_settings import in_run, launches_from_one_thread
 from hp_trainer.training.startup import connect
-from hp_trainer.training.train import Trainer
+from hp_trainer.training.train import gathered_by
+from hp_trainer.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

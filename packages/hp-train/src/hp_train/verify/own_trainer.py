@@ -30,11 +30,12 @@ from hp_trainer.launch.task import Worker
 from hp_trainer.model import DropoutKey, Microbatch
 from hp_trainer.model.block import Block
 from hp_trainer.model.parameters import Parameter
+from hp_trainer.training.agreement import Losses
 from hp_trainer.training.batches import Batches, PlannedStep, Share
 from hp_trainer.training.metrics import StepMetrics
 from hp_trainer.training.startup import connect, prepare_data
 from hp_trainer.training.state import checkpoint_buffers
-from hp_trainer.training.train import Losses, Trainer
+from hp_trainer.training.trainer import Trainer
 from hp_verify.comparing.ties import CHOICES, SCORES
 from hp_verify.recording import events as ev
 from hp_verify.recording.notes import DigestRecorder
@@ -357,7 +358,7 @@ def listen(module: ModuleType, request: Request) -> None:
     """Record every trainer of this process from now on, as a job of `hp-verify -- JOB`.
 
     Args:
-        module: `hp_trainer.training.train`, which has just been imported.
+        module: `hp_trainer.training.trainer`, which has just been imported.
         request: Request to the job.
     """
     recorded = functools.cache(lambda trainer: _start(trainer, request))

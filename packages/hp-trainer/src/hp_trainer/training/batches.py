@@ -1,9 +1,9 @@
-"""What one rank gets of a global batch, cut into microbatches.
+"""The share of a global batch that one rank gets, cut into microbatches, and where steps come from.
 
 Shape symbols: B sequences of a microbatch, S positions that attention sees on this rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hp_context import Documents
 from hp_data.dataset import Dataset
+from hp_platform import Runtime
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_trainer.config import Config
 from hp_trainer.layout.mesh import Mesh
@@ -20,6 +21,7 @@ from hp_trainer.layout.sequence import SequenceShare
 from hp_trainer.model import DropoutKey, Microbatch, look_ahead
 from hp_trainer.model.attention import Limits
 from hp_trainer.model.parallelize import Pipeline
+from hp_trainer.plugins import plugin
 from hp_trainer.training.metrics import StepMetrics
 
 
@@ -177,3 +179,50 @@ class Batches:
         if self._device.type == "cuda":
             x = x.pin_memory()
         return x.to(self._device, non_blocking=True)
+
+
+class StepSource(Protocol):
+    """Makes steps, the same on every rank; `str()` says in a line how."""
+
+    def take(self, first: int, *, steps: int) -> PlannedStep:
+        """Return the step whose batch begins with a sequence. All ranks call this together.
+
+        Args:
+            first: Global index of the first sequence.
+            steps: Steps of the run that are left, this one included.
+        """
+        ...
+
+    def close(self) -> None:
+        """Make no more steps."""
+        ...
+
+
+def step_source(
+    config: Config, mesh: Mesh, data: Dataset, *, runtime: Runtime, vocab_size: int
+) -> StepSource | None:
+    """Make the source of steps that `data.packing` asks for. All ranks call this together.
+
+    Args:
+        config: Configuration of the run.
+        mesh: Mesh of the run.
+        data: Training data.
+        runtime: The initialised world.
+        vocab_size: Rows of the embedding.
+
+    Returns:
+        None: batches are cut as they come.
+
+    Raises:
+        hp_base.errors.ConfigError: When the package that makes such steps is not installed.
+    """
+    packing = config.data.packing
+    if packing != "planned":
+        return None
+    make: Callable[..., StepSource] = plugin(
+        "hp_trainer.step_sources",
+        packing,
+        asked_by=f'data.packing ("{packing}")',
+        package="hp-packing",
+    )
+    return make(config, mesh, data, runtime=runtime, vocab_size=vocab_size)

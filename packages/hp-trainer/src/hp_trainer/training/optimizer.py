@@ -1,7 +1,7 @@
-"""AdamW and its learning-rate schedule."""
+"""AdamW, its learning-rate schedule, and the update of a step."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -9,8 +9,12 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hp_trainer.config import TrainConfig
+from hp_expert import take_loads, update_correction_biases
+from hp_trainer.config import Config, TrainConfig
+from hp_trainer.layout.mesh import Mesh
 from hp_trainer.model.parameters import Parameter
+from hp_trainer.model.stage import Stage
+from hp_trainer.training.gradients import clip_gradients
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """What Adam averages of each parameter."""
@@ -103,6 +107,66 @@ def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> Ada
     )
     _materialize(optimizer)
     return optimizer
+
+
+class Update:
+    """Moves the weights of a rank by a step's gradients, or drops what the step computed.
+
+    Attributes:
+        optimizer: AdamW over this rank's parameters.
+
+    Args:
+        config: Configuration of the run.
+        parameters: Parameters of this rank.
+        stages: Stages of this rank.
+        mesh: Mesh of the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parameters: Sequence[Parameter],
+        stages: Collection[Stage],
+        mesh: Mesh,
+    ) -> None:
+        self._train, self._model = config.train, config.model
+        self._parameters, self._stages, self._mesh = parameters, stages, mesh
+        self.optimizer = build_optimizer(parameters, config.train)
+
+    def apply(self, grad_norm: float, rate: float) -> None:
+        """Clip the gradients and move weights and correction biases by them.
+
+        Args:
+            grad_norm: Gradient norm of the whole model.
+            rate: Learning rate.
+        """
+        clip_gradients(self._parameters, grad_norm, self._train.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.update_tied_copies()
+        self.optimizer.zero_grad()
+        self._balance_experts()
+
+    def drop(self) -> None:
+        """Forget the gradients of a step, and how its tokens chose their experts."""
+        self.optimizer.zero_grad()
+        for stage in self._stages:
+            take_loads(stage)
+
+    def update_tied_copies(self) -> None:
+        """Give copies of tied parameters the weights of what they are tied to."""
+        for parameter in self._parameters:
+            if parameter.tied_copies:
+                parameter.update_tied_copies()
+
+    def _balance_experts(self) -> None:
+        """Move the correction biases of routers by the load of the step; all ranks the same way."""
+        model = self._model
+        if model.correction_bias and model.correction_rate > 0:
+            tokens = self._mesh.groups["tokens"]
+            for stage in self._stages:
+                update_correction_biases(stage, rate=model.correction_rate, group=tokens)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
