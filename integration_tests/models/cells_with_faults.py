@@ -23,7 +23,7 @@ from hp_trainer.model.recompute import recomputed
 from hp_trainer.training import trainer as training
 from hp_trainer.training.batches import Batches, Share
 from hp_trainer.training.gradients import reduce_gradients
-from hp_transformers.stages import stage as transformers_stage
+from hp_transformers.stages import call as transformers_call
 from hp_transformers.stages import tensor_parallel
 from hp_transformers.stages.stage import TransformersStage
 from integration_tests.models.architectures import task
@@ -61,7 +61,7 @@ def recomputed_is_other(_rank: int) -> Iterator[None]:
 
         return recomputed(counted, *args, **kwargs)
 
-    with patch.object(transformers_stage, "recomputed", off):
+    with patch.object(transformers_call, "recomputed", off):
         yield
 
 

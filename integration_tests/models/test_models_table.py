@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from hp_base.process import run_command
 from hp_trainer.config.options import build
-from hp_transformers.families import proven
-from hp_transformers.families.proven import Row, Table, doubts, read_table
+from hp_transformers.stages import notes, proven
+from hp_transformers.stages.notes import doubts
+from hp_transformers.stages.proven import Row, Table, read_table
 from hp_verify.recording.values import RecordedStep
 from integration_tests.models.architectures import command
 from integration_tests.models.architectures.cells import (
@@ -232,7 +233,7 @@ def test_the_layout_of_a_kind_is_known_as_that_kind(kind: str) -> None:
     keys = {"data.documents": "joined", **KINDS[kind].keys}
     config = build({key: value for key, value in keys.items() if key != "mesh.gather"})
 
-    known = list(proven._kinds_of(config))
+    known = list(notes._kinds_of(config))
 
     parts = {"pp 2 x fsdp 2": ["pp 2 1f1b", "fsdp 2"], "ep 2": ["fsdp 2", "ep 2"]}
     assert set(parts.get(kind, [kind])) <= set(known)
@@ -242,9 +243,9 @@ def test_the_layout_of_a_kind_is_known_as_that_kind(kind: str) -> None:
 def test_a_schedule_of_one_stage_per_rank_is_known_as_what_it_is_then() -> None:
     keys = {"mesh.pp": 2, "data.documents": "joined"}
 
-    assert "pp 2 1f1b" in proven._kinds_of(build(keys))
+    assert "pp 2 1f1b" in notes._kinds_of(build(keys))
     several = build({**keys, "pipeline.stages_per_rank": 2})
-    assert "pp 2 interleaved 1f1b" in proven._kinds_of(several)
+    assert "pp 2 interleaved 1f1b" in notes._kinds_of(several)
 
 
 def test_the_table_that_comes_along_is_of_these_kinds() -> None:

@@ -254,7 +254,7 @@ def test_a_layer_that_reads_more_than_hidden_states_is_named(tmp_path: Path) -> 
     ).save_pretrained(tmp_path)
     config = run_of(tmp_path)
     named = "layers: roformer.encoder.layer.0 reads in aten.split"
-    assert named in outline_of(config.model).beside
+    assert named in outline_of(config.model).why_not
     with pytest.raises(ConfigError, match=r"\(mesh.pp must be 1\): more than hidden states"):
         stage_of(config, range(1))
 

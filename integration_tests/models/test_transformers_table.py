@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from hp_base.process import run_command
 from hp_trainer.config.options import build
-from hp_transformers.families.proven import read_table
 from hp_transformers.stages.notes import notes
+from hp_transformers.stages.proven import read_table
 from integration_tests.models.architectures import command
 from integration_tests.models.architectures.cells import DIFFERENT, EQUAL, KINDS
 from integration_tests.models.architectures.compact import encoded
@@ -90,7 +90,7 @@ def test_the_command_writes_the_table_and_the_page_and_goes_on_where_it_was(
 OF_ANOTHER_RELEASE = """
 import sys
 from pathlib import Path
-from hp_transformers.families import proven
+from hp_transformers.stages import proven
 proven.TABLE = Path(sys.argv[1])
 from hp_base.process import run_command
 from integration_tests.models.architectures.command import run

@@ -29,9 +29,9 @@ from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import resolve
 from hp_trainer.model import Microbatch, TransformerStage
 from hp_transformers.families import load_weights
-from hp_transformers.stages.conversion import one_name, saved_tensors
+from hp_transformers.stages.conversion import first_names, saved_tensors
 from hp_transformers.stages.load import load_folder
-from hp_transformers.stages.made import on_meta
+from hp_transformers.stages.model import on_meta
 from integration_tests.reliability.folder_changes import CHANGES, Good
 from integration_tests.reliability.outcome import Outcome
 from integration_tests.reliability.strangers import run_program, tell
@@ -213,7 +213,7 @@ def of_transformers(folder: Path, tokens: Tensor) -> Tensor | str:
 
 
 def _load(model: ModelConfig, made: nn.Module) -> None:
-    names = one_name(made)
+    names = first_names(made)
     parts = {names.get(n, n): Part.of(t.detach()) for n, t in saved_tensors(made).items()}
     for part in parts.values():
         part.local.fill_(torch.nan)

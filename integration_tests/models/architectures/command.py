@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from hp_base.atomic_write import replace_file
 from hp_base.command_line import Parser, require_files, require_folder, say, write_named
 from hp_base.errors import ConfigError, DifferenceError
-from hp_transformers.families.proven import TABLE, Table, read_table
+from hp_transformers.stages.proven import TABLE, Table, read_table
 from integration_tests.models.architectures.cells import EQUAL, KINDS, RED, Architecture, Cell
 from integration_tests.models.architectures.compact import encoded, with_found
 from integration_tests.models.architectures.kept import can_be_cut, folder_of, read, told, write

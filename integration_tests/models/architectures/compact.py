@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from hp_transformers.families.proven import DIFFERENT, Row, Table
+from hp_transformers.stages.proven import DIFFERENT, Row, Table
 from integration_tests.models.architectures.cells import (
     BOUND,
     EQUAL,

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from hp_transformers.families.proven import DIFFERENT, Table
+from hp_transformers.stages.proven import DIFFERENT, Table
 from integration_tests.models.architectures.cells import BOUND, KINDS
 from integration_tests.models.architectures.kept import told
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hp_base.errors import ConfigError
 from hp_trainer.config import Config
 from hp_trainer.model.shapes import model_tensors
-from hp_transformers.families.config import FAMILIES, hf_config
+from hp_transformers.families.config import family_of, hf_config
 from hp_transformers.families.family import Stacking
 from hp_transformers.families.plan import Stored, stored_tensors, to_theirs
 from hp_verify.files.made import OTHER, Made
@@ -37,7 +37,7 @@ def published(source: Source, found: Mapping[str, Made]) -> dict[str, Made]:
             vocab_size=embedding.shape[0],
             max_positions=config.model.max_positions or config.data.seq_len,
         )
-        family = FAMILIES[hf_config(model, dtype="float32")["model_type"]]
+        family = family_of(hf_config(model, dtype="float32"))
     except (msgspec.ValidationError, ConfigError):
         return {}
     tensors = model_tensors(model)

@@ -1,12 +1,12 @@
-"""The other files of the model that a run starts from: kept with the run, handed on by an export.
+"""The other files of the model that a run starts from: copied into the run, handed on by an export.
 
-Note [files that come along]. A model is more than its weights: its tokenizer, what ends a text, its
-chat template, its licence. When a run is made, all small files of the folder that it starts from
-are copied into its directory, with their hashes, and a list of its tensors with files and dtypes.
-An export takes them from there and from nowhere else, since a stranger's checkpoint may name any
-folder of yours. In the folder itself, which a stranger may have made as well, links are followed
-within it and within the cache of Hugging Face's hub for that model, which is made of links;
-whatever leads out of it is left out.
+Note [files that come along]. A model is more than its weights: its tokenizer, its tokens that end a
+text, its chat template, its licence. When a run is made, all small files of the folder that it
+starts from are copied into its directory, with their hashes, and a list of the tensors of the
+folder with files and dtypes. An export reads these copies and nothing else, since a stranger's
+checkpoint may name any folder of yours. The folder of the model may be a stranger's as well: links
+in it are followed within the folder, and within the cache of Hugging Face's hub for that model,
+which is made of links; files that links outside lead to are left out.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ from hp_trainer.launch.rundir import LISTING, ORIGINAL
 SETTINGS, INDEX = "config.json", "model.safetensors.index.json"
 
 OTHER_WEIGHTS = "weights"
-"""Why a file is left out that may be large, and that training would make untrue."""
+"""Reason to leave out a file that may be large and that training makes outdated."""
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"),
     ".index.json",
@@ -56,19 +56,19 @@ _TOKENIZERS = (
     *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
 )
 _MOST_FILES, _MOST_LISTED, _MOST_TOGETHER, _DEEPEST = 1000, 10_000, 1 << 28, 3
-_MOST_HEADER = 100 << 20  # as the safetensors library has it
+_MOST_HEADER = 100 << 20  # the limit of the safetensors library
 
 
 @dataclass(frozen=True)
 class Original:
-    """Files of a model besides its weights, and what its weights were in.
+    """Files of a model besides its weights, and the files and dtypes of its weights.
 
     Attributes:
-        files: What reads each, by its path in the folder.
-        left_out: Why a file is not among them, by its path.
-        weights: Names of the dtypes of tensors, as safetensors has them, by file and tensor.
-        has_other_tokenizer: Whether the tokenizer is not that of the model, so that ids which
-            other files say mean other tokens.
+        files: Function that reads each file, by its path in the folder.
+        left_out: Reason why a file is not among them, by its path.
+        weights: Names of the dtypes of tensors, as in safetensors, by file and tensor.
+        has_other_tokenizer: Whether the tokenizer is not the model's own, so that ids in other
+            files mean other tokens.
     """
 
     files: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
@@ -77,17 +77,17 @@ class Original:
     has_other_tokenizer: bool = False
 
     def text(self, name: str) -> bytes | None:
-        """Content of a file; None: there is none of that name."""
+        """Return the content of a file; None: there is none of that name."""
         return self.files[name]() if name in self.files else None
 
     def with_tokenizer(self, path: Path) -> "Original":
-        """The same with the tokenizer that a person names, and what stands beside that.
+        """Return the same files with another tokenizer, and the files of it that lie beside it.
 
         Args:
-            path: A `tokenizer.json`, a file of that form, or the folder of one.
+            path: Path of a `tokenizer.json`, of a file of that form, or of a folder with one.
 
         Raises:
-            ConfigError: When it cannot be read.
+            ConfigError: When the tokenizer cannot be read.
         """
         path = path / TOKENIZER if path.is_dir() else path
         try:
@@ -110,7 +110,7 @@ class Original:
 
 
 class _Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that a run keeps: SHA-256 by path, and the other attributes of `Original`."""
+    """The list of a run's copies: SHA-256 by path, and the other attributes of `Original`."""
 
     files: dict[str, str]
     left_out: dict[str, str]
@@ -119,10 +119,10 @@ class _Listing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def original_of(folder: Path) -> Original:
-    """Look at a folder that a person names: read its list of files, and headers of its weights.
+    """List the files of a folder that a person names, and read the headers of its weights.
 
     Raises:
-        ConfigError: When it cannot be listed.
+        ConfigError: When the folder cannot be listed.
     """
     try:
         found = _looked_at(folder, _names_in(folder))
@@ -132,9 +132,9 @@ def original_of(folder: Path) -> Original:
 
 
 def keep_original(folder: Folder, resolved: Resolved) -> None:
-    """Copy what comes along with a new run into its directory, and say what does not.
+    """Copy the files of the original model into the directory of a new run; warn of others.
 
-    A resumed run has what it has: its config may be a stranger's.
+    Nothing is copied into a resumed run, whose config may be a stranger's.
 
     Raises:
         ConfigError: When the folder or the tokenizer that the config names cannot be read.
@@ -158,10 +158,10 @@ def keep_original(folder: Folder, resolved: Resolved) -> None:
 
 
 def kept_original(run: Path) -> Original | None:
-    """Return what a run directory has kept, of which nothing is trusted; None: nothing.
+    """Return a run's copies of the original files, none of it trusted; None: it has no list.
 
     Raises:
-        CheckpointError: When it is damaged; also raised by what reads a file.
+        CheckpointError: When the list is damaged; functions that read a file raise it as well.
     """
     if not os.path.lexists(run / LISTING):
         return None
@@ -184,7 +184,7 @@ def kept_original(run: Path) -> Original | None:
 
 
 def _keep(folder: Folder, original: Original) -> Mapping[str, str]:
-    """Write copies, and their list last; what is left out, and why."""
+    """Write copies, and their list last; return the reasons why files are left out."""
     left_out, hashes = dict(original.left_out), {}
     with folder.sub(ORIGINAL, make=True) as kept:
         for name, read in original.files.items():
@@ -222,7 +222,7 @@ def _verified(run: Path, name: str, sha256: str) -> bytes:
 
 
 def _names_in(folder: Path, inside: str = "") -> Iterator[str]:
-    """Paths of all files of a folder, and of what is too deep; nothing in one like `.git`."""
+    """Yield the paths of all files of a folder, and of folders too deep; skip ones like `.git`."""
     try:
         with os.scandir(folder / inside) as found:
             entries = sorted(found, key=lambda each: each.name)
@@ -240,7 +240,7 @@ def _names_in(folder: Path, inside: str = "") -> Iterator[str]:
 
 
 def _names_beside(folder: Path) -> Iterator[str]:
-    """Paths of what belongs to tokenizers, in a folder that may have anything else as well."""
+    """Yield the paths of files of a tokenizer in a folder that may have any other files."""
     yield from (name for name in _TOKENIZERS if os.path.lexists(folder / name))
     templates = folder / _TEMPLATES
     if templates.is_dir() and not templates.is_symlink():
@@ -248,7 +248,7 @@ def _names_beside(folder: Path) -> Iterator[str]:
 
 
 def _looked_at(folder: Path, names: Iterator[str]) -> Original:
-    """Say of each file how it is read, or why it is left out."""
+    """Return a function that reads each file, or the reason why it is left out."""
     root, together = _root_of(folder), 0
     files: dict[str, Callable[[], bytes]] = {}
     left_out: dict[str, str] = {}
@@ -277,13 +277,13 @@ def _looked_at(folder: Path, names: Iterator[str]) -> Original:
 
 
 def _root_of(folder: Path) -> Path:
-    """Find the folder that links may lead to: itself, or all revisions of a model from a hub."""
+    """Return the folder that links may lead to: itself, or all revisions of a model from a hub."""
     real = Path(os.path.realpath(folder))
     return real.parent.parent if real.parent.name == "snapshots" else real
 
 
 def _weights_of(folder: Path, index: bytes | None) -> dict[str, dict[str, str]]:
-    """Dtypes of all tensors; what cannot be read is none here, and refused where it is loaded."""
+    """Return the dtypes of all tensors; none if a file cannot be read, which loading refuses."""
     root, found = _root_of(folder), {}
     try:
         names = ["model.safetensors"] if index is None else json.loads(index)["weight_map"].values()
@@ -316,7 +316,7 @@ def _read(root: Path, parts: tuple[str, ...], *, limit: int) -> bytes:
 
 @contextmanager
 def _directory_of(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
-    """Open the directory of a file below a root, on a way without links."""
+    """Open the directory of a file below a root, without following links."""
     with ExitStack() as stack:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         directory = stack.enter_context(closed_at_end(os.open(root, flags)))

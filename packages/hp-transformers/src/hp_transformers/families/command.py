@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -36,9 +35,9 @@ from hp_transformers.families.files import require_no_model
 from hp_transformers.families.handed_on import (
     before_of,
     parsed,
+    report,
     settings_of,
     tokens_of,
-    told,
     usual_dtype,
     write_others,
 )
@@ -48,8 +47,7 @@ from hp_transformers.original import SETTINGS, Original, kept_original, original
 
 _PREFIX = "model."
 _SEQ_LEN = 4096  # of the config that is printed, unless the model is made for less
-# Those of a config that is not given are of a small model that learns from nothing; rates as high
-# undo in some steps what weights have learned.
+# Defaults are for a small model with new weights; such rates destroy trained weights in some steps.
 _TRAINED_ON = {"train.learning_rate": 1e-5, "train.warmup_steps": 100, "train.steps": 1000}
 
 
@@ -66,7 +64,7 @@ def import_hf(folder: Path, out: Path | None) -> int:
         Exit status.
 
     Raises:
-        ConfigError: When the folder has no model that can be read, or `out` is there.
+        ConfigError: When the folder has no model that can be read, or `out` exists.
     """
     values = read_config(folder)
     model = model_config(values)
@@ -74,7 +72,7 @@ def import_hf(folder: Path, out: Path | None) -> int:
     if others := other_forms(folder):
         are = "is" if len(others) == 1 else "are"
         sys.stderr.write(f"note: {first_of(others)} {are} not read, as transformers does not\n")
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
         **{f"model.{name}": value for name, value in msgspec.structs.asdict(model).items()},
         "run.init_from": str(folder.absolute()),
         "train.dtype": train_dtype(values),
@@ -125,12 +123,12 @@ def export_hf(
         run: Run directory.
         folder: Folder to be made.
         step: Step of the checkpoint; None: the newest.
-        dtype: Dtype of the files; None: that of the files which the run started from if it computed
-            in it or has not begun, else what it computed in.
-        tokenizer: Tokenizer file to copy; None: the run's copy, or what it names if that is in its
-            directory.
-        original: Folder of the model that the run started from; None: what the run has kept of it.
-        of_transformers: What writes a model of `model.transformers`; as `write_model`.
+        dtype: Dtype of the files; None: that of the original files if the run computed in it or has
+            not begun, else that in which the run computed.
+        tokenizer: Tokenizer file to copy; None: the run's copy, or the file that the run names, if
+            that is in its directory.
+        original: Folder of the original model; None: the run's copy of its files.
+        of_transformers: Function that writes a model of `model.transformers`, as `write_model`.
 
     Returns:
         Exit status.
@@ -187,7 +185,7 @@ def export_hf(
             before=before,
         )
     said = usual_dtype(before) if stays and before is not None else name
-    lines = told(came, settings, written)
+    lines = report(came, settings, written)
     sys.stdout.write(
         "".join(f"{line}\n" for line in (*lines, f"wrote {folder} from {path}, {said}"))
     )
@@ -197,18 +195,18 @@ def export_hf(
 def _original_of(
     run: Path, config: Config, folder: Path | None, tokenizer: Path | None
 ) -> Original:
-    """Find the files that come along: those that the run keeps, or those given.
+    """Return the files to hand on: the run's copies, or those of a given folder.
 
     Raises:
-        ConfigError: When what the export needs is elsewhere.
+        ConfigError: When a file that the export needs is elsewhere.
     """
-    kept = kept_original(run) if folder is None else original_of(folder)
-    if config.model.transformers and (kept is None or SETTINGS not in kept.files):
+    copies = kept_original(run) if folder is None else original_of(folder)
+    if config.model.transformers and (copies is None or SETTINGS not in copies.files):
         raise ConfigError(
             f"model.transformers ({shown(config.model.transformers)}) of the run must be kept in "
             f"{run}, or be given as --original FOLDER"
         )
-    found = kept or Original()
+    found = copies or Original()
     if tokenizer is None and TOKENIZER not in found.files:
         tokenizer = _tokenizer_of(config.data.tokenizer, run)
     return found if tokenizer is None else found.with_tokenizer(tokenizer)
@@ -216,7 +214,7 @@ def _original_of(
 
 @contextmanager
 def _readable(model: ModelConfig, came: Original, folder: Path | None) -> Iterator[ModelConfig]:
-    """Give a model of transformers a folder with its config, of which no link has been followed."""
+    """Yield a model whose folder has its config; of a run's copy nothing but that is used."""
     if not model.transformers:
         yield model
     elif folder is not None:
@@ -228,12 +226,12 @@ def _readable(model: ModelConfig, came: Original, folder: Path | None) -> Iterat
 
 
 def _tokenizer_of(named: str, run: Path) -> Path | None:
-    """The copy that a run keeps, or the file that its checkpoint names, if one is in its directory.
+    """Return the run's copy of a tokenizer, or the file that its config names inside the run.
 
-    A stranger's checkpoint may name any file of yours.
+    Other files are refused: a stranger's checkpoint may name any file of yours.
 
     Raises:
-        ConfigError: When both are elsewhere, or lead there.
+        ConfigError: When neither is a file in the run's directory, links resolved.
     """
     if not named:
         return None
@@ -247,7 +245,7 @@ def _tokenizer_of(named: str, run: Path) -> Path | None:
 
 
 def _whole_config(config: Config, manifest: Manifest) -> ModelConfig:
-    """The model with what a run takes from elsewhere: its vocabulary and longest sequence."""
+    """Return the model of a run with its vocabulary and longest sequence written out."""
     embedding = manifest.tensors.get(f"{_PREFIX}embedding.weight")
     if embedding is None:
         raise CheckpointError("the checkpoint must have an embedding")

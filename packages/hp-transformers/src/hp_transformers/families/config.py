@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import asdict, replace
 
@@ -13,16 +12,16 @@ from hp_checkpoint.json_file import read_json
 from hp_trainer.config import ModelConfig, rules
 from hp_trainer.config.options import build
 from hp_trainer.config.schema import convert, fields
-from hp_transformers.families import deepseek_v3, gpt_oss, llama, mixtral, qwen3
-from hp_transformers.families.family import Family, Json, Settings, common_keys
+from hp_transformers.families import deepseek_v3, gpt_oss, llama, qwen3
+from hp_transformers.families.family import Family, Json, Keys, Settings, common_keys
 
 FAMILIES = {
     family.model_type: family
     for family in (
-        llama.FAMILY,
+        llama.LLAMA,
         qwen3.DENSE,
         qwen3.MOE,
-        mixtral.FAMILY,
+        llama.MIXTRAL,
         deepseek_v3.FAMILY,
         gpt_oss.FAMILY,
     )
@@ -31,10 +30,10 @@ FAMILIES = {
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32", "float64": "float64"}
 _MOST_BYTES = 4 << 20  # of a config.json
-# What training decides, and the weights do not: may differ from what a family reads back.
+# Keys about training and not about weights: they may differ from those that a family reads back.
 _FREE = {"dropout", "balance_coefficient", "correction_rate", "init_std", "mtp_weight"}
 
-# What files call the keys that rules are about.
+# Names in files of the keys that rules are about.
 _THEIRS = {
     "dim": ("hidden_size",),
     "head_dim": ("head_dim",),
@@ -65,7 +64,7 @@ _YARN = {
 }
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, object]:
     """Parse the `config.json` of a folder.
 
     Raises:
@@ -98,7 +97,7 @@ def family_of(values: Json) -> Family:
 
 
 def model_config(values: Json) -> ModelConfig:
-    """The `[model]` section for a `config.json`.
+    """Return the `[model]` section of a run for a `config.json`.
 
     Raises:
         hp_base.errors.ConfigError: About the first setting that the models here do not have.
@@ -116,7 +115,7 @@ def model_config(values: Json) -> ModelConfig:
 
 
 def _in_their_words(problem: str, values: Json, family: Family) -> str:
-    """The sentence about a rule that is broken, with keys of `config.json` instead of ours."""
+    """Return the sentence about a broken rule with keys of `config.json` instead of ours."""
 
     def theirs(match: re.Match[str]) -> str:
         names = _THEIRS.get(match[1], (match[0],))
@@ -126,10 +125,10 @@ def _in_their_words(problem: str, values: Json, family: Family) -> str:
 
 
 def train_dtype(values: Json) -> str:
-    """Return what `train.dtype` keeps the dtype of the weights: that of `config.json`.
+    """Return the `train.dtype` that computes in the dtype of the weights in `config.json`.
 
     Raises:
-        hp_base.errors.ConfigError: When it is none that weights can have.
+        hp_base.errors.ConfigError: When weights cannot have that dtype.
     """
     settings = Settings(values, {"dtype": None})
     key = settings.either("dtype", "torch_dtype")
@@ -139,8 +138,8 @@ def train_dtype(values: Json) -> str:
     return _DTYPES[given]
 
 
-def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """The `config.json` for a model.
+def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, object]:
+    """Return the `config.json` for a model.
 
     Args:
         model: Configuration of the model, with its vocabulary.
@@ -158,13 +157,13 @@ def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     return head | common_keys(model) | family.write(model)
 
 
-def config_after(theirs: Json, model: ModelConfig, *, dtype: str | None) -> dict[str, Any]:
-    """The `config.json` that a model came with, after training: what is the same stays as it was.
+def config_after(theirs: Json, model: ModelConfig, *, dtype: str | None) -> Keys:
+    """Return the `config.json` of the original model after training: unchanged keys stay.
 
     Args:
-        theirs: Content of that file.
+        theirs: Content of the original file.
         model: Configuration of the model, with its vocabulary.
-        dtype: Dtype of the weights; None: what it was.
+        dtype: Dtype of the weights; None: that of the original.
 
     Raises:
         hp_base.errors.ConfigError: When no family of Hugging Face has such a model.
@@ -181,11 +180,11 @@ def config_after(theirs: Json, model: ModelConfig, *, dtype: str | None) -> dict
     return with_dtype(found, dtype)
 
 
-def with_dtype(values: Json, dtype: str | None) -> dict[str, Any]:
-    """A `config.json` that says another dtype, also of parts that have had that of the whole.
+def with_dtype(values: Json, dtype: str | None) -> Keys:
+    """Return a `config.json` with another dtype, also for parts that had the dtype of the whole.
 
     Args:
-        values: The parsed file.
+        values: Parsed file.
         dtype: Name of the dtype; None: it stays as it is.
     """
     if dtype is None:
@@ -201,12 +200,12 @@ def with_dtype(values: Json, dtype: str | None) -> dict[str, Any]:
 
 
 def as_text(values: Json) -> bytes:
-    """The text of a JSON file of a model, as transformers writes it."""
+    """Return the text of a JSON file of a model, as transformers writes it."""
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _matching(model: ModelConfig) -> Family:
-    """The family whose files can say all of a model: the one that reads back what it writes."""
+    """Return the family that reads back the same model from the config that it writes."""
     nearest: list[tuple[int, str, str]] = []
     for family in FAMILIES.values():
         values = common_keys(model) | family.write(model)
@@ -228,19 +227,19 @@ def _matching(model: ModelConfig) -> Family:
 
 
 def _differing(model: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """Keys in which what is read back from a `config.json` is another model."""
+    """Return the keys in which a model differs from the one read back from its `config.json`."""
     ours, found = _whole(model), asdict(theirs)
     return sorted(k for k in ours.keys() - _unused(model) if found[k] != ours[k])
 
 
-def _whole(model: ModelConfig) -> dict[str, Any]:
-    """All keys of a model, the width of its heads written out."""
+def _whole(model: ModelConfig) -> Keys:
+    """Return all keys of a model, with the width of its heads written out."""
     width = model.head_dim or model.dim // model.num_heads
     return asdict(replace(model, head_dim=width if model.attention == "gqa" else 0))
 
 
 def _unused(model: ModelConfig) -> set[str]:
-    """Keys that say nothing about this model, and those that training alone decides."""
+    """Return the keys that do not apply to this model, and those about training alone."""
     scaling, gqa = model.rope_scaling, model.attention == "gqa"
     unused = (
         (model.num_experts == 0, _EXPERTS),

@@ -18,16 +18,16 @@ from hp_trainer.model.rotary import inverse_frequencies
 from hp_transformers.families.plan import Stored
 
 FREQUENCIES = "rotary_emb.inv_freq"
-"""How the names of frequencies end that old files have of every layer."""
+"""Suffix of the names of frequencies, which old files have for every layer."""
 TIED = "tie_word_embeddings (true) in config.json says so; make it false there to keep both"
-"""Why a matrix must be the embedding, and what to do otherwise."""
+"""Reason why a matrix must equal the embedding, and remedy if it does not."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_PIECE_BYTES = 1 << 25  # of a tensor, that is read at once
-_ROUNDING = 2.0**-7  # of frequencies that were in bfloat16 at some time
+_PIECE_BYTES = 1 << 25  # of a tensor, read at once
+_ROUNDING = 2.0**-7  # relative, of frequencies that were in bfloat16 at some time
 
 
 def is_beside(name: str, model: ModelConfig) -> bool:
-    """Tell whether a name is of what files may have beside weights, if it is what the model has."""
+    """Tell whether files may have a tensor of this name beside weights, if its values are right."""
     return name.endswith(FREQUENCIES) or (model.tie_embeddings and name == _HEAD)
 
 
@@ -42,9 +42,9 @@ def require_copies(
 
     Args:
         files: Tensors of the files; they have all that are listed but copies.
-        listed: What files of the model have.
-        model: Its configuration.
-        share: Which part of the rows is compared here, and of how many: ranks share them.
+        listed: Tensors that files of the model have.
+        model: Configuration of the model.
+        share: Index and number of the parts of the rows, of which this rank compares one.
 
     Raises:
         ConfigError: About the first that differs.
@@ -57,10 +57,15 @@ def require_copies(
 
 
 def require_frequencies(name: str, file: FileTensor, expected: Collection[Tensor]) -> None:
-    """Refuse frequencies of rotary embedding in files that are none of those of the model.
+    """Refuse frequencies of rotary embedding in files that differ from those of the model.
+
+    Args:
+        name: Name of the tensor.
+        file: Tensor of the file.
+        expected: Frequencies of the model, of each of its kinds of layers.
 
     Raises:
-        ConfigError: When they are not, up to the rounding of bfloat16.
+        ConfigError: When they differ from all by more than the rounding of bfloat16.
     """
     values = whole(file).double()
     alike = (e.double() for e in expected if e.shape == values.shape)
@@ -75,9 +80,9 @@ def are_equal(one: FileTensor, other: FileTensor, *, share: tuple[int, int] = (0
     """Tell whether two tensors of files have the same values, in a part of their rows.
 
     Args:
-        one: Any tensor.
-        other: Any tensor.
-        share: Which part of the rows, and of how many.
+        one: First tensor.
+        other: Second tensor.
+        share: Index and number of the parts of the rows, of which one is compared.
     """
     if one.shape != other.shape:
         return False
@@ -85,7 +90,7 @@ def are_equal(one: FileTensor, other: FileTensor, *, share: tuple[int, int] = (0
 
 
 def whole(file: FileTensor) -> Tensor:
-    """All values of a tensor of a file."""
+    """Read all values of a tensor of a file."""
     return file.read(Box((0,) * len(file.shape), file.shape))
 
 
@@ -95,7 +100,7 @@ def _widened(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(file: FileTensor, share: tuple[int, int]) -> Iterator[Box]:
-    """Boxes of whole rows that together are a share of a tensor."""
+    """Yield boxes of whole rows that together are a share of a tensor."""
     if not file.shape:
         yield Box((), ())
         return
@@ -109,7 +114,7 @@ def _pieces(file: FileTensor, share: tuple[int, int]) -> Iterator[Box]:
 def _copies(
     files: Mapping[str, FileTensor], listed: Sequence[Stored], model: ModelConfig
 ) -> Iterator[tuple[str, str, str]]:
-    """Tensors that are not read, those that take their places, and what to do if they differ."""
+    """Yield each tensor that repeats another: both names, and the remedy if they differ."""
     if model.tie_embeddings and _HEAD in files:
         yield _HEAD, _EMBEDDING, TIED
     originals = {stored.parts: stored.name for stored in listed if not stored.is_copy}

@@ -1,13 +1,11 @@
 """DeepSeek-V3: latent attention, sigmoid routing in groups, multi-token prediction."""
 
-from typing import Any
-
 from hp_trainer.config import MOST_LAYERS, ModelConfig
-from hp_transformers.families.family import COMMON, Family, Settings, common, num_experts
+from hp_transformers.families.family import COMMON, Family, Keys, Settings, common, num_experts
 from hp_transformers.families.rope import read_rope, write_rope
 
 
-def _read(settings: Settings) -> dict[str, Any]:
+def _read(settings: Settings) -> Keys:
     settings.require("attention_bias", False)
     settings.require("scoring_func", "sigmoid")
     settings.require("topk_method", "noaux_tc")
@@ -43,7 +41,7 @@ def _read(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> Keys:
     return {
         **write_rope(model),
         "rope_interleave": model.rope_pairs == "neighbours",

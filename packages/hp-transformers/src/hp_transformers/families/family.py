@@ -1,23 +1,26 @@
 """Families of Hugging Face models: names and settings, as data.
 
-A family says how its `config.json` reads as a `ModelConfig` and what its files call our tensors.
-Nothing here reads a tensor.
+A family maps its `config.json` to a `ModelConfig` and back, and our names of tensors to those in
+its files. Nothing here reads a tensor.
 """
 
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from hp_base.errors import ConfigError
 from hp_base.messages import shown
 from hp_trainer.config import LARGEST, MOST_EXPERTS, MOST_LAYERS, ModelConfig
 
-Json = Mapping[str, Any]
+Json: TypeAlias = Mapping[str, object]
+"""An object of a JSON file."""
+Keys: TypeAlias = dict[str, object]
+"""Keys of `config.json` or of `ModelConfig`, with their values."""
 Stacking = Literal["none", "interleaved", "concatenated"]
-"""How a file has the experts of a layer: `none`, one tensor per projection and expert;
-`interleaved`, gpt-oss's [experts, in, out] with gate and up columns in turns; `concatenated`, what
-a live model of transformers 5 has, [experts, out, in] with gate rows before up rows."""
+"""Form of the experts of a layer in files: `none`, one tensor per projection and expert;
+`interleaved`, gpt-oss's [experts, in, out] with gate and up columns in turns; `concatenated`, the
+form of a live model of transformers 5, [experts, out, in] with gate rows before up rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +29,22 @@ class Family:
 
     Attributes:
         model_type: Value of `model_type` in `config.json`.
-        architecture: The class in transformers.
-        renamed: Paths of modules or parameters of a layer that this family calls otherwise than
-            the model has declared -> theirs.
+        architecture: Name of the class in transformers.
+        renamed: Names of modules or parameters of a layer in files of this family, by the published
+            names that the model has declared.
         read: Function that maps `config.json` to keys of `ModelConfig`.
-        write: Function that maps a `ModelConfig` to what `config.json` has besides the common keys;
-            raises ConfigError for a model that this family does not have.
-        stacking: How files have experts.
-        projections: What files call gate, up and down of an expert.
-        defaults: What a key means that `config.json` does not have: the default of the family's
+        write: Function that maps a `ModelConfig` to the keys of `config.json` besides the common
+            ones; raises ConfigError for a model that this family does not have.
+        stacking: Form of experts in files.
+        projections: Names of gate, up and down of an expert in files.
+        defaults: Values of keys that `config.json` does not have: the defaults of the family's
             config class in transformers 5.23.
     """
 
     model_type: str
     architecture: str
-    read: Callable[["Settings"], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    read: Callable[["Settings"], Keys]
+    write: Callable[[ModelConfig], Keys]
     renamed: Mapping[str, str] = field(default_factory=dict)
     stacking: Stacking = "none"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -52,12 +55,12 @@ _MISSING = object()
 
 
 class Settings:
-    """A `config.json`, asked key by key; each answer has its type, or the file is refused.
+    """A `config.json`, read key by key; a value of another type than asked for is refused.
 
     Args:
-        values: The parsed file.
-        defaults: What an absent key means; a key that is in neither must be given.
-        where: What messages call the file.
+        values: Parsed file.
+        defaults: Values of absent keys; a key that is in neither must be given.
+        where: Name of the file in messages.
     """
 
     def __init__(
@@ -66,15 +69,15 @@ class Settings:
         self.values, self.where = values, where
         self._defaults = defaults or {}
 
-    def raw(self, key: str, *, null: object = _MISSING) -> Any:
-        """A value as it stands, or its default.
+    def raw(self, key: str, *, null: object = _MISSING) -> object:
+        """Return a value of any type, or its default.
 
         Args:
             key: Key of the file.
-            null: What a null means; left out: it is one more value.
+            null: Value that replaces a null; left out: null is returned.
 
         Raises:
-            ConfigError: When there is neither.
+            ConfigError: When the key has neither a value nor a default.
         """
         value = self.values.get(key, self._defaults.get(key, _MISSING))
         if value is _MISSING:
@@ -84,13 +87,13 @@ class Settings:
     def count(
         self, key: str, *, least: int = 1, most: int = LARGEST, null: int | None = None
     ) -> int:
-        """A whole number.
+        """Return a whole number.
 
         Args:
             key: Key of the file.
-            least: Smallest that is taken.
-            most: Largest that is taken.
-            null: What a null means; None: it is refused.
+            least: Smallest valid value.
+            most: Largest valid value.
+            null: Value that replaces a null; None: null is refused.
         """
         value = self.raw(key)
         if value is None and null is not None:
@@ -100,22 +103,25 @@ class Settings:
         return value
 
     def number(self, key: str, *, least: float = 0.0) -> float:
-        """A finite number of at least `least`."""
+        """Return a finite number of at least `least`."""
         value = self.raw(key)
-        is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
-        if not is_number or value < least:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not least <= value <= sys.float_info.max
+        ):
             raise self.refusal(key, value, f"a finite number, at least {least:g}")
         return float(value)
 
     def positive(self, key: str) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self.number(key)
         if value == 0.0:
             raise self.refusal(key, self.raw(key), "a finite number above 0")
         return value
 
     def flag(self, key: str) -> bool:
-        """True or false, and nothing that stands for them."""
+        """Return true or false; no other value stands for them."""
         value = self.raw(key)
         if type(value) is not bool:
             raise self.refusal(key, value, "true or false")
@@ -125,18 +131,18 @@ class Settings:
         """Refuse a setting that the models here do not have.
 
         Args:
-            key: May be absent or null.
-            allowed: Its only values; the first is what an absent one means.
+            key: Key of the file, which may be absent or null.
+            allowed: Valid values; an absent key means the first.
 
         Raises:
-            ConfigError: When it is another one.
+            ConfigError: When it has another value.
         """
         value = self.values.get(key)
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             raise self.refusal(key, value, " or ".join(shown(a) for a in allowed))
 
     def table(self, key: str) -> "Settings | None":
-        """An object within the file; None where it is absent or null."""
+        """Return an object within the file; None if it is absent or null."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -145,10 +151,13 @@ class Settings:
         return Settings(value, where=f"{self.where}: {key}")
 
     def either(self, *keys: str) -> str:
-        """The one of some names of a setting that the file has; the first where it has none.
+        """Return the name under which the file has a setting; the first if it has none.
+
+        Args:
+            keys: Names that the setting has had.
 
         Raises:
-            ConfigError: When two of them say different things.
+            ConfigError: When the values of two of them differ.
         """
         given = [key for key in keys if key in self.values]
         for key in given[1:]:
@@ -160,21 +169,21 @@ class Settings:
         return given[0] if given else keys[0]
 
     def refusal(self, key: str, value: object, kind: str) -> ConfigError:
-        """Return what is raised about a value."""
+        """Return the error to raise about a value."""
         return ConfigError(f"{self.where}: {key} ({shown(value)}) must be {kind}")
 
 
-COMMON: dict[str, Any] = {
+COMMON: Keys = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-"""What absent keys mean in most families: defaults of their config classes in transformers 5.23."""
+"""Defaults of most families: those of their config classes in transformers 5.23."""
 
 
-def common(settings: Settings) -> dict[str, Any]:
-    """Keys of `ModelConfig` that every family reads alike."""
+def common(settings: Settings) -> Keys:
+    """Return the keys of `ModelConfig` that every family reads alike."""
     settings.require("hidden_act", "silu")
     settings.require("attention_dropout", 0, 0.0)
     heads = settings.count("num_attention_heads")
@@ -195,21 +204,21 @@ def common(settings: Settings) -> dict[str, Any]:
 
 
 def num_experts(settings: Settings, key: str) -> int:
-    """Experts of a layer, as many as can be listed for all layers."""
+    """Return the number of experts of a layer; those of all layers are at most `MOST_EXPERTS`."""
     layers = settings.count("num_hidden_layers", most=MOST_LAYERS)
     return settings.count(key, most=MOST_EXPERTS // layers)
 
 
 def head_dim(settings: Settings) -> int:
-    """Width of a head of grouped-query attention, written out; null, or absent: what dim leaves."""
+    """Return the width of a head of grouped-query attention; null: the share of a head in dim."""
     width, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
     if settings.raw("head_dim") is None and width < heads:
         raise settings.refusal("hidden_size", width, f"at least num_attention_heads ({heads})")
     return settings.count("head_dim", null=width // heads)
 
 
-def common_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return what every family's `config.json` has."""
+def common_keys(model: ModelConfig) -> Keys:
+    """Return the keys of `config.json` that every family writes alike."""
     return {
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_positions,

@@ -6,32 +6,35 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hp_base.atomic_write import closed_at_end, replace_file
 from hp_base.errors import CheckpointError, ConfigError
 from hp_checkpoint import Box
 from hp_checkpoint.files import created, fsync_directory, write
 from hp_checkpoint.safetensors import INDEX, FileTensor, index_of, layout_of
+from hp_platform.failures.agreement import agreeing
 
+T = TypeVar("T")
 SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them
 SINGLE = "model.safetensors"
 """The file of a model that has one and no index."""
 
 Read = Callable[[str, Box], Tensor]
-"""Gives the values of a box of a tensor, by global name."""
+"""Function that returns the values of a box of a tensor, by the global name of the tensor."""
 
 
 class Before(NamedTuple):
-    """The files that a model came in: where its weights lay, and in which dtypes.
+    """The layout of the files that a model came in, to be written again.
 
     Attributes:
         file_of: Names of files, by tensor.
-        dtype_of: Dtypes, by tensor; empty: the tensors get another one, and files of usual size.
-        listing: The index of the files, if there was one.
+        dtype_of: Dtypes, by tensor; empty: the dtype changes, and files get the usual size.
+        listing: Content of the index of the files; None: there was none.
     """
 
     file_of: Mapping[str, str]
@@ -40,13 +43,13 @@ class Before(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tensor in the files to come.
+    """The place of a tensor in files that are about to be written.
 
     Attributes:
-        file: Name of its file.
-        begin: First byte there.
-        dtype: Dtype of the file.
-        shape: Shape of the whole.
+        file: Name of the file.
+        begin: Offset of the first byte in the file.
+        dtype: Dtype in the file.
+        shape: Shape of the whole tensor.
     """
 
     file: str
@@ -56,7 +59,7 @@ class Place(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole."""
+        """Return the bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -65,12 +68,12 @@ def places_of(
     shard_bytes: int,
     before: Before | None = None,
 ) -> dict[str, Place]:
-    """Say where every tensor goes: to its file of before, or to full files in the model's order.
+    """Return the place of every tensor: in its former file, or in full files in the model's order.
 
     Args:
         tensors: Dtype and shape by published name, in the order of the model.
         shard_bytes: Approximate size of a file, in bytes.
-        before: Files that the model came in; None: it came in none.
+        before: Layout of the model's former files; None: there were none.
     """
     if before is not None and before.dtype_of and tensors.keys() <= before.file_of.keys():
         by_file: dict[str, dict[str, Place]] = {}
@@ -102,7 +105,7 @@ def require_no_model(folder: Path) -> None:
     """Make a folder, if it is missing, and refuse one that has a model.
 
     Raises:
-        hp_base.errors.ConfigError: When it has one.
+        hp_base.errors.ConfigError: When the folder has a model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.safetensors")) or (folder / INDEX).exists():
@@ -112,7 +115,7 @@ def require_no_model(folder: Path) -> None:
 def make_files(folder: Path, places: Mapping[str, Place]) -> None:
     """Make the files in full size, each with its header and nothing else.
 
-    One that has no index gets its header at the end: without it, it is no model.
+    A single file without an index gets its header at the end, as without it there is no model.
 
     Raises:
         hp_base.errors.ConfigError: When the folder has a model.
@@ -141,7 +144,7 @@ def _layout(inside: Mapping[str, Place]) -> tuple[bytes, dict[str, int], int]:
 def opened_places(
     folder: Path, places: Mapping[str, Place]
 ) -> Iterator[Callable[[str], FileTensor]]:
-    """Give what a tensor is written to, by its name; all of it is on the disk at the end."""
+    """Yield a function that opens a tensor for writing by its name; sync all files at the end."""
     descriptors: dict[str, int] = {}
 
     def target(name: str) -> FileTensor:
@@ -160,7 +163,7 @@ def opened_places(
 
 
 def write_index(folder: Path, places: Mapping[str, Place], before: Before | None = None) -> None:
-    """Write what makes a model of the files: the index, or the header of the only file."""
+    """Write the file that completes a model: the index, or the header of the only file."""
     file_of = {name: place.file for name, place in places.items()}
     index = None if before is None else before.listing
     if alone := _by_file(places).get(SINGLE):
@@ -177,10 +180,10 @@ def write_index(folder: Path, places: Mapping[str, Place], before: Before | None
 
 
 def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in the dtype of a file.
+    """Convert values to the dtype of a file.
 
     Raises:
-        hp_base.errors.CheckpointError: When one is too large for it.
+        hp_base.errors.CheckpointError: When a value is too large for the dtype.
     """
     made = values.to(dtype)
     if dtype == torch.float16 and not torch.equal(made.isinf(), values.isinf()):
@@ -188,3 +191,23 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
             f"tensor {name} must fit float16, which it came in; --dtype float32 writes it"
         )
     return made
+
+
+def on_all_ranks(action: Callable[[], T], *, group: ProcessGroup | None, where: str) -> T:
+    """Do something on every rank, and raise on all of them if it fails on one.
+
+    Args:
+        action: Part of this rank, without a collective that another rank may miss.
+        group: CPU group of the ranks; None: this rank is alone.
+        where: Infinitive for the message, such as "load weights".
+
+    Returns:
+        Result of this rank's part.
+    """
+    with agreeing(group=group, where=where):
+        try:
+            return action()
+        except OSError as failure:
+            raise CheckpointError(
+                f"cannot {where}: {failure.filename}: {failure.strerror}"
+            ) from None

@@ -1,9 +1,15 @@
 """gpt-oss: attention sinks, a window in every other layer, biases everywhere, clamped experts."""
 
-from typing import Any
-
-from hp_trainer.config import ModelConfig
-from hp_transformers.families.family import COMMON, Family, Settings, common, head_dim, num_experts
+from hp_trainer.config import MOST_LAYERS, ModelConfig
+from hp_transformers.families.family import (
+    COMMON,
+    Family,
+    Keys,
+    Settings,
+    common,
+    head_dim,
+    num_experts,
+)
 from hp_transformers.families.rope import read_rope, write_rope
 
 _EVERY = 2
@@ -24,15 +30,14 @@ def _layer_types(num_layers: int) -> list[str]:
     ]
 
 
-def _read(settings: Settings) -> dict[str, Any]:
-    found = common(settings)
-    expected = _layer_types(found["num_layers"])
+def _read(settings: Settings) -> Keys:
+    expected = _layer_types(settings.count("num_hidden_layers", most=MOST_LAYERS))
     if settings.raw("layer_types", null=expected) != expected:
         raise settings.refusal(
             "layer_types", settings.raw("layer_types"), "sliding and full attention in turns"
         )
     return {
-        **found,
+        **common(settings),
         **read_rope(settings, absent=_ROPE),
         "head_dim": head_dim(settings),
         "attention_bias": settings.flag("attention_bias"),
@@ -51,7 +56,7 @@ def _read(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> Keys:
     return {
         **write_rope(model, is_written=True),
         "head_dim": model.head_dim or model.dim // model.num_heads,

@@ -5,7 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hp_base.atomic_write import replace_file
 from hp_base.dtypes import dtype_name
@@ -16,7 +16,7 @@ from hp_data import load_tokenizer
 from hp_trainer.config import Config
 from hp_trainer.config.rules.files import TOKENIZER
 from hp_transformers.families.config import as_text
-from hp_transformers.families.family import Json
+from hp_transformers.families.family import Json, Keys
 from hp_transformers.families.files import Before
 from hp_transformers.families.load import FLOATS
 from hp_transformers.original import INDEX, OTHER_WEIGHTS, SETTINGS, Original
@@ -28,10 +28,10 @@ _COMPUTED_IN = {"BF16": "bfloat16", "F16": "float32", "F32": "float32", "F64": "
 
 
 class Tokens(NamedTuple):
-    """The special tokens of a model, as its files say them.
+    """The special tokens of a model that its files have to say.
 
     Attributes:
-        ids: Keys of `config.json` and `generation_config.json`; empty: those that it came with.
+        ids: Keys of `config.json` and `generation_config.json`; empty: they stay as they came.
         texts: Keys of `tokenizer_config.json`.
     """
 
@@ -39,11 +39,15 @@ class Tokens(NamedTuple):
     texts: Mapping[str, str]
 
 
-def parsed(content: bytes, name: str) -> dict[str, Any]:
-    """The object of a JSON file that a model came with.
+def parsed(content: bytes, name: str) -> Keys:
+    """Parse a JSON file of the original model that holds one object.
+
+    Args:
+        content: Content of the file.
+        name: Name of the file.
 
     Raises:
-        ConfigError: When it is none.
+        ConfigError: When the file holds something else.
     """
     try:
         values = json.loads(content)
@@ -55,16 +59,16 @@ def parsed(content: bytes, name: str) -> dict[str, Any]:
 
 
 def before_of(original: Original, config: Config, *, step: int, dtype: str | None) -> Before | None:
-    """Return how the weights of a model lay; with their dtypes, if these are to stay.
+    """Return the layout of the files that a model came in; with their dtypes, if these are to stay.
 
-    They stay as long as no step has changed the weights, and where the run computes in the dtype
-    that most of them have; float16, in which no run computes, stays where it computes in float32.
+    Dtypes stay as long as no step has changed the weights, and where the run computes in the dtype
+    of most weights; float16, in which no run computes, stays where the run computes in float32.
 
     Args:
-        original: What the model came with.
+        original: Files of the original model.
         config: Config of the run.
         step: Number of steps that the weights have been trained.
-        dtype: Dtype that somebody has asked for.
+        dtype: Dtype that the command line names; None: it names none.
     """
     if not any(original.weights.values()):
         return None
@@ -79,15 +83,19 @@ def before_of(original: Original, config: Config, *, step: int, dtype: str | Non
 
 
 def usual_dtype(before: Before) -> str:
-    """Name of the dtype that most tensors had, and are to have again."""
+    """Return the name of the dtype of most tensors in the files that a model came in."""
     return dtype_name(Counter(before.dtype_of.values()).most_common(1)[0][0])
 
 
 def tokens_of(original: Original, config: Config) -> Tokens:
-    """Special tokens of the tokenizer of a run, where it is not the one that the model came with.
+    """Return the special tokens that an export has to write, by the tokenizer of the run.
 
-    What ends a document in training ends a text that is generated. With the model's own tokenizer
-    what the model came with stays, unless ``data.separator`` names another end.
+    The token that ends a document in training ends a generated text. With the model's own tokenizer
+    all special tokens stay as they came, unless ``data.separator`` names another end.
+
+    Args:
+        original: Files of the original model.
+        config: Config of the run.
 
     Raises:
         ConfigError: When the tokenizer cannot be read.
@@ -115,7 +123,7 @@ def tokens_of(original: Original, config: Config) -> Tokens:
 
 
 def write_others(folder: Path, original: Original, tokens: Tokens) -> int:
-    """Write all files but weights and `config.json`; returns how many are as they came."""
+    """Write all files but weights and `config.json`; return the number of unchanged ones."""
     written = 0
     for name, read in original.files.items():
         if name in (SETTINGS, INDEX):
@@ -135,21 +143,27 @@ def write_others(folder: Path, original: Original, tokens: Tokens) -> int:
 
 
 def settings_of(original: Original, values: Json) -> bytes:
-    """The text of `config.json`, which is the one that came, byte by byte, if it says the same."""
+    """Return the text of `config.json`: byte by byte the original's, if its values are the same."""
     came = original.text(SETTINGS)
     return came if came is not None and json.loads(came) == values else as_text(values)
 
 
-def told(original: Original, settings: bytes, written: int) -> Iterator[str]:
-    """Say what is not as it came, in lines."""
+def report(original: Original, settings: bytes, written: int) -> Iterator[str]:
+    """Yield lines about the files of an export: which are as they came, and which are left out.
+
+    Args:
+        original: Files of the original model.
+        settings: Content of `config.json` in the export.
+        written: Number of other files that are as they came.
+    """
     if SETTINGS not in original.files:
         return
     came, now = json.loads(original.files[SETTINGS]()), json.loads(settings)
     changed = sorted(k for k in came.keys() | now.keys() if came.get(k, ...) != now.get(k, ...))
-    told_of = f"config.json as well, but for {', '.join(changed)}" if changed else "config.json too"
-    yield f"{written} other files are as they came, {told_of}"
+    about = f"config.json as well, but for {', '.join(changed)}" if changed else "config.json too"
+    yield f"{written} other files are as they came, {about}"
     for why in sorted(set(original.left_out.values())):
-        names = [n for n, w in original.left_out.items() if w == why and not _is_read(n, original)]
+        names = [n for n, w in original.left_out.items() if w == why and n not in original.weights]
         if names:
             yield f"left out: {first_of(names)}: {_WHY.get(why, why)}"
 
@@ -157,19 +171,20 @@ def told(original: Original, settings: bytes, written: int) -> Iterator[str]:
 _WHY = {OTHER_WEIGHTS: "weights that training has not changed"}
 
 
-def _is_read(name: str, original: Original) -> bool:
-    return name in original.weights
-
-
 def _is_end(original: Original, token: int) -> bool:
-    """Tell whether all files of a model that say where generation ends name a token."""
+    """Tell whether all files of a model that name the end of generation name this token."""
     said = (parsed(original.text(name) or b"{}", name) for name in (SETTINGS, _GENERATION))
     ends = [end for values in said if (end := values.get("eos_token_id")) is not None]
     return bool(ends) and all(token in (e if isinstance(e, list) else [e]) for e in ends)
 
 
 def _separator(original: Original, name: str) -> int:
-    """Return the id that ended documents in training, `name` where the config says so."""
+    """Return the id of the token that ended documents in training.
+
+    Args:
+        original: Files of the original model.
+        name: Text of the token, if the config names one; empty: the tokenizer's own.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for file in (TOKENIZER, _TOKENIZER_SETTINGS):
             if (content := original.text(file)) is not None:
@@ -185,10 +200,10 @@ def _separator(original: Original, name: str) -> int:
 
 
 def _ids_of(tokenizer: Json) -> dict[str, int]:
-    """Ids of tokens by their texts, of a `tokenizer.json`."""
+    """Return the ids of tokens by their texts, of a `tokenizer.json`."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list):  # of pieces and their scores
         vocab = {piece[0]: number for number, piece in enumerate(vocab)}
-    more = {each["content"]: each["id"] for each in added or ()}
+    more = {a["content"]: a["id"] for a in added} if isinstance(added, list) else {}
     return {**(vocab or {}), **more}

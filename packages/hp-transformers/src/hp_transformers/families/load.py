@@ -19,9 +19,9 @@ from hp_checkpoint.weight_files import first_of, weight_files
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.declared import Declared
 from hp_trainer.model.shapes import model_shapes, model_tensors
-from hp_transformers.families.all_ranks import on_all_ranks
 from hp_transformers.families.config import family_of, model_config, read_config
 from hp_transformers.families.copies import is_beside, require_copies
+from hp_transformers.families.files import on_all_ranks
 from hp_transformers.families.plan import (
     Stored,
     stacking_of,
@@ -36,7 +36,7 @@ _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "qweight
 
 
 _Read = tuple[Tensor, Stored, int, Box]
-"""A view of a tensor of ours, and of a stored one the part and the box in a file that go there."""
+"""A view of a tensor of ours, and the stored tensor, part of it and box in a file that fill it."""
 
 
 def load_weights(
@@ -51,12 +51,12 @@ def load_weights(
 
     Args:
         folder: Folder with `config.json` and safetensors files.
-        tensors: What this rank has, by global name: parameters, and buffers of routers.
+        tensors: Parameters and buffers of routers of this rank, by global name.
         group: CPU group of the ranks that call together; None: this rank is alone.
 
     Raises:
-        hp_base.errors.ConfigError: On every rank and before any tensor is touched: the folder has
-            no model that can be read, or not the one that the tensors are of.
+        hp_base.errors.ConfigError: On every rank and before any tensor is filled: the folder has
+            no model that can be read, or another than that of the tensors.
         hp_platform.PeerError: When another rank failed for another reason.
     """
     with ExitStack() as stack:
@@ -77,9 +77,9 @@ def load_weights(
 
 
 def check_weights(folder: Path) -> int:
-    """Check that a folder has all of a model and no more.
+    """Check that a folder has all tensors of a model and no others.
 
-    Only weights that stand twice in the files are read, and compared.
+    Only weights that files have twice are read, and compared.
 
     Returns:
         Number of parameters.
@@ -93,7 +93,7 @@ def check_weights(folder: Path) -> int:
 
 
 def require_fit(folder: Path, model: ModelConfig, vocab_size: int) -> None:
-    """Refuse weights that are not of a model, by the headers of their files.
+    """Refuse weights that do not fit a model, by the headers of their files.
 
     Args:
         folder: Folder with `config.json` and safetensors files.
@@ -101,7 +101,7 @@ def require_fit(folder: Path, model: ModelConfig, vocab_size: int) -> None:
         vocab_size: Rows of its embedding.
 
     Raises:
-        hp_base.errors.ConfigError: What `load_weights` would raise.
+        hp_base.errors.ConfigError: When `load_weights` would raise it.
     """
     ours = model_shapes(replace(model, vocab_size=vocab_size))
     tensors = {name: torch.empty(shape, device="meta") for name, shape in ours.items()}
@@ -112,7 +112,7 @@ def require_fit(folder: Path, model: ModelConfig, vocab_size: int) -> None:
 
 @contextmanager
 def opened_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
-    """Open the files of a model and give their tensors by name; only headers are read.
+    """Open the files of a model and yield their tensors by name; only headers are read.
 
     Raises:
         ConfigError: When files are missing, damaged, become shorter, or not what the index says.
@@ -157,7 +157,7 @@ def _reads(
 def _checked(
     files: Mapping[str, FileTensor], folder: Path, *, share: tuple[int, int] = (0, 1)
 ) -> tuple[Mapping[str, Declared], list[Stored]]:
-    """Our tensors and those that the files must have of the model of a folder, and do."""
+    """Check the files of a folder; return our tensors of its model, and the stored ones."""
     values = read_config(folder)
     model, family = model_config(values), family_of(values)
     ours = model_tensors(model)
@@ -168,7 +168,7 @@ def _checked(
 
 
 def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelConfig) -> None:
-    """Refuse files that lack a tensor, have one too many, or have one that cannot be read."""
+    """Refuse files that lack a tensor, have an unknown tensor, or one that cannot be read."""
     for name, entry in files.items():
         if name.endswith(_QUANTISED) or entry.dtype not in FLOATS:
             raise ConfigError(
@@ -190,7 +190,7 @@ def _check(files: Mapping[str, FileTensor], listed: list[Stored], model: ModelCo
 
 
 def _without_prediction(files: Mapping[str, FileTensor], model: ModelConfig) -> str:
-    """Say what to do where only modules of prediction are missing, which transformers drops."""
+    """Return a remedy where only modules of prediction are missing, which transformers drops."""
     layers = {name.split(".")[2] for name in files if name.startswith("model.layers.")}
     if not model.num_mtp_modules or str(model.num_layers) in layers:
         return ""

@@ -1,6 +1,6 @@
-"""Tensors in the files of a model, and those of ours that each one is made of.
+"""Tensors in the files of a model, and our tensors that make each of them.
 
-Names and shapes, and how the values of one follow from those of the other; nothing is read here.
+Names and shapes, and conversions of values in both directions; nothing is read here.
 
 Shape symbols: E experts, D model width, F hidden width of an expert.
 """
@@ -20,8 +20,8 @@ from hp_transformers.families.family import Family, Stacking
 Shape = tuple[int, ...]
 
 Arrangement = Literal["same", "transposed", "interleaved", "concatenated"]
-"""How a stored tensor follows from its parts: as they are; each expert transposed; the columns of
-both, transposed, in turns; the rows of one after those of the other."""
+"""Order of the values of a stored tensor: as in its part; each expert transposed; the columns of
+both parts, transposed, in turns; the rows of the second part after those of the first."""
 
 _PROJECTION = {"1": 0, "3": 1, "2": 2}
 
@@ -31,12 +31,12 @@ class Stored:
     """One tensor of a file.
 
     Attributes:
-        name: Name in their files.
+        name: Name in the files.
         shape: Shape of the whole tensor.
-        parts: Our names of the tensors in it: one, or gate and up.
-        expert: Which expert of a stacked part it is; None: all of the part.
-        arrangement: How it follows from the parts.
-        is_copy: Whether it repeats another tensor: it is written, and need not be there to read.
+        parts: Names of our tensors in it: one, or gate and up.
+        expert: Index of the expert in a stacked part; None: it has all of the part.
+        arrangement: Order of its values.
+        is_copy: Whether it repeats another tensor: it is written, and may be missing to read.
     """
 
     name: str
@@ -59,8 +59,8 @@ def stored_tensors(
     Args:
         tensors: All our parameters and buffers, by global name.
         model: Configuration of their model.
-        family: Family whose names are used.
-        stacking: How experts are kept; None: as the family publishes them.
+        family: Family that gives the names.
+        stacking: Form of experts; None: the published form of the family.
     """
     stacking = stacking or family.stacking
     found: list[Stored] = []
@@ -78,19 +78,19 @@ def stored_tensors(
 
 
 def stacking_of(names: Collection[str], family: Family) -> Stacking:
-    """Return how the files that have these names keep experts."""
+    """Return the form of experts in files whose tensors have these names."""
     if family.stacking == "none" and any(n.endswith(".experts.gate_up_proj") for n in names):
         return "concatenated"
     return family.stacking
 
 
 def theirs_of(stored: Stored, part: int, box: Box) -> Box:
-    """Return where a box of one of our tensors lies in a stored one.
+    """Return the box of a stored tensor that holds a box of one of its parts.
 
     Args:
-        stored: Stored tensor; not one expert of a stack, whose box has a dimension less.
-        part: Index in `stored.parts` of the tensor that has the box.
-        box: Box in that part.
+        stored: Stored tensor; no single expert of a stack, whose box has a dimension less.
+        part: Index of the part in `stored.parts`.
+        box: Box of the part.
     """
     offsets, sizes = box
     if stored.arrangement == "same":
@@ -104,7 +104,7 @@ def theirs_of(stored: Stored, part: int, box: Box) -> Box:
 
 
 def to_theirs(stored: Stored, values: Sequence[Tensor]) -> Tensor:
-    """Values of a stored tensor from the same box of each of its parts."""
+    """Convert the values of the same box of each part to values of a stored tensor."""
     turned = [v.mT if v.ndim == 3 else v for v in values]
     if stored.arrangement == "interleaved":
         return torch.stack(turned, dim=-1).flatten(-2)
@@ -112,7 +112,7 @@ def to_theirs(stored: Stored, values: Sequence[Tensor]) -> Tensor:
 
 
 def to_ours(stored: Stored, part: int, values: Tensor) -> Tensor:
-    """Values of one part from those of a stored tensor, at the place that `theirs_of` gives."""
+    """Convert values of a stored tensor, in the box of `theirs_of`, to values of one part."""
     if stored.arrangement == "interleaved":
         values = values.unflatten(-1, (-1, 2))[..., part]
     if stored.arrangement in ("interleaved", "transposed") and values.ndim == 3:
@@ -121,14 +121,14 @@ def to_ours(stored: Stored, part: int, values: Tensor) -> Tensor:
 
 
 def _renamed(published: str, family: Family) -> str:
-    """Return what a family's files call a tensor."""
+    """Return the name of a tensor in files of a family."""
     for usual, theirs in family.renamed.items():
         published = f"{published}.".replace(f".{usual}.", f".{theirs}.")[:-1]
     return published
 
 
 def _single(path: str, name: str, shape: Shape, family: Family) -> Iterator[Stored]:
-    """One tensor per expert for one of our stacks."""
+    """Yield one stored tensor per expert for one of our stacks."""
     projection = family.projections[_PROJECTION[name[-1]]]
     ending = "weight" if name[-2] == "w" else "bias"
     for expert in range(shape[0]):
@@ -136,7 +136,7 @@ def _single(path: str, name: str, shape: Shape, family: Family) -> Iterator[Stor
 
 
 def _stacked(path: str, name: str, shape: Shape, *, is_interleaved: bool) -> Iterator[Stored]:
-    """One tensor for one of our stacks; gate and up are one, which comes with w1."""
+    """Yield the stored tensor for one of our stacks; w1 yields that of gate and up, and w3 none."""
     kind, number = name[-2:-1], name[-1:]
     ending = "" if kind == "w" else "_bias"
     E, F, *D = shape
@@ -153,7 +153,7 @@ def _stacked(path: str, name: str, shape: Shape, *, is_interleaved: bool) -> Ite
 
 
 def _copies(tensors: Mapping[str, Declared], model: ModelConfig) -> Iterator[Stored]:
-    """Embedding and output matrix, which published files repeat in each module of prediction."""
+    """Yield the copies of embedding and output matrix in each published module of prediction."""
     head = "output.weight" if "output.weight" in tensors else "embedding.weight"
     for depth in range(model.num_mtp_modules):
         path = f"model.layers.{model.num_layers + depth}"

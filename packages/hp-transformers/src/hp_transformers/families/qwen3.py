@@ -1,13 +1,19 @@
 """Qwen3, dense and with experts: a norm on every query and key head."""
 
-from typing import Any
-
 from hp_trainer.config import ModelConfig
-from hp_transformers.families.family import COMMON, Family, Settings, common, head_dim, num_experts
+from hp_transformers.families.family import (
+    COMMON,
+    Family,
+    Keys,
+    Settings,
+    common,
+    head_dim,
+    num_experts,
+)
 from hp_transformers.families.rope import read_rope, write_rope
 
 
-def _read_dense(settings: Settings) -> dict[str, Any]:
+def _read_dense(settings: Settings) -> Keys:
     settings.require("use_sliding_window", False)
     return {
         **common(settings),
@@ -19,7 +25,7 @@ def _read_dense(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _read_moe(settings: Settings) -> dict[str, Any]:
+def _read_moe(settings: Settings) -> Keys:
     settings.require("decoder_sparse_step", 1)
     dense = settings.raw("mlp_only_layers", null=[])
     if not isinstance(dense, list) or dense != list(range(len(dense))):
@@ -35,7 +41,7 @@ def _read_moe(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _write_dense(model: ModelConfig) -> dict[str, Any]:
+def _write_dense(model: ModelConfig) -> Keys:
     return {
         **write_rope(model),
         "head_dim": model.head_dim or model.dim // model.num_heads,
@@ -45,7 +51,7 @@ def _write_dense(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_moe(model: ModelConfig) -> dict[str, Any]:
+def _write_moe(model: ModelConfig) -> Keys:
     return {
         **_write_dense(model),
         "num_experts": model.num_experts,

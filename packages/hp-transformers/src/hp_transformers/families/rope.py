@@ -4,14 +4,12 @@ Published files have `rope_theta` and `rope_scaling`; transformers 5 puts both i
 `rope_parameters`, and reads either.
 """
 
-from typing import Any
-
 from hp_base.errors import ConfigError
 from hp_base.messages import shown
 from hp_trainer.config import ModelConfig
-from hp_transformers.families.family import Json, Settings
+from hp_transformers.families.family import Json, Keys, Settings
 
-# Ours, theirs, and what an absent one means; None: it must be there.
+# Our key, theirs, and the default of theirs; None: it must be given.
 _ORIGINAL = ("rope_original_positions", "original_max_position_embeddings", None)
 _LLAMA3 = (
     ("rope_factor", "factor", None),
@@ -34,15 +32,15 @@ _KNOWN = {theirs for keys in _KEYS.values() for _, theirs, _ in keys} | {
 }
 
 
-def read_rope(settings: Settings, *, absent: Json | None = None) -> dict[str, Any]:
-    """Keys of `ModelConfig`.
+def read_rope(settings: Settings, *, absent: Json | None = None) -> Keys:
+    """Return the keys of `ModelConfig` about rotary embedding.
 
     Args:
         settings: Settings of the file.
-        absent: What it means that the file has neither `rope_scaling` nor `rope_parameters`.
+        absent: Scaling of a file with neither `rope_scaling` nor `rope_parameters`.
 
     Raises:
-        ConfigError: For a kind of scaling that is not known, or one that lacks a number.
+        ConfigError: When the kind of scaling is unknown, or lacks a number.
     """
     scaling = settings.table("rope_scaling")
     if scaling is None or not scaling.values:
@@ -65,15 +63,16 @@ def read_rope(settings: Settings, *, absent: Json | None = None) -> dict[str, An
     }
 
 
-def write_rope(model: ModelConfig, *, is_written: bool = False) -> dict[str, Any]:
-    """Keys of `config.json`.
+def write_rope(model: ModelConfig, *, is_written: bool = False) -> Keys:
+    """Return the keys of `config.json` about rotary embedding.
 
     Args:
-        model: Ours.
-        is_written: Whether no scaling has to be said, since in this family nothing means another.
+        model: Model configuration.
+        is_written: Whether the file has to name the absence of scaling, since without
+            `rope_scaling` this family scales.
     """
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
-    scaling: dict[str, Any] = {"rope_type": kind}
+    scaling: Keys = {"rope_type": kind}
     for ours, theirs, default in _KEYS[kind]:
         value = getattr(model, ours)
         if default != 0.0 or value:
@@ -83,7 +82,7 @@ def write_rope(model: ModelConfig, *, is_written: bool = False) -> dict[str, Any
 
 
 def _defaults(settings: Settings) -> Json:
-    """Return what absent keys of the scaling mean; the rest of the file has some of them."""
+    """Return the values of absent keys of the scaling; some follow from the rest of the file."""
     found = {theirs: value for _, theirs, value in _YARN if value is not None}
     return {
         **found,

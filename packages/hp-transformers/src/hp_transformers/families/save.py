@@ -26,7 +26,6 @@ from hp_checkpoint.collective import gathered, is_first
 from hp_checkpoint.safetensors import FileTensor
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.shapes import model_tensors
-from hp_transformers.families.all_ranks import on_all_ranks
 from hp_transformers.families.config import FAMILIES, as_text, hf_config
 from hp_transformers.families.family import Family
 from hp_transformers.families.files import (
@@ -36,6 +35,7 @@ from hp_transformers.families.files import (
     Read,
     cast,
     make_files,
+    on_all_ranks,
     opened_places,
     places_of,
     write_index,
@@ -64,8 +64,9 @@ def save_weights(
     """Write a folder that transformers and others can load.
 
     Args:
-        folder: Made if it is missing; must have no safetensors files. All ranks see it.
-        tensors: What this rank has, by global name. Of ranks that have the same part, the first
+        folder: Folder on a file system that all ranks see, without safetensors files; made if it
+            is missing.
+        tensors: Tensors of this rank, by global name. Of ranks that have the same part, the first
             writes it; a DTensor may be sharded in any way.
         model: Configuration of the model, with its vocabulary and longest sequence.
         dtype: Dtype of the files; correction biases keep fp32.
@@ -108,14 +109,14 @@ def write_model(
 
     Args:
         folder: Folder to be made.
-        boxes: What this rank has of each tensor, by global name.
-        read: Gives the values of one of those boxes.
+        boxes: Boxes of each tensor that this rank has, by global name.
+        read: Function that returns the values of one of those boxes.
         model: Configuration of the model, with its vocabulary and longest sequence.
         dtype: Dtype of the files.
         group: CPU group of the ranks that call together.
         shard_bytes: Approximate size of a file, in bytes.
-        settings: Content of `config.json`; None: what follows from the model.
-        before: Files that the model came in; None: it came in none.
+        settings: Content of `config.json`; None: it follows from the model.
+        before: Layout of the model's former files; None: there were none.
     """
 
     def prepare() -> tuple[bytes, list[Stored], dict[str, Place]]:
@@ -149,7 +150,7 @@ def write_model(
 
 
 def _listed(model: ModelConfig, family: Family, before: Before | None) -> list[Stored]:
-    """Tensors of the files; copies of others, and stacks, as they were before."""
+    """Return the tensors of the files; with copies and stacks as in the model's former files."""
     tensors = model_tensors(model)
     if before is None:
         return stored_tensors(tensors, model, family)
@@ -170,7 +171,13 @@ def _dtype_of(stored: Stored, dtype: torch.dtype) -> torch.dtype:
 def _mine(
     listed: Iterable[Stored], everyone: Sequence[Mapping[str, list[Box]]], rank: int
 ) -> dict[str, list[Box]]:
-    """Boxes that this rank is the first to have, when all ranks together have every one once."""
+    """Return the boxes that this rank is the first to have, once all tensors are complete.
+
+    Args:
+        listed: Tensors of the files.
+        everyone: Boxes of each tensor on each rank.
+        rank: Index of this rank.
+    """
     owner: dict[str, dict[Box, int]] = {}
     for index, theirs in enumerate(everyone):
         for name, some in theirs.items():
@@ -190,7 +197,7 @@ def _mine(
 
 
 def _num_elements(listed: Iterable[Stored]) -> Counter[str]:
-    """Number of elements that each of our tensors must have."""
+    """Return the number of elements that each of our tensors must have."""
     found: Counter[str] = Counter()
     for stored in (each for each in listed if not each.is_copy):
         for part in stored.parts:
@@ -219,7 +226,7 @@ def _write_boxes(
 
 
 def _require_alike(parts: tuple[str, ...], boxes: Mapping[str, list[Box]]) -> None:
-    """Gate and up are written as one tensor, and so must be cut in the same way."""
+    """Refuse gate and up projections that are cut differently: files have them as one tensor."""
     for part in parts[1:]:
         if boxes.get(part, []) != boxes.get(parts[0], []):
             raise CheckpointError(f"tensor {part} must be sharded as {parts[0]} is")

@@ -1,15 +1,16 @@
 """The loss by which transformers balances experts, of a model that is cut over ranks.
 
-Note [Balance of a stranger's model]. With `output_router_logits` a model adds a coefficient times
-E x sum of c[e] p[e] / n^2: of all rows of router logits, of all layers and tokens of one call, c
-counts how often an expert is chosen, p sums its probabilities, and n is the number of rows. The
-call is the microbatch, wherever its parts are. Counts have no gradient, and the loss is linear in
-the probabilities. So all that a layer needs of others, of this stage, of other stages and of ranks
-with other positions, is the sum of counts, and it needs it in backward alone. Counts travel with
-hidden states from stage to stage, in columns of their own; the last stage sums them over ranks with
-other positions, and sums travel back in the same columns of the gradient. Which modules give
-router logits, the coefficient, and that the loss is this one, is learned by one run without memory
-and one comparison of functions; nothing is known by name but `load_balancing_loss_func`.
+Note [Balance of a stranger's model]. With `output_router_logits` a model adds to its loss a
+coefficient times E x sum of c[e] p[e] / n^2, over the rows of router logits of all layers and
+tokens of one call: c counts how often an expert is chosen, p sums its probabilities, and n is the
+number of rows. Here the call is a microbatch, in whatever stages and ranks it is. Counts have no
+gradient, and the loss is linear in the probabilities. So a layer needs nothing of other layers,
+stages and ranks but the sum of counts, and needs that in backward alone. Counts travel with
+hidden states from stage to stage, in extra columns; the last stage sums them over ranks with
+other positions, and the sums travel back in the same columns of the gradient. The modules that
+return router logits, the coefficient and the form of the loss are learned by one run on the meta
+device and one comparison of functions; the only name that is relied on is
+`load_balancing_loss_func`.
 
 Shape symbols: B sequences, S positions, D width of the stream, T tokens, K experts of a token, E
 experts.
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,14 +32,22 @@ from hp_base.errors import ConfigError, told
 from hp_platform import outside_graph
 from hp_trainer.config import ModelConfig
 from hp_trainer.model import Microbatch
-from hp_transformers.stages.made import choose_experts, is_balanced, on_meta
+from hp_transformers.stages.model import CausalModel, choose_experts, is_balanced, on_meta
 from hp_transformers.stages.outline import Answers
 
 COLUMNS = 4
-"""Columns in which counts travel: bytes of a number, which every float has exactly."""
+"""Columns in which counts travel: one byte of a count in each, which every dtype represents."""
 _FUNCTION = "load_balancing_loss_func"
 _BYTE = 8
 _SAME = 1e-4  # relative, in float32
+_Logits: TypeAlias = tuple[Tensor, ...]
+
+
+class _Function(Protocol):
+    """The function of transformers that computes the loss."""
+
+    def __call__(self, logits: _Logits, num_experts: int, top_k: int, /) -> Tensor:
+        """Return the loss of router logits [T, E] of each layer, a scalar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +55,11 @@ class Balance:
     """The loss that balances the experts of a model.
 
     Attributes:
-        coefficient: What the loss is multiplied with.
+        coefficient: Factor of the loss.
         num_experts: E.
         top_k: K.
-        routers: Modules that give router logits [T, E], by path -> their place in what the module
-            returns; None: it is all that it returns.
+        routers: Index of router logits [T, E] in the output of each module that returns them, by
+            its path; None: they are all of the output.
     """
 
     coefficient: float
@@ -62,8 +71,8 @@ class Balance:
         """Return how often experts are chosen, int64 [E], and their summed probabilities [E].
 
         Args:
-            logits: [T, E].
-            keep: Which rows count, bool [T]; None: all.
+            logits: Router logits [T, E].
+            keep: Mask of the rows that count, bool [T]; None: all of them.
         """
         shares_TE = logits.softmax(-1)
         chosen_TK = shares_TE.topk(self.top_k, dim=-1).indices
@@ -75,7 +84,11 @@ class Balance:
         return counts_E.scatter_add_(0, chosen_TK.flatten(), ones_TK.flatten()), shares_TE.sum(0)
 
     def slope(self, counts: Tensor) -> Tensor:
-        """The loss for each of the summed probabilities, float64 [E], from counts of all rows."""
+        """Return the derivative of the loss by summed probabilities, float64 [E].
+
+        Args:
+            counts: Counts of all rows, int64 [E].
+        """
         rows = counts.sum().double() / self.top_k
         return counts.double() * (self.coefficient * self.num_experts) / rows.square().clamp(min=1)
 
@@ -88,18 +101,18 @@ class Balancing:
         settled: Counts of all layers and positions, int64 [E]; None before they are known.
 
     Args:
-        balance: What it is of.
-        microbatch: Gets this stage's share of the loss, in backward.
+        balance: Loss of the model.
+        microbatch: Microbatch, to which backward adds this stage's share of the loss.
         weight: Share of the microbatch in the batch of the step.
-        name: That of the stage; a microbatch may meet several on one rank.
-        is_told: Whether this rank tells its share; of ranks with the same tokens one does.
+        name: Name of the stage; a microbatch may pass several stages on one rank.
+        reports: Whether this rank reports its share; of ranks with the same tokens one does.
     """
 
     def __init__(
-        self, balance: Balance, microbatch: Microbatch, weight: float, *, name: str, is_told: bool
+        self, balance: Balance, microbatch: Microbatch, weight: float, *, name: str, reports: bool
     ) -> None:
         self._balance, self._microbatch, self._weight = balance, microbatch, weight
-        self._is_told = is_told
+        self._reports = reports
         self._name = name
         self._keep = None if microbatch.padding is None else ~microbatch.padding.flatten()
         self._logits: list[Tensor] = []
@@ -110,17 +123,17 @@ class Balancing:
 
     @outside_graph
     def begin(self) -> None:
-        """Begin a layer. One that runs again in backward may have ended before its end."""
+        """Begin a layer; one that ran again in backward may have stopped half way."""
         self._logits.clear()
 
     @outside_graph
     def see(self, logits: Tensor) -> None:
-        """Take router logits of the layer that runs, [T, E]."""
+        """Record router logits [T, E] of the layer that runs."""
         self._logits.append(logits)
 
     @outside_graph
     def attach(self, index: int, hidden: Tensor) -> Tensor:
-        """Let the loss of a layer come along with what it returns; also where it runs again."""
+        """Attach the loss of a layer to the hidden states that it returns, in each of its runs."""
         if not self._logits:
             return hidden
         found = [self._balance.counted(logits, self._keep) for logits in self._logits]
@@ -130,7 +143,7 @@ class Balancing:
         return attached
 
     def counts(self, device: torch.device) -> Tensor:
-        """Counts of layers of this stage and those before, int64 [E]."""
+        """Return the summed counts of layers of this stage and those before, int64 [E]."""
         none = torch.zeros(self._balance.num_experts, dtype=torch.int64, device=device)
         total = sum((counts for counts, _ in self._layers.values()), none)
         return total if self.before is None else total + self.before
@@ -139,7 +152,7 @@ class Balancing:
         """Take the counts of all layers and positions, int64 [E]."""
         self.settled, self._slope = counts, self._balance.slope(counts) * self._weight
         sums = [sums for _, sums in self._layers.values()]
-        if sums and self._is_told:
+        if sums and self._reports:
             share = (torch.stack(sums).sum(0).double() * self._slope).sum()
             self._microbatch.balance_losses[self._name] = share
 
@@ -148,7 +161,7 @@ class Balancing:
 
         Args:
             device: Device of the counts.
-            group: Ranks with other positions.
+            group: Ranks with other positions of the same sequences; None: there are none.
         """
         counts = self.counts(device)
         if group is not None:
@@ -156,30 +169,30 @@ class Balancing:
         self.settle(counts)
 
     def send(self, hidden: Tensor) -> Tensor:
-        """[B, S, D] to [B, S, D + `COLUMNS`]: end the forward of a stage that is not the last."""
+        """End the forward of any stage but the last: [B, S, D] to [B, S, D + `COLUMNS`]."""
         sent: Tensor = _Send.apply(hidden, self)
         return sent
 
     def receive(self, x: Tensor) -> Tensor:
-        """[B, S, D + `COLUMNS`] to [B, S, D]: begin that of a stage that is not the first."""
+        """Begin the forward of any stage but the first: [B, S, D + `COLUMNS`] to [B, S, D]."""
         hidden: Tensor = _Receive.apply(x, self)
         return hidden
 
     @property
     def slope(self) -> Tensor:
-        """Gradient of summed probabilities, float64 [E]."""
+        """Return the gradient of summed probabilities, float64 [E]."""
         assert self._slope is not None, "forward must have come to its end on the last stage"
         return self._slope
 
     def packed(self, hidden: Tensor, counts: Tensor) -> Tensor:
-        """[B, S, D] and int64 [E] to [B, S, D + `COLUMNS`]."""
+        """Put hidden states [B, S, D] and counts int64 [E] together: [B, S, D + `COLUMNS`]."""
         rows = hidden.new_zeros(hidden.shape[0] * hidden.shape[1], COLUMNS)
         for column in range(COLUMNS):
             rows[: len(counts), column] = (counts >> (column * _BYTE)) & (2**_BYTE - 1)
         return torch.cat((hidden, rows.view(*hidden.shape[:2], COLUMNS)), dim=2)
 
     def unpacked(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what :meth:`packed` has put together."""
+        """Return the hidden states and counts that :meth:`packed` has put together."""
         hidden, columns = x.split((x.shape[2] - COLUMNS, COLUMNS), dim=2)
         rows = columns.reshape(-1, COLUMNS)[: self._balance.num_experts].to(torch.int64)
         counts = sum(rows[:, column] << (column * _BYTE) for column in range(COLUMNS))
@@ -187,41 +200,48 @@ class Balancing:
         return hidden.contiguous(), counts
 
 
+class _Context(Protocol):
+    """The attributes that autograd keeps from forward for backward."""
+
+    balancing: Balancing
+    dtype: torch.dtype
+
+
 class _Attach(torch.autograd.Function):
-    """Identity on hidden states, through which a loss takes part in backward."""
+    """Identity on hidden states, which adds the gradient of a loss in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, sums: Tensor, balancing: Balancing) -> Tensor:
+    def forward(ctx: _Context, hidden: Tensor, sums: Tensor, balancing: Balancing) -> Tensor:
         ctx.balancing, ctx.dtype = balancing, sums.dtype
         return hidden.view_as(hidden)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad, ctx.balancing.slope.to(ctx.dtype), None
 
 
 class _Send(torch.autograd.Function):
-    """Adds counts to hidden states; backward takes sums over all stages from their gradient."""
+    """Adds counts to hidden states; backward takes sums over all stages out of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, balancing: Balancing) -> Tensor:
+    def forward(ctx: _Context, hidden: Tensor, balancing: Balancing) -> Tensor:
         ctx.balancing = balancing
         return balancing.packed(hidden, balancing.counts(hidden.device))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         hidden, counts = ctx.balancing.unpacked(grad)
         ctx.balancing.settle(counts)
         return hidden, None
 
 
 class _Receive(torch.autograd.Function):
-    """Takes counts from hidden states; backward adds sums over all stages to their gradient."""
+    """Takes counts out of hidden states; backward adds sums over all stages to the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, balancing: Balancing) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, balancing: Balancing) -> Tensor:
         ctx.balancing = balancing
         hidden, counts = balancing.unpacked(x)
         balancing.before = counts
@@ -229,15 +249,17 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.balancing.packed(grad, ctx.balancing.settled), None
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
+        settled = ctx.balancing.settled
+        assert settled is not None, "backward of the last stage runs first"
+        return ctx.balancing.packed(grad, settled), None
 
 
 def balance_of(model: ModelConfig) -> Balance | None:
-    """Learn how the model of a folder balances its experts; None: it does not.
+    """Return the loss by which the model of a folder balances its experts; None: it has none.
 
     Raises:
-        hp_base.errors.ConfigError: When it does in a way that is not known here.
+        hp_base.errors.ConfigError: When the loss has another form than the one known here.
     """
     return _balance(model.transformers, model.trust_remote_code)
 
@@ -250,17 +272,17 @@ def _balance(folder: str, trust: bool) -> Balance | None:
     made = on_meta(config, torch.float32, balanced=True)
     choose_experts(made, "batched_mm")  # the one whose shapes do not depend on choices
     kind = type(made).__name__
-    found = _Recorder(made)
+    recorder = _Recorder(made)
     try:
-        output = found.run(made)
+        output = recorder.run(made)
     except Exception as error:
         why = f"the model does not run without memory: {told(error, 200)}"
         raise _refused(kind, why) from error
-    if found.arguments is None:
+    if recorder.arguments is None:
         if getattr(output, "aux_loss", None) is not None:
             raise _refused(kind, f"it is not made by {_FUNCTION}")
-        return None  # a model that has none, whatever its config says
-    return found.balance(kind)
+        return None  # the model has no such loss, whatever its config says
+    return recorder.balance(kind)
 
 
 def _refused(kind: str, why: str) -> ConfigError:
@@ -271,13 +293,13 @@ def _refused(kind: str, why: str) -> ConfigError:
 
 
 class _Factor:
-    """Stands for the loss, and notes down what it is multiplied with."""
+    """Stands for the loss, and records the coefficient that it is multiplied with."""
 
     def __init__(self) -> None:
         self.coefficient: float | None = None
 
-    def to(self, *_args: Any, **_kwargs: Any) -> "_Factor":
-        """Be on another device."""
+    def to(self, *_args: object, **_kwargs: object) -> "_Factor":
+        """Return this object, in place of a copy on another device."""
         return self
 
     def __rmul__(self, other: float) -> Tensor:
@@ -288,24 +310,27 @@ class _Factor:
 
 
 class _Recorder:
-    """Takes the place of the function that computes the loss, and sees what modules return.
+    """Records the arguments of the function that computes the loss, and the outputs of modules.
+
+    Attributes:
+        arguments: Arguments of the function, by name; None: it was not called.
 
     Args:
-        made: A model on the meta device.
+        made: Model on the meta device.
     """
 
-    def __init__(self, made: Any) -> None:
-        self.arguments: Mapping[str, Any] | None = None
+    def __init__(self, made: CausalModel) -> None:
+        self.arguments: Mapping[str, object] | None = None
         self._factor = _Factor()
         self._code = vars(sys.modules[type(made).__module__])
-        self._function: Callable[..., Any] | None = self._code.get(_FUNCTION)
+        self._function: _Function | None = self._code.get(_FUNCTION)
         self._alive: list[Tensor] = []  # so that no id is used twice
-        self._places: dict[int, tuple[str, int | None]] = {}
+        self._places: dict[int, tuple[str, int | None]] = {}  # id of a tensor -> module, index
         for path, module in made.named_modules():
             module.register_forward_hook(self._seeing(path))
 
-    def _seeing(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def see(_module: nn.Module, _args: Any, output: Any) -> None:
+    def _seeing(self, path: str) -> Callable[[nn.Module, object, object], None]:
+        def see(_module: nn.Module, _args: object, output: object) -> None:
             is_one = isinstance(output, Tensor)
             several = output if isinstance(output, tuple | list) else ()
             for place, value in [(None, output)] if is_one else enumerate(several):
@@ -315,28 +340,32 @@ class _Recorder:
 
         return see
 
-    def run(self, made: Any) -> Any:
-        """Run the model; returns its output."""
+    def run(self, made: CausalModel) -> object:
+        """Run the model with targets; return its output."""
         tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
         if self._function is not None:
             self._code[_FUNCTION] = self._record
         try:
             with Answers():
-                return made(input_ids=tokens, labels=tokens, use_cache=False)
+                output: object = made(input_ids=tokens, labels=tokens, use_cache=False)
+                return output
         finally:
             if self._function is not None:
                 self._code[_FUNCTION] = self._function
 
-    def _record(self, *args: Any, **kwargs: Any) -> _Factor:
+    def _record(self, *args: object, **kwargs: object) -> _Factor:
         assert self._function is not None
         self.arguments = inspect.signature(self._function).bind(*args, **kwargs).arguments
         return self._factor
 
     def balance(self, kind: str) -> Balance:
-        """Return what was learned.
+        """Return the loss of the model after a run.
+
+        Args:
+            kind: Class of the model, for messages.
 
         Raises:
-            hp_base.errors.ConfigError: When the loss is another one than that which is known.
+            hp_base.errors.ConfigError: When the loss has another form than the one known here.
         """
         assert self.arguments is not None
         logits = self.arguments.get("gate_logits")
@@ -362,7 +391,7 @@ class _Recorder:
         return balance
 
     def _is_same(self, balance: Balance) -> bool:
-        """Tell whether the function computes what is computed here, of some numbers."""
+        """Tell whether the function of the model agrees with `Balance`, on random logits."""
         assert self._function is not None
         drawn = torch.Generator().manual_seed(0)
         some = torch.randn(2, 13, balance.num_experts, generator=drawn, dtype=torch.float32)

@@ -1,13 +1,12 @@
-"""Tensors of files that are none of a model, compared with what the model has in their place.
+"""Tensors of files that are not of a model, compared with the model's own in their place.
 
-Files of some age have buffers that models make by themselves since: masks, positions, frequencies.
-Some have weights of parts that transformers does not have, such as modules that predict further
-tokens: those are not trained, and whoever trains is told.
+Old files have buffers that models compute by themselves today: masks, positions, frequencies. Some
+files have weights of parts that transformers does not have, such as modules that predict further
+tokens: those are not trained, and a warning says so.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +15,28 @@ from hp_base.errors import ConfigError
 from hp_checkpoint.safetensors import FileTensor
 from hp_trainer.config import ModelConfig
 from hp_transformers.families.copies import FREQUENCIES, require_frequencies, whole
-from hp_transformers.stages.made import on_meta
+from hp_transformers.stages.model import CausalModel, on_meta
 
 _MASK = re.compile(r"(^|\.)attention\.bias$")
 _MASKED = re.compile(r"(^|\.)attention\.masked_bias$")
-_HIDES = -1e4  # what is added to hide a position is at most that
+_HIDES = -1e4  # bound of the values that are added to scores to hide a position
 
 
 def require_alike(
-    config: ModelConfig, made: Any, beside: Mapping[str, tuple[str, FileTensor]]
+    config: ModelConfig, made: CausalModel, beside: Mapping[str, tuple[str, FileTensor]]
 ) -> list[str]:
-    """Refuse tensors of files that are neither of a model nor what it has in their places.
+    """Refuse tensors of files that are neither of a model nor equal to its own in their place.
 
     Args:
         config: Model configuration with the folder.
-        made: Its model, on the meta device.
-        beside: Names in files, and tensors, by the names that they would have in the model.
+        made: Model of the folder, on the meta device.
+        beside: Name in files and tensor, by the name that the tensor would have in the model.
 
     Returns:
         Names of weights of parts that transformers does not have.
 
     Raises:
-        hp_base.errors.ConfigError: About the first that is something else.
+        hp_base.errors.ConfigError: About the first tensor to refuse.
     """
     if not beside:
         return []
@@ -59,7 +58,9 @@ def require_alike(
     return left_out
 
 
-def _require_buffer(name: str, file: FileTensor, expected: Tensor | None, made: Any) -> None:
+def _require_buffer(
+    name: str, file: FileTensor, expected: Tensor | None, made: CausalModel
+) -> None:
     values = whole(file).double()
     if expected is not None:
         is_alike = torch.equal(values, expected.to(values.dtype).view_as(expected))

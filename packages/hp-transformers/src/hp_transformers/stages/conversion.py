@@ -7,23 +7,36 @@ out of single ones. Here each is a `Group`, so that weights are read one group a
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hp_base.errors import ConfigError, told
+from hp_transformers.stages.model import CausalConfig, CausalModel
+
+_Converted: TypeAlias = Mapping[str, Tensor | list[Tensor]]
+
+
+class _Converter(Protocol):
+    """The parts of a `WeightConverter` of transformers that are used here."""
+
+    def add_tensor(self, name: str, source: str, pattern: str, values: Tensor, /) -> None:
+        """Collect a tensor of files."""
+
+    def convert(self, name: str, *, model: CausalModel, config: CausalConfig) -> _Converted:
+        """Return the tensors of the model that the collected ones make."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors of files, and those of a model that they are together.
+    """Tensors of files that together make one or more tensors of a model.
 
     Attributes:
         sources: Names in files, in the order in which the rule wants them.
         targets: Names in the model.
-        rule: Converts; None: source and target are the same values.
-        shapes: Shapes that the rule gives its targets, by name.
+        rule: Conversion; None: source and target have the same values.
+        shapes: Shapes of the targets that the rule makes, by name.
     """
 
     sources: tuple[str, ...]
@@ -37,19 +50,19 @@ class _Rule:
     """A converter of transformers, for some tensors.
 
     Attributes:
-        converter: Converter that has no tensors yet.
-        name: Key of its collected tensors.
-        patterns: Which of its patterns each source has matched.
-        model: Its model.
+        converter: Converter that has collected no tensors yet.
+        name: Name of a tensor of the model, under which the converter collects.
+        patterns: Pattern of the converter that each source has matched.
+        model: Model that has the tensors.
     """
 
-    converter: Any
+    converter: _Converter
     name: str
     patterns: Mapping[str, str]
-    model: Any
+    model: CausalModel
 
     def apply(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the model from those of files, both whole."""
+        """Convert whole tensors of files to whole tensors of the model."""
         converter = deepcopy(self.converter)
         for source, pattern in self.patterns.items():
             converter.add_tensor(self.name, source, pattern, values[source])
@@ -57,11 +70,11 @@ class _Rule:
         return {n: v[0] if isinstance(v, list) else v for n, v in made.items()}
 
 
-def groups_of(model: Any, shapes: Mapping[str, Sequence[int]]) -> list[Group]:
-    """Say what tensors of files are in a model; those of names that it has not, too.
+def groups_of(model: CausalModel, shapes: Mapping[str, Sequence[int]]) -> list[Group]:
+    """Group tensors of files by the tensors of a model that they make, known to the model or not.
 
     Args:
-        model: Model of transformers, on the meta device.
+        model: Model on the meta device.
         shapes: Shape of each tensor of the files.
     """
     from transformers import core_model_loading as loading  # noqa: PLC0415
@@ -89,10 +102,10 @@ def groups_of(model: Any, shapes: Mapping[str, Sequence[int]]) -> list[Group]:
 
 
 def _converted(rule: _Rule, shapes: Mapping[str, Sequence[int]]) -> Group:
-    """The group of a rule.
+    """Return the group of a rule, whose shapes one run on the meta device tells.
 
     Raises:
-        hp_base.errors.ConfigError: When the rule cannot make anything of tensors of such shapes.
+        hp_base.errors.ConfigError: When the rule fails on tensors of these shapes.
     """
     sources = tuple(rule.patterns)
     empty = {source: torch.empty(tuple(shapes[source]), device="meta") for source in sources}
@@ -106,12 +119,12 @@ def _converted(rule: _Rule, shapes: Mapping[str, Sequence[int]]) -> Group:
     return Group(sources, tuple(given), rule, given)
 
 
-def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of files from those of a layer, or of another part, of a model; all of them whole.
+def reverted(model: CausalModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert whole tensors of a layer, or of another part of a model, to tensors of files.
 
     Args:
-        model: Model of transformers.
-        tensors: By their names in the model.
+        model: Model that has the tensors.
+        tensors: Tensors by their names in the model.
     """
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
 
@@ -119,15 +132,15 @@ def reverted(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def saved_tensors(model: Any) -> dict[str, Tensor]:
-    """Return what files of a model have, by name; what is one parameter there under one name."""
-    kept = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that files of a model have; a parameter under its first name alone."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     saved = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in kept.items() if name in saved}
+    return {name: tensor for name, tensor in tensors.items() if name in saved}
 
 
-def one_name(model: nn.Module) -> dict[str, str]:
-    """Each name of a parameter -> the first name of it."""
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Map each name of a parameter to the first name of that parameter."""
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     all_names: Iterable[tuple[str, Tensor]] = model.named_parameters(remove_duplicate=False)
     return {name: firsts[id(parameter)] for name, parameter in all_names}

@@ -5,23 +5,23 @@ token, D width, F hidden width of an expert.
 """
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from hp_expert.hugging_face.layout import num_experts_of
 from hp_expert.hugging_face.modules import DispatchedExperts
 from hp_trainer.model import Counted
+from hp_transformers.stages.model import CausalModel
 
 _NAME = "hp_train_counted"
 
 
-def count_attention(model: Any, counted: Counted) -> None:
-    """Let attention of a model be counted, if it is by transformers' registry.
+def count_attention(model: CausalModel, counted: Counted) -> None:
+    """Count attention of a model instead of computing it, if transformers' registry chooses it.
 
     Args:
         model: Model of transformers.
-        counted: What counts.
+        counted: Functions that count.
     """
     from transformers import AttentionInterface  # noqa: PLC0415 - of those who have it
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: PLC0415
@@ -30,18 +30,18 @@ def count_attention(model: Any, counted: Counted) -> None:
     AttentionMaskInterface.register(_NAME, sdpa_mask)
     try:
         model.set_attn_implementation(_NAME)
-    except (ValueError, NotImplementedError):  # what it computes by itself is counted as it is
+    except (ValueError, NotImplementedError):  # its own attention is counted by its operators
         return
 
 
 def _attended(
     counted: Counted,
-    module: Any,
+    module: nn.Module,
     *inputs: Tensor,
     sliding_window: int | None = None,
-    **_others: Any,
+    **_others: object,
 ) -> tuple[Tensor, None]:
-    """Be an attention function of transformers, of query, key and value [B, N, S, H]."""
+    """Count attention of query, key and value [B, N, S, H]; a function for the registry."""
     query, key, value, *_ = inputs
     length = key.shape[2]
     seen = length / 2 if getattr(module, "is_causal", True) else float(length)
@@ -53,22 +53,23 @@ def _attended(
 
 
 def count_experts(experts: nn.Module, counted: Counted, *, num_ranks: int) -> None:
-    """Let stacked experts be counted.
+    """Count stacked experts of a layer instead of computing them.
 
     Args:
-        experts: Their module.
-        counted: What counts.
-        num_ranks: Tensor-parallel ranks; where experts are spread, each sends a part of the tokens.
+        experts: Module with the stacked weights.
+        counted: Functions that count.
+        num_ranks: Number of tensor-parallel ranks; if experts are spread over expert-parallel
+            ranks, each of these ranks sends a part of the tokens.
     """
     is_spread = isinstance(experts, DispatchedExperts)
     share = num_ranks if is_spread else 1
     elements = sum(p.numel() for p in experts.parameters(recurse=False)) // num_experts_of(experts)
     forward = experts.forward
 
-    def mixed(*args: Any, **kwargs: Any) -> Any:
+    def mixed(*args: object, **kwargs: object) -> object:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         chosen = [x for x in tensors if not x.is_floating_point()]
-        if len(chosen) != 1:  # of another convention: counted as it is
+        if len(chosen) != 1:  # another convention of arguments: its operators are counted
             return forward(*args, **kwargs)
         x = tensors[0]
         x_TD = x.reshape(-1, x.shape[-1])

@@ -1,11 +1,11 @@
-"""Documents of a packed sequence, as models of transformers are told of them.
+"""Documents of a packed sequence, as models of transformers learn of them.
 
-Note [Documents of a stranger's model]. Positions that begin with 0 in every document are how
-transformers knows packed sequences: functions that make masks for attention find out. A model that
-takes positions may still make masks without them, and what carries a state from token to token has
-no mask. Neither says a word, so both are looked for: by running the model without memory up to its
-first layer, and by what its layers are made of. What that does not find is found by running it,
-see Note [Documents are tried].
+Note [Documents of a stranger's model]. Transformers recognises packed sequences by positions that
+begin with 0 in every document: the functions that make masks for attention look for that. A model
+that takes positions may still make masks without them, and a layer that carries a state from token
+to token has no mask. Neither raises an error, so both are looked for: by running the model on the
+meta device up to its first layer, and by the classes and convolutions of its layers. A model that
+passes both checks is run on real documents, see Note [Documents are tried].
 
 Shape symbols: B sequences, S positions.
 """
@@ -13,7 +13,7 @@ Shape symbols: B sequences, S positions.
 import inspect
 import re
 from functools import cache
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from hp_base.errors import ConfigError, told
 from hp_context import Documents
 from hp_trainer.config import ModelConfig
 from hp_trainer.model import Microbatch
-from hp_transformers.stages.made import on_meta
+from hp_transformers.stages.model import CausalModel, on_meta
 from hp_transformers.stages.outline import Answers, outline_of
 
 _CARRIES = re.compile(
@@ -34,16 +34,16 @@ _CARRIES = re.compile(
 
 
 def positions_of(
-    model: Any, config: ModelConfig, microbatch: Microbatch, x: Tensor, *, is_shared: bool
+    model: CausalModel, config: ModelConfig, microbatch: Microbatch, x: Tensor, *, is_shared: bool
 ) -> dict[str, Tensor]:
-    """Arguments of a model that say where its tokens are; none where it knows by itself.
+    """Return the arguments of a model for positions of its tokens; none for whole sequences.
 
     Args:
         model: Model of transformers.
-        config: Names its folder.
-        microbatch: Says where documents end.
-        x: What the model gets, [B, S, ...].
-        is_shared: Whether ranks have other positions of the sequences.
+        config: Model configuration with the folder.
+        microbatch: Microbatch, with the lengths of documents if these are packed.
+        x: Input of the stage, [B, S, ...].
+        is_shared: Whether other ranks have other positions of the same sequences.
 
     Raises:
         hp_base.errors.ConfigError: When the model would not keep documents apart.
@@ -69,12 +69,12 @@ def positions_of(
 
 
 class _AtFirstLayerError(Exception):
-    """The forward of a model has come to its first layer."""
+    """Raised when the forward of a model comes to its first layer."""
 
 
 @cache
 def _why_not(folder: str, trust: bool) -> str:
-    """Why a model does not keep documents apart, in words; empty: it does.
+    """Return the reason why a model does not keep documents apart; empty: it does, or may.
 
     See Note [Documents of a stranger's model].
     """
@@ -85,6 +85,7 @@ def _why_not(folder: str, trust: bool) -> str:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "it takes no positions and so knows no documents"
     layers = model.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
     for name, part in layers.named_modules():
         if isinstance(part, nn.Conv1d) or _CARRIES.search(type(part).__name__):
             return f"{path}.{name} ({type(part).__name__}) mixes tokens whatever positions say"
@@ -96,7 +97,7 @@ def _why_not(folder: str, trust: bool) -> str:
         packed: Tensor | None = look(position_ids)
         return packed
 
-    def leave(*_args: Any, **_kwargs: Any) -> None:
+    def leave(*_args: object, **_kwargs: object) -> NoReturn:
         raise _AtFirstLayerError
 
     layers[0].forward = leave
@@ -107,7 +108,7 @@ def _why_not(folder: str, trust: bool) -> str:
             model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
     except _AtFirstLayerError:
         pass
-    except Exception as error:  # noqa: BLE001 - whatever it is, nothing is known of its masks
+    except Exception as error:  # noqa: BLE001 - models may raise anything
         return f"whether its masks depend on positions cannot be found out: {told(error, 120)}"
     finally:
         masking_utils.find_packed_sequence_indices = look

@@ -1,13 +1,12 @@
-"""A checkpoint as a folder that `AutoModelForCausalLM.from_pretrained` loads.
+"""A checkpoint written as a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-Names and forms of tensors are those of files that transformers itself would write. One layer is in
-memory at a time, whole.
+Names and forms of tensors are those of files that transformers itself would write. One whole layer
+is in memory at a time.
 """
 
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,8 @@ from hp_transformers.families.files import (
     places_of,
     write_index,
 )
-from hp_transformers.stages.conversion import one_name, reverted, saved_tensors
-from hp_transformers.stages.made import on_meta
+from hp_transformers.stages.conversion import first_names, reverted, saved_tensors
+from hp_transformers.stages.model import CausalModel, on_meta
 from hp_transformers.stages.outline import Outline, outline_of
 
 
@@ -47,13 +46,13 @@ def write_folder(
 
     Args:
         folder: Folder to be made; must have no safetensors files.
-        boxes: What there is of each tensor, by global name.
-        read: Gives the values of one of those boxes.
+        boxes: Boxes that the checkpoint has of each tensor, by global name.
+        read: Function that returns the values of one of those boxes.
         model: Model configuration with the folder of the original.
         dtype: Dtype of parameters; buffers keep theirs.
         shard_bytes: Approximate size of a file, in bytes.
-        settings: Content of `config.json`; None: what transformers makes of that of the original.
-        before: Files that the model came in; None: it came in none.
+        settings: Content of `config.json`; None: the original's, as transformers writes it.
+        before: Layout of the model's former files; None: there were none.
 
     Raises:
         hp_base.errors.ConfigError: When the folder is in use, or the model's is gone.
@@ -64,7 +63,7 @@ def write_folder(
         dtype = torch.float32  # of values, until each has the dtype that it came in
     made, outline = on_meta(model, dtype), outline_of(model)
     if dtype == torch.float64:
-        made.double()  # what a model keeps in float32, whatever is asked for
+        made.double()  # also parameters that a model makes in float32, whatever the dtype
     _require_all(saved_tensors(made), boxes)
     listed = {n: t for part in _parts(made, outline) for n, t in reverted(made, part).items()}
     copies = _copies(made, listed, before)
@@ -82,7 +81,7 @@ def write_folder(
     if settings is not None:
         replace_file(folder / "config.json", settings)
     else:
-        # Not that of the model: it may be a part, of which `AutoModelForCausalLM` knows nothing.
+        # `made.config` may be a part of it, of a type unknown to `AutoModelForCausalLM`.
         config = config_of(model.transformers, trust=model.trust_remote_code)
         config.dtype = dtype
         config.save_pretrained(folder)
@@ -90,25 +89,25 @@ def write_folder(
 
 
 def _copies(
-    model: Any, listed: Mapping[str, Tensor], before: Before | None
+    model: CausalModel, listed: Mapping[str, Tensor], before: Before | None
 ) -> dict[str, list[str]]:
-    """Names that files had besides for one parameter, by the name that it is written under."""
-    firsts, found = one_name(model), dict[str, list[str]]()
+    """Return further names that files had for a parameter, by the name that it is written under."""
+    firsts, found = first_names(model), dict[str, list[str]]()
     for name in () if before is None else before.file_of.keys() - listed.keys():
         if (first := firsts.get(name)) in listed:
             found.setdefault(str(first), []).append(name)
     return found
 
 
-def _parts(model: Any, outline: Outline) -> Iterator[dict[str, Tensor]]:
-    """Tensors of each layer, and of what is outside of layers, by global name."""
+def _parts(model: CausalModel, outline: Outline) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each layer, then those outside of layers, by global name."""
     tensors = saved_tensors(model)
     for index in (*range(outline.num_layers), None):
         yield {name: t for name, t in tensors.items() if outline.layer_of(name) == index}
 
 
 def _assembled(name: str, like: Tensor, boxes: list[Box], read: Read) -> Tensor:
-    """The whole of a tensor from its boxes, on the CPU."""
+    """Read all boxes of a tensor; return the whole tensor, on the CPU."""
     whole = Part.of(torch.empty(like.shape, dtype=like.dtype, device="cpu"))
     for box in boxes:
         values = read(name, box).view(box.sizes)

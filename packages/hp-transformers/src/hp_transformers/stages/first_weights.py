@@ -1,20 +1,22 @@
 """First weights of a model of transformers, drawn by the model's own rule.
 
 Note [Drawn one by one]. The rules of transformers fill modules, in an order, from torch's
-generator. A layer, or a part outside of layers, is on the meta device, where they fill nothing. One
-run of them tells which rules look at which parameter. Then each parameter that a rank has a share
-of gets memory by itself, in float32 on the CPU, and those rules run again with a generator that the
-seed and its name decide; of that a rank keeps what it has. Every layout has the same bits. One
-parameter at a time is in memory, whole. Where a rule reads one parameter to fill another, all of
-the layer are filled at once. Buffers, which are no weights, come out of the same rules.
+generator. A layer, or a part outside of layers, is on the meta device, where a rule fills nothing;
+one run of all rules there tells which rules use which parameter. Then each parameter that a rank
+has a share of gets memory, whole, in float32 on the CPU, and its rules run again with a generator
+seeded by the seed of the run and the parameter's name; the rank copies its share and frees the
+rest. So every layout has the same bits, and one whole parameter is in memory at a time. Where a
+rule reads one parameter to fill another, all parameters of the layer are filled at once. The same
+rules fill buffers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,18 +25,17 @@ from hp_base.seeds import derive_seed
 from hp_checkpoint import Part
 from hp_platform.host_reads import is_dry
 from hp_trainer.config import ModelConfig
+from hp_trainer.model import Stage
 from hp_trainer.model.parameters import Parameter
 from hp_transformers.stages.load import has_weights, load_folder
-from hp_transformers.stages.made import on_meta, places_of
+from hp_transformers.stages.model import CausalModel, on_meta, owners_of
 from hp_transformers.stages.outline import outline_of
-
-if TYPE_CHECKING:
-    from hp_transformers.stages.stage import TransformersStage
+from hp_transformers.stages.parameters import promoting
 
 
 @torch.no_grad()
 def fill(
-    stage: "TransformersStage",
+    stage: Stage,
     parameters: Sequence[Parameter],
     config: ModelConfig,
     *,
@@ -44,8 +45,8 @@ def fill(
     """Fill the local part of parameters, and buffers; see Note [Drawn one by one].
 
     Args:
-        stage: Has the buffers.
-        parameters: Its parameters.
+        stage: Stage of the model.
+        parameters: Parameters of the stage, cut and sharded.
         config: Model configuration with the folder.
         seed: Seed of the run.
         on_progress: Called after every layer.
@@ -63,20 +64,16 @@ def fill(
         if name in buffers:
             buffers[name].copy_(value)
         elif name in wanted and not from_files:
-            keep(wanted[name], value)
+            local_part = wanted[name].local
+            local_part.copy_(value[tuple(slice(*span) for span in wanted[name].span)])
         on_progress()
 
-    with stage.lifted():
+    with promoting(stage.compute_dtype):
         draw(config, seed, names, dtype=stage.compute_dtype, buffers_alone=from_files, take=take)
     if from_files:
         parts = {p.name: Part(p.local, p.shape, tuple(s for s, _ in p.span)) for p in parameters}
         kept = {name: Part.of(buffer) for name, buffer in stage.kept_buffers.items()}
         load_folder(config, parts | kept, on_progress=on_progress)
-
-
-def keep(parameter: Parameter, whole: Tensor) -> None:
-    """Copy what is here of a parameter from the whole of it."""
-    parameter.local.copy_(whole[tuple(slice(*span) for span in parameter.span)])
 
 
 def draw(
@@ -93,32 +90,32 @@ def draw(
     Args:
         config: Model configuration with the folder.
         seed: Seed of the run.
-        names: Global names that are wanted.
+        names: Global names of the wanted parameters and buffers.
         dtype: Dtype of the computation; some buffers are rounded to it.
-        buffers_alone: Whether parameters are not drawn.
-        take: Gets each under its name, and is not to hold it.
+        buffers_alone: Whether buffers are filled and no parameter is drawn.
+        take: Function of a name and its whole values, which must not keep a reference to them.
 
     Raises:
         hp_base.errors.ConfigError: When the model has no rule for one of them.
     """
     model = on_meta(config, dtype, buffers=True)
-    for path, part, owner, recurse in _parts(model, outline_of(config).layers):
-        prefix = f"{path}." if path else ""
-        drawing = _Drawing(part, owner, recurse=recurse)
+    for part in _parts(model, outline_of(config).layers):
+        prefix = f"{part.path}." if part.path else ""
+        drawing = _Drawing(part)
         buffers = [prefix + leaf for leaf in drawing.buffers()]
         of = {
             parameter: [prefix + leaf for leaf, _ in places if prefix + leaf in names]
-            for parameter, places in drawing.places.items()
+            for parameter, places in drawing.owners.items()
         }
         if not any(of.values()) and not names & {*buffers}:
             continue
         is_apart = drawing.look()
         for group in [] if buffers_alone else drawing.groups(is_apart=is_apart):
             wanted = [parameter for parameter in group if of[parameter]]
-            first = drawing.places[group[0]][0][0] if is_apart else ""
+            first = drawing.owners[group[0]][0][0] if is_apart else ""
             if not wanted:
                 continue
-            with drawing.drawn(group, derive_seed(seed, "init", path, first)) as values:
+            with drawing.drawn(group, derive_seed(seed, "init", part.path, first)) as values:
                 for parameter in wanted:
                     value = values.pop(parameter)
                     if not value.sum().isfinite():
@@ -135,65 +132,80 @@ def draw(
 
 
 _FILLED = "_is_hf_initialized"
-"""Mark of transformers, of a module that it has filled."""
-_Rule = tuple[nn.Module, Any]
-"""A module, and the model that knows how it is filled."""
+"""Attribute by which transformers marks a module that it has filled."""
+_Rule: TypeAlias = tuple[nn.Module, CausalModel]
+"""A module, and the model that has the rule by which it is filled."""
+
+
+class _Part(NamedTuple):
+    """A part of a model that is filled at once.
+
+    Attributes:
+        path: Path of the module.
+        module: Module.
+        owner: Innermost model of transformers around the module, which has its rule.
+        recurse: Whether modules inside the module belong to the part.
+    """
+
+    path: str
+    module: nn.Module
+    owner: CausalModel
+    recurse: bool
 
 
 class _Drawing:
-    """A part of a model, whose parameters are on the meta device, and get values in turn.
+    """Values of a part of a model whose parameters are on the meta device, filled in turn.
 
     Attributes:
-        places: Parameters, each with names and modules that have it.
+        owners: Parameters, each with its names and the modules it is in.
 
     Args:
-        part: The part.
-        owner: The model that it is in.
-        recurse: Whether modules in it belong to it.
+        part: Part of the model.
     """
 
-    def __init__(self, part: nn.Module, owner: Any, *, recurse: bool) -> None:
-        self._part, self._recurse = part, recurse
-        self._rules = [*_rules(part, owner, recurse=recurse)]
-        self._looked_at: dict[nn.Parameter, list[_Rule]] = {}
-        self.places = places_of(part, recurse=recurse)
+    def __init__(self, part: _Part) -> None:
+        self._part = part
+        self._rules = [*_rules(part.module, part.owner, recurse=part.recurse)]
+        self._rules_of: dict[nn.Parameter, list[_Rule]] = {}
+        self.owners = owners_of(part.module, recurse=part.recurse)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers, by their names in it."""
-        return dict(self._part.named_buffers(recurse=self._recurse, remove_duplicate=False))
+        """Return the buffers of the part, by their names in it."""
+        part = self._part
+        return dict(part.module.named_buffers(recurse=part.recurse, remove_duplicate=False))
 
     def look(self) -> bool:
-        """Run all rules, which gives buffers their values.
+        """Run all rules on the meta device, which fills buffers and shows what each rule uses.
 
         Returns:
             Whether each parameter can be drawn by itself: no rule reads values of parameters.
         """
         is_apart = True
         for rule in self._rules:
-            looks = _Looks(self.places.keys())
+            looks = _Looks(self.owners.keys())
             try:
                 with looks:
                     _fill(rule)
-            except NotImplementedError:  # of torch: on the meta device there is nothing to be read
+            except NotImplementedError:  # by torch: a rule reads values, and meta has none
                 return False
             for parameter in looks.found:
-                self._looked_at.setdefault(parameter, []).append(rule)
+                self._rules_of.setdefault(parameter, []).append(rule)
             is_apart = is_apart and not looks.reads
         return is_apart
 
     def groups(self, *, is_apart: bool) -> list[list[nn.Parameter]]:
-        """Return what is drawn at once, each after the other."""
-        return [[each] for each in self.places] if is_apart else [[*self.places]]
+        """Return groups of parameters, each of which is drawn at once."""
+        return [[each] for each in self.owners] if is_apart else [[*self.owners]]
 
     @contextmanager
     def drawn(self, group: list[nn.Parameter], seed: int) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Fill some parameters, for as long as it is entered.
+        """Give parameters values for as long as the context is entered.
 
         Args:
-            group: One, or all.
-            seed: Decides what is drawn.
+            group: One parameter, or all of the part.
+            seed: Seed of torch's generator for the rules.
         """
-        rules = self._looked_at.get(group[0], []) if len(group) == 1 else self._rules
+        rules = self._rules_of.get(group[0], []) if len(group) == 1 else self._rules
         for parameter in group:
             empty = torch.full_like(parameter, torch.nan, device="cpu", dtype=torch.float32)
             self._put(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
@@ -209,20 +221,20 @@ class _Drawing:
                 self._put(parameter, parameter)
 
     def _put(self, parameter: nn.Parameter, value: nn.Parameter) -> None:
-        for name, module in self.places[parameter]:
+        for name, module in self.owners[parameter]:
             setattr(module, name.rpartition(".")[2], value)
 
     def _get(self, parameter: nn.Parameter) -> Tensor:
-        name, module = self.places[parameter][0]
+        name, module = self.owners[parameter][0]
         value: Tensor = getattr(module, name.rpartition(".")[2])
         return value.detach()
 
 
 class _Looks(TorchDispatchMode):
-    """Notes down which parameters operators write to, and whether any reads one.
+    """Records which parameters operators use, and whether one reads values of a parameter.
 
     Args:
-        parameters: Those that are looked for.
+        parameters: Parameters to watch.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -234,12 +246,12 @@ class _Looks(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: OpOverload[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator, and see what it gets."""
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run an operator, and look at its arguments."""
         output = func(*args, **(kwargs or {}))
         makes = any(word in str(func) for word in _MAKES)
         for value, argument in zip(args, func._schema.arguments, strict=False):  # noqa: SLF001 - there is no other way
@@ -261,7 +273,7 @@ _MAKES = ("new_", "_like")
 
 
 def _fill(rule: _Rule) -> None:
-    """Fill a module, however often."""
+    """Fill a module by a rule, also if it was filled before."""
     from transformers.initialization import guard_torch_init_functions  # noqa: PLC0415
 
     module, owner = rule
@@ -270,28 +282,23 @@ def _fill(rule: _Rule) -> None:
         owner._initialize_weights(module)  # noqa: SLF001 - what `initialize_weights` calls
 
 
-def _parts(model: Any, layers: str) -> Iterator[tuple[str, nn.Module, Any, bool]]:
-    """Yield what is filled at once: path, module, owner of the rule, whether children follow it."""
+def _parts(model: CausalModel, layers: str) -> Iterator[_Part]:
+    """Yield the parts of a model: each layer, and each module outside of the list of layers."""
     from transformers import PreTrainedModel  # noqa: PLC0415
 
     above = {layers.rsplit(".", n)[0] for n in range(layers.count(".") + 1)} | {""}
 
-    def visit(
-        path: str, module: nn.Module, owner: Any
-    ) -> Iterator[tuple[str, nn.Module, Any, bool]]:
+    def visit(path: str, module: nn.Module, owner: CausalModel) -> Iterator[_Part]:
         owner = module if isinstance(module, PreTrainedModel) else owner
-        if path not in above:
-            yield path, module, owner, True
-            return
-        for name, child in module.named_children():
+        for name, child in module.named_children() if path in above else ():
             yield from visit(f"{path}.{name}".lstrip("."), child, owner)
-        yield path, module, owner, False
+        yield _Part(path, module, owner, recurse=path not in above)
 
     yield from visit("", model, model)
 
 
-def _rules(module: nn.Module, owner: Any, *, recurse: bool) -> Iterator[_Rule]:
-    """Yield what fills a module: children first, each by the rule of the model that it is in."""
+def _rules(module: nn.Module, owner: CausalModel, *, recurse: bool) -> Iterator[_Rule]:
+    """Yield the rules that fill a module: those of its children first."""
     from transformers import PreTrainedModel  # noqa: PLC0415
 
     for child in module.children() if recurse else ():

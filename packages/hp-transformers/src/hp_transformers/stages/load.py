@@ -1,12 +1,12 @@
 """Weights of a folder into the tensors that a rank has, each rank by itself.
 
-What is in files as it is in the model is read by slice. What a rule of transformers converts, such
-as experts that lie one by one in files, is made whole, one tensor at a time, and cut.
+Tensors that are the same in files and in the model are read by slice. Tensors that a rule of
+transformers converts, such as experts that files have one by one, are made whole, one at a time,
+and cut.
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from hp_trainer.config import ModelConfig
 from hp_transformers.families.copies import TIED, are_equal, whole
 from hp_transformers.families.load import FLOATS, opened_files
 from hp_transformers.stages.beside import require_alike
-from hp_transformers.stages.conversion import Group, groups_of, one_name, saved_tensors
-from hp_transformers.stages.made import on_meta
+from hp_transformers.stages.conversion import Group, first_names, groups_of, saved_tensors
+from hp_transformers.stages.model import CausalModel, on_meta
 
 
 def has_weights(model: ModelConfig) -> bool:
@@ -39,16 +39,16 @@ def load_folder(
 
     Args:
         model: Model configuration with the folder.
-        parts: What this rank has, by global name.
+        parts: Parts of tensors of this rank, by global name.
         on_progress: Called after every tensor.
 
     Raises:
-        hp_base.errors.ConfigError: Before anything is touched: the files lack a tensor, have one
-            that is not of the model, or one that cannot be read.
+        hp_base.errors.ConfigError: Before any part is filled: the files lack a tensor, have a
+            tensor that is not of the model, or one that cannot be read.
     """
     with opened_files(Path(model.transformers)) as files:
         made = on_meta(model, torch.float32)
-        names = one_name(made)
+        names = first_names(made)
         groups, _ = _checked(model, made, names, files)
         for each in groups:
             _read(each, names, files, parts)
@@ -56,7 +56,7 @@ def load_folder(
 
 
 def left_out(model: ModelConfig) -> list[str]:
-    """Name weights in the files of the folder of a model that are of no part of it.
+    """Return the names of weights in the files of a model that are of no part of the model.
 
     Args:
         model: Model configuration with the folder.
@@ -65,7 +65,7 @@ def left_out(model: ModelConfig) -> list[str]:
         return []
     with opened_files(Path(model.transformers)) as files:
         made = on_meta(model, torch.float32)
-        return _checked(model, made, one_name(made), files)[1]
+        return _checked(model, made, first_names(made), files)[1]
 
 
 def _read(
@@ -74,7 +74,7 @@ def _read(
     files: Mapping[str, FileTensor],
     parts: Mapping[str, Part],
 ) -> None:
-    """Fill what is here of the tensors of a group."""
+    """Fill this rank's parts of the tensors of a group."""
     here = {t: parts[names.get(t, t)] for t in group.targets if names.get(t, t) in parts}
     if not any(part.local.numel() for part in here.values()):
         return
@@ -89,11 +89,14 @@ def _read(
 
 
 def _checked(
-    config: ModelConfig, made: Any, names: Mapping[str, str], files: Mapping[str, FileTensor]
+    config: ModelConfig,
+    made: CausalModel,
+    names: Mapping[str, str],
+    files: Mapping[str, FileTensor],
 ) -> tuple[list[Group], list[str]]:
-    """Groups of tensors of the model, when all of them are there, and what is of no part of it."""
+    """Return the groups of the model, once all tensors are found, and names of unused weights."""
     wanted = saved_tensors(made)
-    kept: dict[frozenset[str], Group] = {}
+    chosen: dict[frozenset[str], Group] = {}
     beside: dict[str, tuple[str, FileTensor]] = {}
     for group in groups_of(made, {name: entry.shape for name, entry in files.items()}):
         targets = frozenset(names.get(target, target) for target in group.targets)
@@ -102,18 +105,18 @@ def _checked(
             beside[group.targets[0]] = (source, files[source])
             continue
         _require_readable(group, names, wanted, files)
-        if targets in kept:
-            _require_tied(kept[targets], group, files)
+        if targets in chosen:
+            _require_tied(chosen[targets], group, files)
         else:
-            kept[targets] = group
-    found = frozenset().union(*kept)
+            chosen[targets] = group
+    found = frozenset().union(*chosen)
     if missing := [name for name in wanted if name not in found]:
         raise ConfigError(f"files of {type(made).__name__} must have {first_of(missing)}")
-    return [*kept.values()], require_alike(config, made, beside)
+    return [*chosen.values()], require_alike(config, made, beside)
 
 
 def _require_tied(one: Group, other: Group, files: Mapping[str, FileTensor]) -> None:
-    """Refuse different tensors of files that are one parameter of the model."""
+    """Refuse tensors of files that differ but are one parameter of the model."""
     a, b = one.sources[0], other.sources[0]
     if one.rule or other.rule or not are_equal(files[a], files[b]):
         is_tied = one.targets != other.targets

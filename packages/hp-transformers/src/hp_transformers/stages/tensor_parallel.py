@@ -1,13 +1,14 @@
 """Tensor parallelism of a model of transformers: linear layers cut over ranks.
 
 Note [Tensor parallelism of a stranger's model]. Every rank has all positions, and the same numbers
-between linear layers. A linear layer is cut by the rows of its weight, and what ranks compute is
-put together behind it: that is right in any model, whatever it does with the output, unless it
-reads the weight by itself; then it is not cut. Where transformers' own plan says that a module
-needs no such exchange inside of it (columns of some layers feed rows of another, and nothing else
-in there has parameters but what the plan names), its first layers give parts and the last one sums:
-half of the exchanges. Heads must then be divisible; else the module is taken as any other. All else
-is on every rank, whole, and has all of its gradient there.
+between linear layers. A linear layer is cut by the rows of its weight, and its output is gathered:
+that is right in any model, whatever the model does with the output, unless its code reads the
+weight directly; then the layer is not cut. Transformers' own plan names modules that need no
+exchange inside: columns of some layers feed rows of another, and nothing else in the module has
+parameters but what the plan names. There the first layers keep parts of their outputs and the last
+one sums: half of the exchanges. The number of heads must then be divisible by the ranks; else the
+module is treated as any other. Every rank has all other parameters, whole, with all of their
+gradient.
 
 Shape symbols: B sequences, S positions, D features, d of them on a rank.
 """
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,34 +30,38 @@ from torch.nn import functional as F
 from hp_base.errors import ConfigError
 from hp_platform import outside_graph
 from hp_trainer.model import declare
+from hp_transformers.stages.model import CausalModel
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Style = Literal["gathered", "columns", "rows", "summed"]
-"""`gathered`: rows of the weight are cut, the output is put together. `columns`: the output stays
-cut. `rows`: the input is cut, the output is summed. `summed`: nothing is cut; parts of the gradient
-are summed."""
+"""`gathered`: rows of the weight are cut and the output is gathered. `columns`: the output stays
+cut. `rows`: the input is cut and the output is summed. `summed`: nothing is cut; ranks sum their
+parts of the gradient."""
 
 
 class Alone:
-    """Stands for tensor-parallel ranks of which there is the first alone, to be counted.
+    """Stands for a group of tensor-parallel ranks when one process is counted as the first of them.
 
     Args:
         size: Number of ranks.
-        exchange: Hears of elements that they put together, half of both directions.
+        exchange: Function that gets the elements of each exchange, averaged over forward and
+            backward.
     """
 
     def __init__(self, size: int, exchange: Callable[[float], None]) -> None:
         self._size, self._exchange = size, exchange
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """Index of this one."""
+        """Return the index of this rank."""
         return 0
 
-    def tell(self, elements: int, times: int) -> None:
-        """Tell of an exchange in one direction; of a sum elements are put together twice."""
+    def count(self, elements: int, times: int) -> None:
+        """Count an exchange in one direction; a sum exchanges its elements twice."""
         self._exchange(elements * times / 2)
 
 
@@ -68,19 +73,19 @@ _OF_PLAN: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": "summed",
 }
 _ACROSS = frozenset({"Gemma3nTextMLP"})
-"""Modules that compute something over all features between their layers, which no plan tells."""
+"""Modules that compute something over all features between their layers, unknown to the plan."""
 
 
-def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]:
-    """Return how modules of layers are cut, by their path in the list of layers.
+def styles_of(model: CausalModel, layers: nn.Module, num_ranks: int) -> dict[str, Style]:
+    """Choose a style for each module of layers that is cut, by its path in the list of layers.
 
     Args:
         model: The whole model, on the meta device.
-        layers: Its list of layers.
-        num_ranks: Tensor-parallel ranks.
+        layers: List of layers of the model.
+        num_ranks: Number of tensor-parallel ranks.
 
     Raises:
-        hp_base.errors.ConfigError: When there is nothing to be cut.
+        hp_base.errors.ConfigError: When no module can be cut.
     """
     prefix = next(path for path, part in model.named_modules() if part is layers)
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
@@ -91,12 +96,11 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
         kinds = {name: _planned(plan, f"{prefix}.{path}.{name}") for name in children}
         pair = _pair(parent, kinds, num_ranks)
         for name, child in children.items():
-            # Of layers of other stages there is none.
-            weight: Any = child.weight if _is_linear(child) else None
+            weight = child.weight if _is_linear(child) else None
             if name in pair:
                 found[f"{path}.{name}"] = pair[name]
-            elif weight is None or weight in shared or _is_read(parent, name):
-                continue
+            elif not isinstance(weight, Tensor) or weight in shared or _is_read(parent, name):
+                continue  # layers of other stages have no weight
             elif weight.shape[_rows_of(child)] % num_ranks == 0:
                 found[f"{path}.{name}"] = "gathered"
     if all(style == "summed" for style in found.values()):
@@ -108,14 +112,14 @@ def styles_of(model: Any, layers: nn.Module, num_ranks: int) -> dict[str, Style]
 
 
 def _is_read(parent: nn.Module, name: str) -> bool:
-    """Say if code of a module reads parameters of a child by itself, instead of calling it."""
+    """Tell whether the code of a module reads parameters of a child instead of calling it."""
     reads = re.compile(rf"\b{name}\.(weight|bias)")
-    kinds: list[Any] = [kind for kind in type(parent).__mro__ if issubclass(kind, nn.Module)]
+    kinds: list[type] = [kind for kind in type(parent).__mro__ if issubclass(kind, nn.Module)]
     return any(reads.search(_source(kind)) for kind in kinds if kind is not nn.Module)
 
 
 @cache
-def _source(kind: Any) -> str:
+def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):
@@ -123,12 +127,12 @@ def _source(kind: Any) -> str:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Tell whether a module computes nothing but a linear layer: torch's, or that of GPT-2."""
+    """Tell whether a module is a plain linear layer: torch's, or the `Conv1D` of GPT-2."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
 def _rows_of(module: nn.Module) -> int:
-    """Dim of a linear layer's weight that is the output."""
+    """Return the dim of a linear layer's weight that is its output."""
     return int(type(module) is not nn.Linear)
 
 
@@ -137,13 +141,13 @@ def _planned(plan: Mapping[str, str], path: str) -> Style | None:
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that several modules have."""
+    """Return the parameters that several modules have."""
     owners = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
 def _pair(parent: nn.Module, kinds: Mapping[str, Style | None], num_ranks: int) -> dict[str, Style]:
-    """Styles of children of a module that needs no exchange inside; none: it is not one."""
+    """Return the styles of children of a module that needs no exchange inside; of others none."""
     children = dict(parent.named_children())
     with_parameters = [n for n, child in children.items() if any(True for _ in child.parameters())]
     known = {name: kind for name in with_parameters if (kind := kinds[name]) is not None}
@@ -166,11 +170,11 @@ def _pair(parent: nn.Module, kinds: Mapping[str, Style | None], num_ranks: int) 
 
 
 def declare_cuts(layers: nn.Module, styles: Mapping[str, Style]) -> None:
-    """Declare which dims of parameters ranks share out.
+    """Declare the dims of parameters that ranks share out.
 
     Args:
         layers: List of layers.
-        styles: How its modules are cut, by their path in it.
+        styles: Styles of modules, by their path in the list.
     """
     for module, leaf, dim in _cuts(layers, styles):
         spec = module.__dict__["parameter_specs"][leaf]
@@ -178,11 +182,11 @@ def declare_cuts(layers: nn.Module, styles: Mapping[str, Style]) -> None:
 
 
 def cut(layers: nn.Module, styles: Mapping[str, Style], group: Ranks) -> None:
-    """Keep this rank's part of parameters, and let modules exchange what they must.
+    """Keep this rank's part of parameters, and replace forwards of modules by ones that exchange.
 
     Args:
         layers: List of layers, on the meta device; changed in place.
-        styles: How its modules are cut, by their path in it.
+        styles: Styles of modules, by their path in the list.
         group: The tensor-parallel ranks.
     """
     for module, leaf, dim in [*_cuts(layers, styles)]:
@@ -196,13 +200,13 @@ def cut(layers: nn.Module, styles: Mapping[str, Style], group: Ranks) -> None:
             module.forward = partial(_FORWARDS[style], module, group)
 
 
-def _told(x: Tensor, group: Ranks, times: int) -> None:
+def _count(x: Tensor, group: Ranks, times: int) -> None:
     if isinstance(group, Alone):
-        group.tell(x.numel(), times)
+        group.count(x.numel(), times)
 
 
 def _cuts(layers: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[nn.Module, str, int]]:
-    """Parameters that are cut: their modules, names in them, and dims."""
+    """Yield the parameters that are cut: module, name in it and dim."""
     for path, style in styles.items():
         module = layers.get_submodule(path)
         if style == "rows":
@@ -221,17 +225,25 @@ def _gathered(module: nn.Module, group: Ranks, x: Tensor) -> Tensor:
 
 @outside_graph
 def _columns(module: nn.Module, group: Ranks, x: Tensor) -> Tensor:
-    """[..., D] of all features to [..., d] of this rank's."""
+    """Compute this rank's features [..., d] from all features [..., D]."""
     copied: Tensor = _Copy.apply(x, group)
-    weight: Any = module.weight
-    return F.linear(copied, weight.t() if _rows_of(module) else weight, module.bias)  # type: ignore[arg-type]
+    weight, bias = _weights_of(module)
+    return F.linear(copied, weight.t() if _rows_of(module) else weight, bias)
 
 
 @outside_graph
 def _rows(module: nn.Module, group: Ranks, x: Tensor) -> Tensor:
-    """[..., d] of this rank's features to [..., D] of all."""
-    summed: Tensor = _Sum.apply(F.linear(x, module.weight), group)  # type: ignore[arg-type]
-    return summed if module.bias is None else summed + module.bias  # type: ignore[operator]
+    """Compute all features [..., D] from this rank's features [..., d]."""
+    weight, bias = _weights_of(module)
+    summed: Tensor = _Sum.apply(F.linear(x, weight), group)
+    return summed if bias is None else summed + bias
+
+
+def _weights_of(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    weight, bias = module.weight, module.bias
+    assert isinstance(weight, Tensor)
+    assert bias is None or isinstance(bias, Tensor)
+    return weight, bias
 
 
 _FORWARDS: Mapping[str, Callable[..., Tensor]] = {
@@ -242,9 +254,9 @@ _FORWARDS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def _with_summed_gradients(
-    module: nn.Module, forward: Callable[..., Any], group: Ranks, *args: Any, **kwargs: Any
-) -> Any:
-    """Call a module that sees this rank's features alone, with parameters that all ranks have."""
+    module: nn.Module, forward: Callable[P, R], group: Ranks, *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Call a module with whole parameters that gets this rank's features alone."""
     before = {}
     for leaf, _ in [*module.named_parameters(recurse=False)]:
         before[leaf] = module.__dict__.get(leaf)
@@ -280,45 +292,51 @@ def _sum(x: Tensor, group: Ranks) -> Tensor:
     return summed
 
 
+class _Context(Protocol):
+    """The attribute that autograd keeps from forward for backward."""
+
+    group: Ranks
+
+
 class _Copy(torch.autograd.Function):
-    """Identity on values that ranks go on with in parts: backward sums the gradients of these."""
+    """Identity on values of which each rank uses a part: backward sums the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, group: Ranks) -> Tensor:
         ctx.group = group
-        _told(x, group, 2)  # in backward
+        _count(x, group, 2)  # in backward
         return x.view_as(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         return _sum(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of what ranks have, on all of them."""
+    """Sum of the ranks' tensors, on each of them."""
 
     @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: Ranks) -> Tensor:
-        _told(x, group, 2)
+    def forward(_ctx: object, x: Tensor, group: Ranks) -> Tensor:
+        _count(x, group, 2)
         return _sum(x, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _Gather(torch.autograd.Function):
-    """Features of all ranks, which go on with the same numbers: backward keeps this rank's."""
+    """Features of all ranks, on each of them: backward returns the gradient of this rank's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Ranks) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, group: Ranks) -> Tensor:
         ctx.group = group
-        _told(x, group, group.size())
+        _count(x, group, group.size())
         return _gather(x, -1, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         return _split(grad, -1, ctx.group), None

@@ -1,9 +1,9 @@
-"""A causal language model of transformers from its folder, without memory for weights."""
+"""A causal language model of transformers: its type, and one of a folder without its weights."""
 
 import contextlib
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,16 +18,52 @@ _BALANCED = "output_router_logits"
 _DRAWS = re.compile(r".*(drop(?!less)|jitter).*")
 
 
+class CausalConfig(Protocol):
+    """The parts of `PretrainedConfig` of transformers that stages use.
+
+    Attributes:
+        num_hidden_layers: Number of layers; of the part of the config for text.
+    """
+
+    num_hidden_layers: int
+    _attn_implementation: str
+    _experts_implementation: str
+
+
+class CausalModel(nn.Module):
+    """The parts of a `PreTrainedModel` of transformers that stages use.
+
+    For type checkers: models come from :func:`on_meta`, and none derives from this class.
+
+    Attributes:
+        config: Config of the model.
+        base_model_prefix: Path of the decoder in the model.
+        tp_plan: Style of tensor parallelism by path of a module, where transformers has a plan.
+        set_attn_implementation: Function that chooses attention by a name of the registry.
+        get_input_embeddings: Function that returns the embedding of token ids.
+        get_output_embeddings: Function that returns the output matrix, if there is one.
+    """
+
+    config: CausalConfig
+    base_model_prefix: str
+    tp_plan: Mapping[str, str] | None
+    set_attn_implementation: Callable[[str], None]
+    get_input_embeddings: Callable[[], nn.Embedding]
+    get_output_embeddings: Callable[[], nn.Module | None]
+    _initialize_weights: Callable[[nn.Module], None]
+    _keys_to_ignore_on_load_unexpected: Sequence[str] | None
+
+
 def on_meta(
     model: ModelConfig, dtype: torch.dtype, *, buffers: bool = False, balanced: bool = False
-) -> Any:
+) -> CausalModel:
     """Make `AutoModelForCausalLM` of a folder on the meta device, in training mode.
 
     Args:
         model: Model configuration with the folder.
         dtype: Dtype of parameters.
-        buffers: Whether buffers are to have their values, on the CPU.
-        balanced: Whether it is to compute the loss that balances experts, if its config says so.
+        buffers: Whether buffers get values, on the CPU, instead of being on the meta device, too.
+        balanced: Whether the model computes the loss that balances experts, if its config says so.
 
     Raises:
         hp_base.errors.ConfigError: When transformers refuses to make it.
@@ -37,7 +73,7 @@ def on_meta(
     config = config_of(model.transformers, trust=model.trust_remote_code)
     try:
         with _parameters_on_meta() if buffers else torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(
+            made: CausalModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=model.trust_remote_code
             )
     except Exception as error:
@@ -48,9 +84,10 @@ def on_meta(
     for part in (made.config, text_config_of(made.config)) if not balanced else ():
         if getattr(part, _BALANCED, False):
             setattr(part, _BALANCED, False)
-    if dtype == torch.float64:  # of which torch has no product of groups
+    if dtype == torch.float64:  # in which torch has no grouped matrix product
         choose_experts(made, "eager")
-    return made.train()
+    made.train()
+    return made
 
 
 def is_balanced(model: ModelConfig) -> bool:
@@ -59,11 +96,11 @@ def is_balanced(model: ModelConfig) -> bool:
     return any(getattr(part, _BALANCED, False) for part in (config, text_config_of(config)))
 
 
-def require_same_in_every_layout(model: Any) -> None:
+def require_same_in_every_layout(model: nn.Module) -> None:
     """Refuse a model that draws random numbers.
 
     Raises:
-        hp_base.errors.ConfigError: About the first such thing.
+        hp_base.errors.ConfigError: About the first module that does.
     """
     for path, share in _drawn(model):
         raise ConfigError(
@@ -73,7 +110,7 @@ def require_same_in_every_layout(model: Any) -> None:
 
 
 def _drawn(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Shares of what a model drops in training, by place."""
+    """Yield each part of a model that draws in training: its path, and the share that it drops."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             if module.p:
@@ -86,9 +123,9 @@ def _drawn(model: nn.Module) -> Iterator[tuple[str, float]]:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Let matrices, one by one, lose their memory as soon as a module gets them.
+    """Move each matrix to the meta device as soon as a module registers it.
 
-    The rest, which is small, may have values that no rule but the constructor gives.
+    Vectors are small and stay: the constructor may give them values that no other rule gives.
     """
     from transformers.initialization import no_init_weights  # noqa: PLC0415
 
@@ -108,20 +145,20 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def choose_experts(model: Any, implementation: str) -> None:
-    """Say how experts are computed, by a name of transformers' registry."""
+def choose_experts(model: CausalModel, implementation: str) -> None:
+    """Choose the implementation of experts, by its name in transformers' registry."""
     for config in (model.config, text_config_of(model.config)):
         config._experts_implementation = implementation  # noqa: SLF001 - its own setter asks for more
 
 
-def places_of(
+def owners_of(
     part: nn.Module, *, recurse: bool = True
 ) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-    """Parameters of a part of a model, each with names and modules that have it.
+    """Return the parameters of a part of a model, each with its names and the modules it is in.
 
     Args:
-        part: The part.
-        recurse: Whether modules in it belong to it.
+        part: Module of the model.
+        recurse: Whether parameters of modules inside the part are among them.
     """
     found: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, module in part.named_modules() if recurse else [("", part)]:
@@ -131,10 +168,10 @@ def places_of(
     return found
 
 
-def lists_of(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Return what may be the list of layers of a model, with their paths.
+def lists_of(model: CausalModel) -> list[tuple[str, nn.ModuleList]]:
+    """Return the lists of modules that may be the layers of a model, with their paths.
 
-    These are the lists that are as long as the config says, those with most parameters first.
+    They are as long as the config says; those with most parameters come first.
 
     Raises:
         hp_base.errors.ConfigError: When there is none.
