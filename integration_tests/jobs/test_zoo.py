@@ -12,10 +12,10 @@ import pytest
 from hp_verify.comparing.compare import Comparison, compare, with_floor
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.joined import Recording, distance
-from hp_verify.comparing.reproduction import MOST_LINES
 from hp_verify.recording.events import GRADIENT, OWN
 from hp_verify.recording.request import Focus, Request
 from hp_verify.reproducing.locate import look_again
+from hp_verify.reproducing.programs import MOST_LINES
 from integration_tests.jobs.demo.found import look_for
 from integration_tests.jobs.recorded import record
 from integration_tests.jobs.zoo.bugs import BUGS, REPORTS, Bug

@@ -22,8 +22,8 @@ from hp_verify.comparing.compare import REDUCTION, Comparison, Floor, compare
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.joined import Digests, Recording, Step, distance, join
 from hp_verify.jobs import split
+from hp_verify.recording.begin import Disturbing
 from hp_verify.recording.digests import digest_of
-from hp_verify.recording.disturbing import Disturbing
 from hp_verify.recording.events import (
     BACKWARD,
     FORWARD,

@@ -13,18 +13,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hp_verify.comparing.compare import REDUCTION, Comparison, Difference, Floor, compare
+from hp_verify.comparing.compare import REDUCTION, Comparison, Difference, Exact, Floor, compare
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.joined import Digests, Recording, Step
-from hp_verify.comparing.reproduction import MOST_LINES, Exact
-from hp_verify.recording import randomness
+from hp_verify.recording.begin import seed
 from hp_verify.recording.events import BACKWARD, FORWARD, GRADIENT, OWN
+from hp_verify.recording.recorder import random_states
 from hp_verify.recording.trees import expressions, replaced
 from hp_verify.recording.values import Part, whole_of
 from hp_verify.reproducing.elements import exact, mixture
 from hp_verify.reproducing.locate import focus_of
 from hp_verify.reproducing.module_programs import ModuleCall, classes_of, module_program
 from hp_verify.reproducing.modules import laid_like
+from hp_verify.reproducing.programs import MOST_LINES
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -331,17 +332,17 @@ def test_dropout_is_named_where_it_could_explain_a_difference() -> None:
 def test_generators_of_all_three_are_seeded_and_told_apart() -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        randomness.seed(5)
-        first = randomness.states()
+        seed(5)
+        first = random_states()
         for draw, kind in (
             (lambda: torch.rand(1), "torch"),
             (random.random, "python"),
             (np.random.rand, "numpy"),
         ):
-            randomness.seed(5)
-            assert randomness.states() == first
+            seed(5)
+            assert random_states() == first
             draw()
-            now = randomness.states()
+            now = random_states()
             assert {name for name in now if now[name] != first[name]} == {kind}
     finally:
         torch.set_rng_state(before[0])

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
-    from hp_verify.comparing.compare import Comparison, Difference
+    from hp_verify.comparing.compare import Comparison, Difference, Exact, Reproduction
     from hp_verify.comparing.compare_values import RunComparison, compare_runs
-    from hp_verify.comparing.reproduction import Exact, Reproduction
     from hp_verify.files.checkpoints import (
         CheckpointComparison,
         TensorDifference,
         compare_checkpoints,
+        report_checkpoints,
         write_manifest,
     )
-    from hp_verify.files.commands import report_checkpoints
     from hp_verify.files.curves import read_curve
     from hp_verify.files.noise import CurveComparison, compare_curves
     from hp_verify.jobs import JobFailedError, report, verify
@@ -55,10 +54,10 @@ __getattr__ = lazily(
         "Comparison": "hp_verify.comparing.compare",
         "CurveComparison": "hp_verify.files.noise",
         "Difference": "hp_verify.comparing.compare",
-        "Exact": "hp_verify.comparing.reproduction",
+        "Exact": "hp_verify.comparing.compare",
         "JobFailedError": "hp_verify.jobs",
         "Part": "hp_verify.recording.values",
-        "Reproduction": "hp_verify.comparing.reproduction",
+        "Reproduction": "hp_verify.comparing.compare",
         "RunComparison": "hp_verify.comparing.compare_values",
         "TensorDifference": "hp_verify.files.checkpoints",
         "ValueRecorder": "hp_verify.recording.values",
@@ -67,7 +66,7 @@ __getattr__ = lazily(
         "compare_runs": "hp_verify.comparing.compare_values",
         "read_curve": "hp_verify.files.curves",
         "report": "hp_verify.jobs",
-        "report_checkpoints": "hp_verify.files.commands",
+        "report_checkpoints": "hp_verify.files.checkpoints",
         "verify": "hp_verify.jobs",
         "write_manifest": "hp_verify.files.checkpoints",
     },

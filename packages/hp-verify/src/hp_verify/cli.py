@@ -1,18 +1,27 @@
 """The command `hp-verify`. Nothing here imports torch before it is needed."""
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hp_base.command_line import Parser
-from hp_base.errors import ConfigError
+from hp_base.command_line import Parser, say
+from hp_base.errors import ConfigError, DifferenceError
+from hp_base.folder import read_named, why_not
+from hp_base.numbers import real
 from hp_base.process import run_command
 from hp_verify import __version__, jobs
-from hp_verify.files import commands as files
+
+if TYPE_CHECKING:
+    from hp_verify.files.noise import CurveComparison
 
 _USAGE = """hp-verify [FLAGS] -- JOB [ARGS] --against -- REFERENCE [ARGS]
        hp-verify --checkpoint A B [FLAGS]
        hp-verify --manifest FOLDER [--out FILE]
        hp-verify --curves A B [REPEATS] [FLAGS]"""
+_FLAGS = ("--checkpoint", "--manifest", "--curves")
+_LEVEL = 0.01
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     flags, job, reference = jobs.split(argv) if _has_jobs(argv) else ([*argv], [], [])
     options = parser().parse_args(flags)
-    asked = next((flag for flag in files.FLAGS if getattr(options, flag[2:]) is not None), None)
+    asked = next((flag for flag in _FLAGS if getattr(options, flag[2:]) is not None), None)
     if job and asked:
         raise ConfigError(f"{asked} must come without jobs behind --")
     if job:
         return jobs.run(job, reference, options)
     if asked is None:
-        raise ConfigError(f"-- JOB must be given, or one of {', '.join(files.FLAGS)}")
-    return files.run(options)
+        raise ConfigError(f"-- JOB must be given, or one of {', '.join(_FLAGS)}")
+    return _compare_files(options)
 
 
 def _has_jobs(argv: Sequence[str]) -> bool:
@@ -55,5 +64,134 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"hp-verify {__version__}")
     jobs.add_arguments(made)
-    files.add_arguments(made)
+    _add_flags_of_files(made)
     return made
+
+
+def _add_flags_of_files(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--checkpoint",
+        nargs=2,
+        metavar=("A", "B"),
+        help="whether B has the tensors of A, whatever their formats and names",
+    )
+    kinds.add_argument(
+        "--manifest",
+        metavar="FOLDER",
+        help="print names, shapes, dtypes and digests of a checkpoint, to be B elsewhere",
+    )
+    kinds.add_argument(
+        "--curves",
+        nargs="+",
+        metavar="CURVE",
+        help="whether the losses of B differ from those of A by more than noise: A B, and repeats "
+        "of A behind them",
+    )
+    parser.add_argument("--ignore", metavar="REGEX", help="names that are not compared")
+    parser.add_argument(
+        "--names", metavar="FILE", help='JSON: names in B -> names in A, {"lm_head.weight": ...}'
+    )
+    parser.add_argument("--out", metavar="FILE", help="of --manifest: a new file")
+    parser.add_argument("--pattern", metavar="REGEX", help="of a log: groups step and loss")
+    parser.add_argument(
+        "--level",
+        type=real("--level"),
+        default=_LEVEL,
+        help=f"how often noise may be called a difference (default: {_LEVEL:g})",
+    )
+
+
+def _compare_files(options: argparse.Namespace) -> int:
+    """Compare checkpoints or curves, or write a manifest.
+
+    Args:
+        options: Parsed flags, one of `_FLAGS` among them.
+
+    Returns:
+        0: both are equal.
+
+    Raises:
+        DifferenceError: When they are not.
+        CheckpointError: When a checkpoint is damaged or of no known format.
+        DataError: When a curve cannot be read, or is too short.
+        ConfigError: When the command line is wrong.
+    """
+    if options.manifest is not None:
+        return _manifest(Path(options.manifest), Path(options.out) if options.out else None)
+    if options.curves is not None:
+        return _curves([Path(path) for path in options.curves], options.pattern, options.level)
+    return _checkpoints(Path(options.checkpoint[0]), Path(options.checkpoint[1]), options)
+
+
+def _checkpoints(first: Path, second: Path, options: argparse.Namespace) -> int:
+    from hp_verify.files.checkpoints import compare, report_checkpoints  # noqa: PLC0415 - imports torch
+    from hp_verify.files.sources import opened_source  # noqa: PLC0415
+
+    names = read_names(Path(options.names)) if options.names else {}
+    with opened_source(first) as ours, opened_source(second) as theirs:
+        for letter, source in zip("AB", (ours, theirs), strict=True):
+            say(f"{letter}: {source.path}, {source.format}, {len(source.tensors)} tensors")
+        comparison = compare(ours, theirs, ignore=options.ignore, names=names)
+    say(report_checkpoints(comparison))
+    if not comparison.is_equal:
+        count = len(comparison.differences) + len(comparison.missing) + len(comparison.extra)
+        raise DifferenceError(f"the checkpoints differ in {count} tensors")
+    return 0
+
+
+def read_names(file: Path) -> Mapping[str, str]:
+    """Read what two checkpoints call the same tensors: names in the second -> in the first.
+
+    Raises:
+        ConfigError: When the file is no JSON object of names.
+    """
+    try:
+        names = json.loads(read_named(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--names ({file}) must be a JSON file: {why_not(error)}") from None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"--names ({file}) must be an object of names")
+    return names
+
+
+def _manifest(folder: Path, out: Path | None) -> int:
+    from hp_verify.files.checkpoints import write_manifest  # noqa: PLC0415 - imports torch
+
+    path = out if out is not None else Path(f"{folder.name}.manifest.json")
+    say(f"wrote {path}, {write_manifest(folder, path)} tensors")
+    return 0
+
+
+def _curves(paths: Sequence[Path], pattern: str | None, level: float) -> int:
+    from hp_verify.files.curves import read_curve  # noqa: PLC0415
+    from hp_verify.files.noise import compare_curves  # noqa: PLC0415 - imports numpy
+
+    if len(paths) < 2:
+        raise ConfigError("--curves must be followed by two curves or more")
+    if not 0.0 < level < 0.5:
+        raise ConfigError(f"--level ({level}) must be above 0 and below 0.5")
+    first, second, *repeats = [read_curve(path, pattern) for path in paths]
+    answer = compare_curves(first, second, repeats, level=level)
+    say(_said(answer, level, len(repeats)))
+    if answer.differs:
+        raise DifferenceError(f"{paths[1]} differs from {paths[0]} from about step {answer.step}")
+    return 0
+
+
+def _said(answer: "CurveComparison", level: float, num_repeats: int) -> str:
+    steps = f"{answer.num_steps} steps"
+    if answer.not_finite:
+        return f"DIFFERENT: at step {answer.step} one loss alone is not finite; {steps}"
+    whose = f"{num_repeats} repeats" if num_repeats else "the difference's own residuals"
+    noise = (
+        f"noise by {whose}: {answer.noise:.2e} a step, correlation {answer.correlation:.2f}; "
+        f"an offset of {answer.visible:.2e} over the last half would be seen\n"
+    )
+    if not answer.differs:
+        chance = f"chance {answer.chance:.2g}, not below {level:g}"
+        return f"{noise}not told apart over {steps} ({chance})"
+    return (
+        f"{noise}DIFFERENT from about step {answer.step}: by {answer.offset:+.3e} on the mean from "
+        f"there (chance {answer.chance:.2g}, {steps})"
+    )

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 
 from hp_verify.comparing.joined import Digests, Recording, Step, distance, numbers_of, size_of
 from hp_verify.comparing.repeated import matched
-from hp_verify.comparing.reproduction import Exact, Reproduction
 from hp_verify.recording import events as ev
 
 _TIMES = 10.0
@@ -74,6 +74,56 @@ class Difference:
         notes = filter(None, (self.note, _ORIGINS.get(self.origin, "")))
         note = "".join(f" ({note})" for note in notes)
         return f"step {self.step}, {self.phase}{name}: {self.error:.3e}{bound}{note}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Describes a first difference element by element.
+
+    Attributes:
+        sentence: Which elements differ, on which ranks, and what they are.
+        index: Where the largest error is in the whole tensor; of what is made of samples, the first
+            is that of the sample.
+        expected: The reference's value there.
+        actual: The job's value there.
+        ranks: Those whose parts differ.
+        num_different: Elements that differ by more than rounding explains.
+        num_elements: All elements.
+        kind: What the differing elements are; empty: nothing that is known.
+    """
+
+    sentence: str
+    index: tuple[int, ...]
+    expected: float
+    actual: float
+    ranks: tuple[int, ...]
+    num_different: int
+    num_elements: int
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduction:
+    """Shows a difference by a program in one process, with plain torch.
+
+    Attributes:
+        path: The program; what it reads lies beside it.
+        text: Its source, at most 40 lines.
+        output: What it printed when it was run.
+    """
+
+    path: Path
+    text: str
+    output: str
+
+    @property
+    def verdict(self) -> str:
+        """Return which side is wrong, as the program says in its last line."""
+        lines = self.output.strip().splitlines()
+        return lines[-1] if lines else ""
 
 
 @dataclass(slots=True)

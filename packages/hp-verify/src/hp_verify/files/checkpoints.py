@@ -18,6 +18,9 @@ from hp_verify.files.manifest import Listed, digest, write_listing
 from hp_verify.files.sources import Entry, Source, opened_source
 from hp_verify.recording.names import Renaming
 
+_SHOWN = 12
+"""Most lines of a kind that a report has."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
@@ -135,6 +138,22 @@ def write_manifest(checkpoint: Path, out: Path) -> int:
             tensors[name] = Listed(entry.dtype, entry.shape, digest(entry.read()))
     write_listing(out, tensors)
     return len(tensors)
+
+
+def report_checkpoints(comparison: CheckpointComparison) -> str:
+    """Say in lines what was found; the first checkpoint is called A, the second B."""
+    shown = [f"FAIL  {difference}" for difference in comparison.differences]
+    for letter, names in zip("AB", (comparison.missing, comparison.extra), strict=True):
+        shown += [f"FAIL  only in {letter}: {name} {why}" for name, why in names.items()]
+    lines = shown[:_SHOWN] + [f"      and {len(shown) - _SHOWN} more"] * (len(shown) > _SHOWN)
+    lines += [f"note: {note}" for note in comparison.notes[:_SHOWN]]
+    lines += [f"      and {n} more" for n in [len(comparison.notes) - _SHOWN] if n > 0]
+    lines += [f"{count} made: {how}" for how, count in list(comparison.made.items())[:_SHOWN]]
+    for said, count in sorted(comparison.counts.items()):
+        error = comparison.largest.get(said)
+        lines.append(f"{count} {said}" + (f", by {error:.1e} at most" if error else ""))
+    state = "equal" if comparison.is_equal else "NOT EQUAL"
+    return "\n".join([*lines, state])
 
 
 def _named(names: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A job that is launched several times: later launches go on where those before them ended.
+"""Ranks of a job; and jobs of several launches, each of which goes on where the last ended.
 
 Note [Launches of a job]. A job may be a script that trains some steps, ends and resumes. A process
 holds a lock for as long as it lives, beside the number of updates that it has made; one that starts
@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import torch.distributed as dist
 
 from hp_verify.recording.slices import Slice
 
@@ -82,3 +83,22 @@ def _updates_of_ended(path: Path) -> int:
         return int(os.pread(descriptor, 8, 0) or b"0")
     finally:
         os.close(descriptor)
+
+
+def is_in_group() -> bool:
+    """Tell whether this process is one of a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank_here() -> int:
+    """Return the rank of this process, by its group or its launcher; 0 where there is one."""
+    if is_in_group():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def ranks_here() -> int:
+    """Return the number of ranks."""
+    if is_in_group():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -15,7 +15,7 @@ from hp_base.dtypes import dtype_name
 from hp_verify.recording import events as ev
 from hp_verify.recording.digests import Digest, digest_of, sum_of_digests
 from hp_verify.recording.events import Box, Event, Log, Number, Randomness, Rows
-from hp_verify.recording.ranks import rank_here, ranks_here
+from hp_verify.recording.launches import rank_here, ranks_here
 from hp_verify.recording.request import Request
 from hp_verify.recording.values import Part, StepRecorder, parts_of
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from hp_base.errors import ConfigError
 from hp_verify.recording.adapters import Held, adapters
-from hp_verify.recording.dtensors import is_dtensor
 from hp_verify.recording.launches import Launches
 from hp_verify.recording.names import Renaming
 from hp_verify.recording.parts import Reference
 from hp_verify.recording.rules import Rule, Rules
 from hp_verify.recording.slices import Flat, Run, Slice, all_of, composed, placed, sizes_of, whole
+from hp_verify.recording.trees import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)

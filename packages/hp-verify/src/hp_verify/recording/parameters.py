@@ -20,21 +20,19 @@ from torch import Tensor, nn
 from hp_base.errors import HpError
 from hp_platform import outside_graph
 from hp_verify.recording import events as ev
-from hp_verify.recording import unowned_parameters as strays
 from hp_verify.recording.adapters import Listener, adapters
 from hp_verify.recording.calls import apart
 from hp_verify.recording.digests import digest_of
-from hp_verify.recording.dtensors import is_dtensor
-from hp_verify.recording.launches import Launches
+from hp_verify.recording.launches import Launches, is_in_group, rank_here, ranks_here
 from hp_verify.recording.names import Renaming, plain
 from hp_verify.recording.notes import Noted, Notes
 from hp_verify.recording.owners import Owners
 from hp_verify.recording.parts import Reference, keep_weights, read_weights, take_weights
-from hp_verify.recording.ranks import is_in_group, rank_here, ranks_here
 from hp_verify.recording.request import WITHIN, Request
 from hp_verify.recording.rules import read_rules
 from hp_verify.recording.slices import Run, Slice, all_of, dense
-from hp_verify.recording.updates import Updates
+from hp_verify.recording.trees import is_dtensor
+from hp_verify.recording.updates import Updates, models_of
 
 _BARE = "parameter "
 
@@ -158,12 +156,12 @@ class ParameterRecorder(Listener):
         self._updates.weights += [p for p in learned.tensors if p.requires_grad]
         owners.forget()
 
-    def _meet_strays(self, parameters: Sequence[Tensor]) -> None:
+    def _meet_unowned(self, parameters: Sequence[Tensor]) -> None:
         """Learn of parameters that no call of a module has shown."""
         owners = self._all_owners()
         if not self._is_called:
             unknown = [p for p in parameters if id(p) not in self._own_names]
-            for model in strays.models_of(unknown) if unknown else ():
+            for model in models_of(unknown) if unknown else ():
                 if id(model) not in self._roots:
                     self._meet(model)
         bare, late = {}, None

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from hp_verify.recording.digests import digests_of_rows
-from hp_verify.recording.dtensors import is_dtensor
 from hp_verify.recording.events import Box
 from hp_verify.recording.names import Renaming
 from hp_verify.recording.runs import Runs
 from hp_verify.recording.slices import Flat, Slice, index_of, placed
+from hp_verify.recording.trees import is_dtensor
 from hp_verify.recording.values import parts_of, read_parts, whole_of, write_parts
 
 _FIRST = "first weights"

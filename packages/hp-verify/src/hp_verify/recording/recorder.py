@@ -9,8 +9,11 @@ recomputation, and was recorded before. Steps are counted over all launches of a
 graphs, which they break; calls of modules are not.
 """
 
+import array
 import atexit
+import hashlib
 import os
+import random
 import sys
 import threading
 from collections import Counter
@@ -29,8 +32,6 @@ from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
 from hp_verify.recording import events as ev
-from hp_verify.recording import randomness
-from hp_verify.recording import unowned_parameters as strays
 from hp_verify.recording.calls import (
     around,
     has_values,
@@ -41,16 +42,16 @@ from hp_verify.recording.calls import (
     may_break_graphs,
 )
 from hp_verify.recording.digests import digest_of
-from hp_verify.recording.dtensors import is_dtensor
+from hp_verify.recording.launches import is_in_group
 from hp_verify.recording.notes import Noted, Notes
 from hp_verify.recording.parameters import ParameterRecorder, why
-from hp_verify.recording.ranks import is_in_group
 from hp_verify.recording.request import Request
 from hp_verify.recording.samples import Made, Samples, batch_of
 from hp_verify.recording.slices import dense, whole
-from hp_verify.recording.trees import is_compared, tensors_in
-from hp_verify.recording.updates import updated
+from hp_verify.recording.trees import is_compared, is_dtensor, tensors_in
+from hp_verify.recording.updates import optimizers_here, updated
 
+TORCH, NUMPY, PYTHON, CUDA = "torch", "numpy", "python", "cuda"
 _OF_NO_SAMPLES = "not made of samples, or not told by which dim"
 
 
@@ -90,7 +91,7 @@ class Recorder(ParameterRecorder):
         self._made = Made()
         self._seen: dict[int, Counter[str]] | None = None
         self._optimizers: dict[int, int] = {}
-        self._random, self._drawn = randomness.states(), set[str]()
+        self._random, self._drawn = random_states(), set[str]()
         self._hooks: list[RemovableHandle] = []
         self._is_left_out = False
 
@@ -173,7 +174,7 @@ class Recorder(ParameterRecorder):
                 self._next_step()
             if not self._is_wanted(call.phase):
                 return
-            call.states = randomness.states()
+            call.states = random_states()
             if not self._root_calls:
                 self._random = call.states
             call.index = self._root_calls
@@ -226,7 +227,7 @@ class Recorder(ParameterRecorder):
         if call.samples is not None:
             self._made.add(output, call.samples.names)
         if call.phase == ev.FORWARD:
-            now = randomness.states()
+            now = random_states()
             self._drawn |= {kind for kind in now if now[kind] != call.states.get(kind)}
 
     def _output(self, call: Call, name: str, tensor: Tensor) -> None:
@@ -283,13 +284,13 @@ class Recorder(ParameterRecorder):
     def _before_backward(self) -> None:
         """See whether the job updates by hand, and begin a step where no module's call does."""
         if self._updates.are_by_hand is None:
-            some = strays.optimizers_here()
+            some = optimizers_here()
             self._updates.are_by_hand = not some
             self._updates.are_made_by_hand()  # from now on
             if some and not self._is_called:
                 self._launch()
                 for optimizer in some:
-                    self._meet_strays(updated(optimizer))
+                    self._meet_unowned(updated(optimizer))
         self._look_for_update()
         if self._has_updated:
             self._next_step()
@@ -356,7 +357,7 @@ class Recorder(ParameterRecorder):
         """Note down what an update is made of."""
         phase = ev.CLIPPED if self._is_clipped else ev.GRADIENT
         if any("lr" in group for group in optimizer.param_groups):
-            self._meet_strays(updated(optimizer))
+            self._meet_unowned(updated(optimizer))
         self._parameters(phase, ((p, p.grad) for p in updated(optimizer)))
         if not any("lr" in group for group in optimizer.param_groups):
             return  # a container of optimizers, which come next
@@ -438,3 +439,20 @@ class Recorder(ParameterRecorder):
 def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether an optimizer was given what computes the loss, and was called before that."""
     return any(map(callable, (*args[1:], *kwargs.values())))
+
+
+def random_states() -> dict[str, str]:
+    """Name each generator's state: generator -> the same text for the same state."""
+    found = {TORCH: _text(torch.get_rng_state().numpy().tobytes())}
+    found[PYTHON] = _text(array.array("Q", random.getstate()[1]).tobytes())
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, position, *_ = numpy.random.get_state()
+        found[NUMPY] = _text(keys.tobytes() + bytes(str(position), "ascii"))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found[CUDA] = _text(torch.cuda.get_rng_state().numpy().tobytes())
+    return found
+
+
+def _text(state: bytes) -> str:
+    return hashlib.blake2b(state, digest_size=8).hexdigest()

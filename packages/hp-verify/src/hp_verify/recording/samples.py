@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hp_verify.recording.digests import Digest, digest_rows, digests_of_rows
-from hp_verify.recording.dtensors import is_dtensor
 from hp_verify.recording.events import REAL, Box, Rows
 from hp_verify.recording.padding import Span, Unpadded, real_of
 from hp_verify.recording.slices import placed, whole
-from hp_verify.recording.trees import tensors_in
+from hp_verify.recording.trees import is_dtensor, tensors_in
 
 _TOKENS = ("input_ids", "tokens")
 _SMALL = 1 << 16

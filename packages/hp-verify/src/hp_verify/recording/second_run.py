@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 from hp_base.dtypes import dtype_name
 from hp_verify.recording import events as ev
 from hp_verify.recording.calls import is_unseen, kwargs_of_call
-from hp_verify.recording.dtensors import is_dtensor
-from hp_verify.recording.ranks import rank_here
+from hp_verify.recording.launches import rank_here
 from hp_verify.recording.recorder import Call, Recorder
 from hp_verify.recording.request import Request
 from hp_verify.recording.samples import Laid, Samples
 from hp_verify.recording.slices import Slice, placed
-from hp_verify.recording.trees import expressions, is_compared, replaced, tensors_in
+from hp_verify.recording.trees import expressions, is_compared, is_dtensor, replaced, tensors_in
 
 _MOST_BYTES = 2 << 30
 """Of a module that is pickled with its weights."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hp_base.runs import runs_of
-from hp_verify.recording.dtensors import is_dtensor
 from hp_verify.recording.events import Box
+from hp_verify.recording.trees import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -2,10 +2,14 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _KEY = re.compile(r"\['([^']*)'\]")
 """Of a mapping, as Python writes it."""
@@ -62,3 +66,12 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changes = {name: replaced(getattr(value, name), change) for name in names}
         return dataclasses.replace(value, **changes)
     return value
+
+
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Tell whether a value is a DTensor; before anything has imported them nothing is.
+
+    A job that has none does not import `torch.distributed.tensor`, which takes 20 MiB.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

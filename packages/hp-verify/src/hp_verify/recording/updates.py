@@ -1,8 +1,10 @@
-"""Updates of weights that no optimizer of torch makes, as far as they can be seen."""
+"""Optimizers of a process, updates that none of them makes, and parameters that no call shows."""
 
+import gc
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hp_verify.recording.digests import digest_of
@@ -39,3 +41,21 @@ class Updates:
 def updated(optimizer: Optimizer) -> list[Tensor]:
     """Return what an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizers_here() -> list[Optimizer]:
+    """Return all optimizers of this process, in the order in which they were made."""
+    return [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+
+
+def models_of(parameters: Collection[Tensor]) -> list[nn.Module]:
+    """Return the outermost modules that have some of these parameters.
+
+    Args:
+        parameters: Parameters, of any models.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    objects: list[nn.Module] = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    holders = [o for o in objects if any(id(p) in wanted for p in o.parameters())]
+    inner = {id(m) for holder in holders for m in holder.modules() if m is not holder}
+    return [holder for holder in holders if id(holder) not in inner]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hp_base.errors import HpError
-from hp_verify.comparing.compare import Comparison, Difference, scales
+from hp_verify.comparing.compare import Comparison, Difference, Exact, scales
 from hp_verify.comparing.joined import Recording, Step
-from hp_verify.comparing.reproduction import Exact
 from hp_verify.recording import events as ev
 from hp_verify.recording.request import Focus
 from hp_verify.recording.second_run import BEFORE, HELD, module_of

@@ -4,8 +4,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hp_verify.comparing.reproduction import MOST_LINES
-from hp_verify.reproducing.programs import HEAD
+from hp_verify.reproducing.programs import HEAD, MOST_LINES
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ Each reads ``record.pt`` beside it, prints the reference's value, the job's and 
 itself, and ends with a verdict.
 """
 
+MOST_LINES = 40
+"""Of a program that shows a difference."""
 HEAD = '''"""{title}.
 
 Written by `hp-verify`."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from hp_verify.comparing.compare import Difference
+from hp_verify.comparing.compare import Difference, Reproduction
 from hp_verify.comparing.joined import Step
-from hp_verify.comparing.reproduction import MOST_LINES, Reproduction
 from hp_verify.recording import events as ev
 from hp_verify.reproducing.module_programs import blames_inputs
 from hp_verify.reproducing.modules import CannotError, Pair
+from hp_verify.reproducing.programs import MOST_LINES
 from hp_verify.reproducing.reproduce_module import Maker, backwards, forwards, gradients
 from hp_verify.reproducing.reproduce_update import of_phase, values
 
