@@ -297,10 +297,3 @@ def test_the_default_case_is_changed_by_name() -> None:
     case = replace(Case(), dtype=torch.float32)
     assert case.largest_error == 16 * torch.finfo(torch.float32).eps
     assert Case(bound=0.5).largest_error == 0.5
-
-
-def test_the_former_name_of_a_late_check_is_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="settle is now late_check"):
-        case = Case(settle=print)
-    assert case.late_check is print
-    assert replace(case, dim=4).late_check is print

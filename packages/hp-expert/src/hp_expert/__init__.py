@@ -66,11 +66,9 @@ from hp_expert.routing.correction import (
 )
 from hp_expert.routing.recompute import save_routing
 from hp_expert.routing.router import Routing, TopKRouter, check_replay
-from hp_expert.styles.base import BaseExpertParallel, DispatchedParallel
-from hp_expert.styles.expert_parallel import ExpertParallel
-from hp_expert.styles.expert_tensor_parallel import ExpertTensorParallel
+from hp_expert.styles import BaseExpertParallel, DispatchedParallel
+from hp_expert.styles.parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
 from hp_expert.styles.ranks import ExpertRanks
-from hp_expert.styles.tensor_parallel import TensorParallel
 
 __all__ = [
     "Activation",

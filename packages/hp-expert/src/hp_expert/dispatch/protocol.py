@@ -72,7 +72,7 @@ class Dispatcher(Protocol[StateT]):
 
 AnyDispatcher: TypeAlias = Dispatcher[Any]
 """A dispatcher with any state: callers only hand it from one call to the next."""
-MakeDispatcher: TypeAlias = Callable[[ProcessGroup, int], AnyDispatcher]
+MakeDispatcher = Callable[[ProcessGroup, int], Dispatcher[Any]]
 """A function that makes a dispatcher from the ranks and the number of experts."""
 
 

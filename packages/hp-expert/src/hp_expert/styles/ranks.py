@@ -1,7 +1,6 @@
-"""Which ranks share experts, in which direction, and whether parameters know it."""
+"""The ranks that experts are spread over, by experts and by their hidden dim."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,10 +15,10 @@ class ExpertRanks:
     """The ranks that experts are spread over.
 
     Attributes:
-        ep: Ranks with other experts; None: every rank has all.
-        tp: Ranks with other parts of the hidden dim of the same experts; None: they are whole.
+        ep: Ranks with other experts; None: every rank has all experts.
+        tp: Ranks with other parts of the hidden dim of the same experts; None: it is not sharded.
         mesh: Mesh of the parameters, which are DTensors; None: they are plain tensors.
-        axes: What each axis of the mesh is, "ep" or "tp".
+        axes: Kind of each axis of the mesh, "ep" or "tp".
     """
 
     ep: ProcessGroup | None = None
@@ -29,24 +28,24 @@ class ExpertRanks:
 
     @classmethod
     def along(cls, axis: str, mesh_or_group: object) -> "ExpertRanks":
-        """Take a group or a mesh of one axis, whatever its name, as "ep" or as "tp".
+        """Return the ranks of a group or a mesh of one axis of any name, as "ep" or as "tp".
 
         Raises:
             ValueError: If the mesh has more than one axis.
-            TypeError: If it is neither.
+            TypeError: If the argument is neither a group nor a mesh.
         """
-        group = resolve_group(mesh_or_group)  # type: ignore[arg-type]  # it refuses what is neither
+        group = resolve_group(mesh_or_group)  # type: ignore[arg-type]  # refuses other types
         mesh = mesh_or_group if isinstance(mesh_or_group, DeviceMesh) else None
         groups: dict[str, ProcessGroup] = {axis: group}
         return cls(groups.get("ep"), groups.get("tp"), mesh, (axis,))
 
     @classmethod
     def of_two_axes(cls, mesh_or_groups: object, *, ep: str, tp: str) -> "ExpertRanks":
-        """Take a mesh whose axes have these names, in any order, or a pair of groups.
+        """Return the ranks of a mesh whose axes have these names, in any order, or of two groups.
 
         Raises:
             ValueError: If the mesh has other axes.
-            TypeError: If it is neither.
+            TypeError: If the argument is neither a mesh nor a pair of groups.
         """
         if isinstance(mesh_or_groups, DeviceMesh):
             names = mesh_or_groups.mesh_dim_names or ()
@@ -63,30 +62,30 @@ class ExpertRanks:
         kind = type(mesh_or_groups).__name__
         raise TypeError(f"mesh_or_groups ({kind}) must be a mesh of two axes or a pair of groups")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertRanks":
+    def __deepcopy__(self, memo: dict[int, object]) -> "ExpertRanks":
         """Return itself: copies of a module share the groups, which cannot be copied."""
         return self
 
     @property
     def ep_size(self) -> int:
-        """Return how many runs the experts are cut into."""
+        """Return the number of runs that the experts are cut into."""
         return 1 if self.ep is None else self.ep.size()
 
     @property
     def tp_size(self) -> int:
-        """Return how many parts the hidden dim is cut into."""
+        """Return the number of parts that the hidden dim is cut into."""
         return 1 if self.tp is None else self.tp.size()
 
     @property
     def ep_rank(self) -> int:
-        """Return which run of the experts is here."""
+        """Return the index of the local run of experts."""
         return 0 if self.ep is None else self.ep.rank()
 
     @property
     def tp_rank(self) -> int:
-        """Return which part of the hidden dim is here."""
+        """Return the index of the local part of the hidden dim."""
         return 0 if self.tp is None else self.tp.rank()
 
     def groups(self) -> list[ProcessGroup]:
-        """The groups there are, the inner one (tp) first."""
+        """Return the groups that are not None, tp first."""
         return [group for group in (self.tp, self.ep) if group is not None]

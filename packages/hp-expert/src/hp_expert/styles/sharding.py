@@ -1,4 +1,4 @@
-"""Cutting the parameters of experts into the parts of ranks, and all ranks agreeing to.
+"""The parameters of experts cut into parts of ranks, after an agreement of all ranks.
 
 Shape symbols: E experts, D width, H hidden width.
 """
@@ -10,21 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hp_expert.experts import GroupedExperts
+from hp_expert.experts.module import GroupedExperts
 from hp_expert.styles.ranks import ExpertRanks
 from hp_platform import PeerError, all_gather_json
 from hp_platform.host_reads import is_dry
 
 
 def shard_dim(name: str, axis: str) -> int | None:
-    """Return which dim of a parameter is cut along an axis, "ep" or "tp"."""
+    """Return the dim of a parameter that is cut along an axis, "ep" or "tp"; None: no dim."""
     return 0 if axis == "ep" else GroupedExperts.hidden_dims[name]
 
 
 def keep_part(experts: GroupedExperts, ranks: ExpertRanks) -> None:
-    """Keep this rank's part of every parameter: experts along dim 0, and their hidden dim.
+    """Keep this rank's part of every parameter: of the experts (dim 0) and of their hidden dim.
 
-    Nothing is communicated: what this rank has of its part is what it keeps.
+    Nothing is communicated: the values of a part are those that this rank has.
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):
         mine = _part(_part(parameter.detach(), 0, ranks.ep), shard_dim(name, "tp"), ranks.tp)
@@ -43,12 +43,12 @@ def keep_part(experts: GroupedExperts, ranks: ExpertRanks) -> None:
             )
         setattr(experts, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
     experts.first_expert = ranks.ep_rank * (experts.num_experts // ranks.ep_size)
-    # The other ranks of tp return their part of a sum that has the bias already.
+    # Outputs of tp ranks are summed, so only one of them adds the bias.
     experts.adds_output_bias = ranks.tp_rank == 0
 
 
 def shared_parameters(found: list[GroupedExperts]) -> list[list[tuple[GroupedExperts, str]]]:
-    """List the places of each parameter that is in more than one of them."""
+    """Return the modules and names of each parameter that several modules share."""
     places: dict[nn.Parameter, list[tuple[GroupedExperts, str]]] = {}
     for experts in found:
         for name, parameter in experts.named_parameters(recurse=False, remove_duplicate=False):
@@ -57,12 +57,10 @@ def shared_parameters(found: list[GroupedExperts]) -> list[list[tuple[GroupedExp
 
 
 def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
-    """Refuse experts that cannot be cut into equal parts, which torch would pad silently.
-
-    Parameters of a subclass are refused as well: nobody knows how to cut them.
+    """Check that experts can be cut into equal parts, which torch would pad silently otherwise.
 
     Raises:
-        ValueError: If it is so.
+        ValueError: If they cannot, or a subclass has other parameters, which have no known cut.
     """
     if experts.num_experts % ranks.ep_size:
         raise ValueError(
@@ -83,17 +81,17 @@ def require_divisible(experts: GroupedExperts, ranks: ExpertRanks) -> None:
 
 
 def agree_on(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertRanks) -> None:
-    """Go on together, with the same experts on all ranks, or raise on all of them.
+    """Return on all ranks if all have the same experts and no error, else raise on all ranks.
 
     Args:
-        found: What this rank is about to spread.
-        error: Why it cannot.
-        ranks: All of them must call.
+        found: Modules that this rank is about to spread.
+        error: Error of this rank, if any.
+        ranks: The ranks, all of which must call.
 
     Raises:
         Exception: `error`, on the ranks that have one.
-        hp_platform.PeerError: On the others then.
-        ValueError: If ranks have other experts, or the groups are no two axes.
+        hp_platform.PeerError: On the other ranks, if a rank has an error.
+        ValueError: If experts differ between ranks, or the groups do not form a grid of ranks.
     """
     said = [mine := _say(found, error, ranks)]
     for group in ranks.groups():
@@ -106,7 +104,7 @@ def agree_on(found: Sequence[nn.Module], error: Exception | None, ranks: ExpertR
             text = f"rank {entry.rank} cannot spread experts: {entry.error}"
             raise PeerError(text, rank=entry.rank)
     expected = [(e, t, said[t].column) for e in range(ranks.ep_size) for t in range(ranks.tp_size)]
-    # In a dry run one rank speaks for others, and says its own place.
+    # In a dry run one rank answers for others, with its own place in the grid.
     is_grid = [(entry.ep_rank, entry.tp_rank, entry.column) for entry in said] == expected
     if not (is_grid or is_dry()):
         raise ValueError("the ep and tp groups must be the rows and columns of one grid of ranks")
@@ -124,15 +122,15 @@ def _part(x: Tensor, dim: int | None, group: dist.ProcessGroup | None) -> Tensor
 
 
 class _Said(NamedTuple):
-    """What a rank tells the others.
+    """The message of a rank to the others.
 
     Attributes:
-        rank: Its global rank.
-        ep_rank: Its place among those with other experts.
-        tp_rank: Its place among those with other parts of the hidden dim.
-        column: Global ranks of those with other experts; the same for all of them.
+        rank: Global rank.
+        ep_rank: Rank in the ep group.
+        tp_rank: Rank in the tp group.
+        column: Global ranks of the ep group.
         experts: Shape and dtype of each parameter, by name, of each module.
-        error: Reason why it cannot spread the experts; empty if it can.
+        error: Error of this rank; empty: none.
     """
 
     rank: int

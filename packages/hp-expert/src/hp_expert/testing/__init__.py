@@ -1,11 +1,12 @@
-"""Prove a dispatcher, and count what makes the host wait.
+"""Checks of dispatchers, and a count of the host's waits for a device.
 
-`check_dispatcher` runs everything that `hp_expert`'s own dispatchers must pass. It needs no test
+`check_dispatcher` runs all checks that `hp_expert`'s own dispatchers pass. It needs no test
 framework: every rank calls it, in processes or threads.
 """
 
 from torch.distributed import ProcessGroup
 
+from hp_expert.dispatch.protocol import MakeDispatcher
 from hp_expert.testing.conformance import (
     check_interleaving,
     check_parity,
@@ -15,7 +16,7 @@ from hp_expert.testing.conformance import (
 )
 from hp_expert.testing.errors import DISAGREEMENTS, SPOILS, check_errors
 from hp_expert.testing.host_reads import host_reads
-from hp_expert.testing.problem import ROUTINGS, Case, MakeDispatcher
+from hp_expert.testing.problem import ROUTINGS, Case
 
 __all__ = [
     "DISAGREEMENTS",
@@ -41,18 +42,17 @@ def check_dispatcher(
     *,
     second_group: ProcessGroup | None = None,
 ) -> None:
-    """Run all checks: every rank of the group calls it, and it returns or raises on every rank.
+    """Run all checks on every rank of the group; return or raise on every rank.
 
     Args:
-        make: Makes a dispatcher for a group and a number of experts.
-        group: The ranks. Its time-out bounds how long a dispatcher that hangs is waited for.
-        case: Sizes, dtype, device and bound.
+        make: Function that makes a dispatcher for a group and a number of experts.
+        group: The ranks. A dispatcher that hangs ends with the time-out of the group.
+        case: Sizes, dtype, device and bound; None: the defaults.
         second_group: Another group of the same ranks, for two threads that run at once.
 
     Raises:
-        AssertionError: If the dispatcher gives a wrong answer, or none where one process does, or
-            lets wrong input pass.
-        Exception: What the dispatcher itself raises.
+        AssertionError: If the dispatcher gives a wrong answer, or lets wrong input pass.
+        Exception: Error of the dispatcher.
     """
     case = case or Case()
     check_parity(make, group, case)

@@ -1,28 +1,25 @@
 """Checks that any dispatcher must pass, whatever moves its rows.
 
-Every function is called by all ranks of a group and returns on all of them, or raises an
-`AssertionError` on all of them that says what is wrong and where; what the dispatcher itself raises
-is passed on. A dispatcher that leaves ranks waiting for each other runs into the time-out of the
-group: give it a short one.
+All ranks of a group call each function. It returns on all of them, or raises an `AssertionError` on
+all of them that names the fault and the place; errors of the dispatcher are passed on. A dispatcher
+that leaves ranks waiting for each other runs into the time-out of the group: give it a short one.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from hp_expert.dispatch import Dispatcher
+from hp_expert.dispatch.protocol import AnyDispatcher, MakeDispatcher
 from hp_expert.testing.problem import (
     ROUTINGS,
     Answer,
     Batch,
     Case,
-    MakeDispatcher,
     answer_of,
     apply_experts,
     batch_problems,
@@ -43,9 +40,9 @@ def check_parity(
     *,
     routings: Iterable[str] = tuple(ROUTINGS),
 ) -> None:
-    """Outputs and all gradients are those of one process, for every routing in `ROUTINGS`.
+    """Check that outputs and all gradients are those of one process, for routings of `ROUTINGS`.
 
-    With routing weights and without; what was dropped is exactly zero, in both directions.
+    With routing weights and without; outputs and gradients of dropped slots must be exactly zero.
     """
     dispatcher = make(group, case.num_experts)
     for routing in routings:
@@ -61,7 +58,7 @@ def check_parity(
 
 
 def check_reruns(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAULT) -> None:
-    """The same batch gives the same bits again, from the same dispatcher and from another."""
+    """Check that a batch gives the same bits again, by the same dispatcher and by another."""
     dispatchers = [make(group, case.num_experts)] * 2 + [make(group, case.num_experts)]
     first, *others = [_sequentially(d, _batches(case, group, 1), case, group) for d in dispatchers]
     for other in others:
@@ -69,7 +66,7 @@ def check_reruns(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAUL
 
 
 def check_interleaving(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAULT) -> None:
-    """Batches between whose calls other batches come have the bits of batches on their own.
+    """Check that batches whose calls interleave have the bits of batches on their own.
 
     All are dispatched before the first is combined, and combined in another order; backwards run
     in both orders.
@@ -98,11 +95,11 @@ def check_threads(
     *,
     second_group: ProcessGroup | None = None,
 ) -> None:
-    """Calls may come from any thread, each from another.
+    """Check that every call may come from another thread.
 
     Between launch and finish of a batch, another one runs from forward to backward. With a second
-    group of the same ranks, two threads run batches truly at the same time, each with a dispatcher
-    and a group of its own.
+    group of the same ranks, two threads run batches at the same time, each with its own dispatcher
+    and group.
     """
     dispatcher = make(group, case.num_experts)
     alone = _sequentially(dispatcher, _batches(case, group, 2), case, group)
@@ -119,7 +116,7 @@ def check_threads(
 
 
 def check_recompute(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEFAULT) -> None:
-    """A forward that `torch.utils.checkpoint` recomputes in backward has the same bits."""
+    """Check that a forward that `torch.utils.checkpoint` recomputes has the same bits."""
     dispatcher = make(group, case.num_experts)
     alone = _sequentially(dispatcher, _batches(case, group, 2), case, group)
     for reentrant in (False, True):
@@ -131,38 +128,38 @@ def check_recompute(make: MakeDispatcher, group: ProcessGroup, case: Case = _DEF
         check_late(case, dispatcher)
 
 
-def run(dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> Answer:
-    """Send a batch through all calls, with a look at what arrives, and take the gradients."""
-    answer: Answer
+def run(dispatcher: AnyDispatcher, batch: Batch, matrices: Tensor) -> Answer:
+    """Send a batch through all calls, with a check of the rows that arrive; take the gradients."""
     *_, answer = _flight(dispatcher, batch, matrices)
     return answer
 
 
-def _flight(dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor) -> Iterator[Any]:
-    """Send a batch on its way, one call after the other.
+def _flight(dispatcher: AnyDispatcher, batch: Batch, matrices: Tensor) -> Iterator[Answer]:
+    """Send a batch through all calls.
 
     Yields:
-        None after each of the six calls, and then the answer.
+        An answer after each of the six calls, and then again: empty but for the last.
     """
+    nothing = Answer(batch.x, batch.x, None, matrices)
     rows, state = dispatcher.prepare(batch.x, batch.experts, batch.weights)
-    yield None
+    yield nothing
     rows, state = dispatcher.launch_dispatch(rows, state)
-    yield None
+    yield nothing
     arrived = dispatcher.finish_dispatch(rows, state)
-    yield None
+    yield nothing
     problems = batch_problems(arrived, num_local=len(matrices))
     rows = apply_experts(arrived, matrices)
-    yield None
+    yield nothing
     rows = dispatcher.launch_combine(rows, state)
-    yield None
+    yield nothing
     y = dispatcher.finish_combine(rows, state)
-    yield None
+    yield nothing
     yield answer_of(batch, matrices, y, problems=problems)
 
 
-def _in_turn(flight: Iterator[Any], count: int) -> Any:
-    """Go on by so many steps of a batch, each in a thread of its own; return what the last gave."""
-    found: list[Any] = []
+def _in_turn(flight: Iterator[Answer], count: int) -> Answer:
+    """Run the next steps of a batch, each in its own thread; return the result of the last."""
+    found: list[Answer] = []
     for _ in range(count):
         _in_threads([lambda: found.append(next(flight))])
     return found[-1]
@@ -171,7 +168,7 @@ def _in_turn(flight: Iterator[Any], count: int) -> Any:
 def agree_on(
     problems: list[str], group: ProcessGroup, *, where: str, device: torch.device | str
 ) -> None:
-    """Raise on all ranks what is wrong on any."""
+    """Raise AssertionError on all ranks if there are problems on any."""
     problem_counts = torch.full((group.size(), 1), len(problems), device=device)
     found = launch_all_to_all(problem_counts, group=group).wait().flatten().tolist()
     if problems:
@@ -181,14 +178,14 @@ def agree_on(
         raise AssertionError(f"rank {group.rank()}, {where}: ranks {failed} found errors")
 
 
-def check_late(case: Case, dispatcher: Dispatcher[Any]) -> None:
-    """Let a dispatcher raise what it found out late."""
+def check_late(case: Case, dispatcher: AnyDispatcher) -> None:
+    """Let a dispatcher raise errors that it finds later than in `prepare`."""
     if case.late_check is not None:
         case.late_check(dispatcher)
 
 
 def _batches(case: Case, group: ProcessGroup, count: int) -> list[Batch]:
-    """Batches of various routing, so that one's state does not fit another."""
+    """Make batches of different routing, so that the state of one does not fit another."""
     kinds = ("random", "some slots dropped", "random")
     return [
         make_batch(case, group.rank(), group.size(), routing=kinds[i], seed=i) for i in range(count)
@@ -200,7 +197,7 @@ def _matrices(case: Case, group: ProcessGroup) -> Tensor:
 
 
 def _sequentially(
-    dispatcher: Dispatcher[Any], batches: list[Batch], case: Case, group: ProcessGroup
+    dispatcher: AnyDispatcher, batches: list[Batch], case: Case, group: ProcessGroup
 ) -> list[Answer]:
     matrices = _matrices(case, group)
     answers = [run(dispatcher, batch, matrices) for batch in batches]
@@ -209,10 +206,9 @@ def _sequentially(
 
 
 def _checkpointed(
-    dispatcher: Dispatcher[Any], batch: Batch, matrices: Tensor, reentrant: bool
+    dispatcher: AnyDispatcher, batch: Batch, matrices: Tensor, reentrant: bool
 ) -> Tensor:
     def layer(x: Tensor, weights: Tensor, held: Tensor) -> Tensor:
-        state: Any
         rows, state = dispatcher.prepare(x, batch.experts, weights)
         rows, state = dispatcher.launch_dispatch(rows, state)
         out = apply_experts(dispatcher.finish_dispatch(rows, state), held)
@@ -223,8 +219,8 @@ def _checkpointed(
 
 
 def _check_concurrency(
-    first: Dispatcher[Any],
-    second: Dispatcher[Any],
+    first: AnyDispatcher,
+    second: AnyDispatcher,
     group: ProcessGroup,
     case: Case,
     alone: list[Answer],
@@ -232,7 +228,7 @@ def _check_concurrency(
     batches = _batches(case, group, 2)
     answers: dict[int, Answer] = {}
 
-    def work(i: int, dispatcher: Dispatcher[Any]) -> None:
+    def work(i: int, dispatcher: AnyDispatcher) -> None:
         matrices = _matrices(case, group)
         for _ in range(5):
             answers[i] = run(dispatcher, batches[i], matrices)
@@ -241,12 +237,12 @@ def _check_concurrency(
     _agree_on_bits([answers[0], answers[1]], alone, group, case, where="two threads at once")
 
 
-def _in_threads(works: list[Callable[[], Any]]) -> None:
-    """Run each in a thread of its own, for this one; raise what the first of them raised."""
+def _in_threads(works: list[Callable[[], object]]) -> None:
+    """Run each function in its own thread, and wait; raise the error that came first."""
     errors: list[BaseException] = []
     context = ThreadContext.capture()
 
-    def guarded(work: Callable[[], Any]) -> None:
+    def guarded(work: Callable[[], object]) -> None:
         try:
             with context.apply():
                 work()
@@ -279,7 +275,7 @@ def _differences(actual: Answer, answer: Answer, bound: float) -> list[str]:
 
 
 def _not_zero(actual: Answer, batch: Batch) -> list[str]:
-    """Return what of the dropped slots is not exactly zero."""
+    """Return the problems of dropped slots, whose results must be exactly zero."""
     if actual.y.shape != batch.x.shape:
         return []  # `_differences` has said so
     dropped, problems = batch.experts < 0, []

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from hp_expert.dispatch import Dispatcher
+from hp_expert.dispatch.protocol import AnyDispatcher, MakeDispatcher
 from hp_expert.testing.conformance import agree_on, check_late, check_parity, run
-from hp_expert.testing.problem import Batch, Case, MakeDispatcher, make_batch, make_matrices
+from hp_expert.testing.problem import Batch, Case, make_batch, make_matrices
 from hp_platform import launch_all_to_all
 
 Spoil = Callable[[Batch, Case], Batch]
@@ -86,16 +85,16 @@ def check_errors(
     *,
     spoils: Collection[str] = (*SPOILS, *DISAGREEMENTS),
 ) -> None:
-    """What is wrong on the last rank raises on every rank, and the next batch is right again.
+    """Check that wrong input of the last rank raises on every rank, and the next batch is right.
 
-    `prepare` raises, or else `Case.late_check` does. Ranks that were given another number of
-    experts find out as well.
+    `prepare` raises, or else `Case.late_check`. A different number of experts on a rank must raise
+    as well.
 
     Args:
-        make: Makes a dispatcher for a group and a number of experts.
+        make: Function that makes a dispatcher for a group and a number of experts.
         group: The ranks.
-        case: Sizes, dtype and device.
-        spoils: Which of `SPOILS` and `DISAGREEMENTS` to try.
+        case: Sizes, dtype and device; None: the defaults.
+        spoils: Names in `SPOILS` and `DISAGREEMENTS` to try.
     """
     case = case or Case()
     dispatcher, is_last = make(group, case.num_experts), group.rank() == group.size() - 1
@@ -114,11 +113,11 @@ def check_errors(
 
 
 def _must_raise(
-    dispatcher: Dispatcher[Any], batch: Batch, group: ProcessGroup, case: Case, *, where: str
+    dispatcher: AnyDispatcher, batch: Batch, group: ProcessGroup, case: Case, *, where: str
 ) -> None:
     try:
         dispatcher.prepare(batch.x, batch.experts, batch.weights)
-    except Exception:  # noqa: BLE001  # whatever it is, it is no silence
+    except Exception:  # noqa: BLE001  # any error will do
         raised = 1
     else:
         raised = 0

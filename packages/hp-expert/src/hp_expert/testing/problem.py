@@ -1,27 +1,22 @@
-"""Small layers whose answer one process works out by itself, token by token.
+"""Small layers whose answer one process computes by itself, token by token.
 
 Shape symbols: T tokens of a rank, K experts per token, E experts, L of them local, W ranks, D
 width, N rows, F slots per row.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch import Dispatcher
-
-MakeDispatcher = Callable[[ProcessGroup, int], Dispatcher[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What the checks compute with.
+    """The sizes, dtype and device of the checks.
 
     Attributes:
         num_experts: Number of experts, E; divisible by the number of ranks.
@@ -29,12 +24,12 @@ class Case:
         dim: Width of a token, D.
         num_tokens: Number of tokens of rank 0, T; every further rank has one more.
         dtype: Dtype of tokens and experts. Routing weights are fp32 or wider.
-        device: Where everything is.
+        device: Device of all tensors.
         bound: Largest error of outputs and gradients, relative to their largest value; None: 1e-12
             in fp64, else 16 units in the last place.
-        late_check: Called with the dispatcher after each batch, on every rank; for dispatchers that
-            raise errors later than in `prepare`.
-        settle: The former name of `late_check`.
+        late_check: Function that is called with the dispatcher after each batch, on every rank; for
+            dispatchers that raise errors later than in `prepare`.
+
     """
 
     num_experts: int = 8
@@ -45,17 +40,10 @@ class Case:
     device: torch.device | str = "cpu"
     bound: float | None = None
     late_check: Callable[[Any], None] | None = None
-    settle: InitVar[Callable[[Any], None] | None] = None
-
-    def __post_init__(self, settle: Callable[[Any], None] | None) -> None:
-        """Take `settle` for `late_check`."""
-        if settle is not None:
-            warnings.warn("settle is now late_check", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "late_check", settle)
 
     @property
     def largest_error(self) -> float:
-        """`bound`, or its default."""
+        """Return `bound`, or its default."""
         if self.bound is not None:
             return self.bound
         return 1e-12 if self.dtype == torch.float64 else 16 * torch.finfo(self.dtype).eps
@@ -63,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one rank passes to `Dispatcher.prepare`: x [T, D], experts and weights [T, K]."""
+    """The input of one rank for `Dispatcher.prepare`: x [T, D], experts and weights [T, K]."""
 
     x: Tensor
     experts: Tensor
@@ -72,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """y [T, D], the gradients of x, weights and the matrices of the rank's experts, and remarks."""
+    """The output y [T, D], gradients of x, weights and the rank's matrices, and problems found."""
 
     y: Tensor
     dx: Tensor
@@ -81,7 +69,7 @@ class Answer:
     problems: tuple[str, ...] = ()
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, without what is missing."""
+        """Return the tensors by name, without missing ones."""
         named = {"y": self.y, "dx": self.dx, "dmatrices": self.dmatrices}
         return named if self.dweights is None else named | {"dweights": self.dweights}
 
@@ -97,7 +85,7 @@ def _one_set(case: Case, rank: int, num_ranks: int, generator: torch.Generator) 
 
 
 def _idle_ranks(case: Case, rank: int, num_ranks: int, generator: torch.Generator) -> Tensor:
-    """Nobody wants the experts of the first rank, and the last has no tokens; K <= E - L."""
+    """Choose no expert of the first rank, if K <= E - L, and give the last rank no tokens."""
     experts = _random(case, rank, num_ranks, generator)
     num_local = case.num_experts // num_ranks
     if case.top_k <= case.num_experts - num_local:
@@ -111,7 +99,7 @@ def _empty(case: Case, rank: int, num_ranks: int, generator: torch.Generator) ->
 
 
 def _dropped(case: Case, rank: int, num_ranks: int, generator: torch.Generator) -> Tensor:
-    """A third of the slots, and all of the first token, go nowhere."""
+    """Drop a third of the slots, and all of the first token."""
     experts = _random(case, rank, num_ranks, generator)
     goes_nowhere = torch.rand(experts.shape, generator=generator) < 1 / 3
     goes_nowhere[0] = True
@@ -141,7 +129,7 @@ def make_batch(
     weighted: bool = True,
     seed: int = 0,
 ) -> Batch:
-    """Draw the tokens of a rank and their routing, the same wherever it is called."""
+    """Draw the tokens of a rank and their routing, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     experts = ROUTINGS[routing](case, rank, num_ranks, generator)
     x = torch.randn(len(experts), case.dim, generator=generator, dtype=torch.float64)
@@ -166,7 +154,7 @@ def make_matrices(case: Case, rank: int, num_ranks: int) -> Tensor:
 def apply_experts(batch: ExpertBatch, matrices: Tensor) -> Tensor:
     """Compute each row's sum over its slots of weight times tanh(row @ matrix), [N, D].
 
-    By plain differentiable operators; reads the host.
+    By plain differentiable operators; the host reads the counts.
     """
     wide = torch.promote_types(batch.rows.dtype, torch.float32)
     rows, out = batch.rows.to(wide), torch.zeros_like(batch.rows, dtype=wide)
@@ -182,7 +170,7 @@ def apply_experts(batch: ExpertBatch, matrices: Tensor) -> Tensor:
 
 
 def loss_of(y: Tensor) -> Tensor:
-    """A scalar in which every element counts differently, linear in `y`."""
+    """Return a loss that is linear in `y`, with a different factor for every element."""
     wide = torch.promote_types(y.dtype, torch.float32)
     phase = torch.arange(y.numel(), device=y.device, dtype=wide).view_as(y)
     total: Tensor = (y.to(wide) * torch.cos(phase)).sum()
@@ -190,7 +178,7 @@ def loss_of(y: Tensor) -> Tensor:
 
 
 def answer_of(batch: Batch, matrices: Tensor, y: Tensor, *, problems: Sequence[str] = ()) -> Answer:
-    """Take the gradients; tensors that nothing depends on get zeros."""
+    """Compute the gradients; tensors on which the loss does not depend get zeros."""
     leaves = [batch.x, matrices, *([] if batch.weights is None else [batch.weights])]
     for leaf in leaves:
         leaf.grad = None
@@ -202,7 +190,7 @@ def answer_of(batch: Batch, matrices: Tensor, y: Tensor, *, problems: Sequence[s
 
 
 def batch_problems(batch: ExpertBatch, *, num_local: int) -> list[str]:
-    """List where a batch is not what `ExpertBatch` says; reads the host."""
+    """Return the violations of the contract of `ExpertBatch`; the host reads its tensors."""
     num_tokens = batch.num_tokens_per_expert
     if num_tokens.shape != (num_local,) or {num_tokens.dtype, batch.order.dtype} != {torch.int64}:
         return [f"num_tokens_per_expert {num_tokens} and order {batch.order} must be int64"]
@@ -223,7 +211,7 @@ def batch_problems(batch: ExpertBatch, *, num_local: int) -> list[str]:
 
 
 def expected(case: Case, num_ranks: int, *, routing: str, weighted: bool) -> list[Answer]:
-    """Work out the answer of every rank in this process, in fp64 and without a dispatcher."""
+    """Compute the answer of every rank in this process, in fp64 and without a dispatcher."""
     matrices = torch.cat(
         [make_matrices(case, rank, num_ranks).detach() for rank in range(num_ranks)]
     )
@@ -247,7 +235,7 @@ def expected(case: Case, num_ranks: int, *, routing: str, weighted: bool) -> lis
 
 
 def _by_hand(batch: Batch, matrices: Tensor) -> Tensor:
-    """Every expert for every token, and a mask."""
+    """Compute every expert for every token, and sum with a mask."""
     y_TED = torch.tanh(torch.einsum("td,edf->tef", batch.x, matrices))
     experts = torch.arange(len(matrices), device=matrices.device)
     is_chosen_TKE = (batch.experts.unsqueeze(-1) == experts).to(y_TED.dtype)
