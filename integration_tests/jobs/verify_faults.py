@@ -333,9 +333,9 @@ def experts_begin_with_other_weights(trainer: Trainer) -> None:
 @fault(DATA, "step [12], first moment")
 def gradients_are_clipped_too_far_when_they_are(trainer: Trainer) -> None:
     def make(original: Callable[..., None]) -> Callable[..., None]:
-        def update(grad_norm: float, rate: float) -> None:
-            clips = 0 < trainer.config.train.max_grad_norm < grad_norm
-            original(grad_norm * (1 + 1e-9 * clips), rate)
+        def update(grad_norm: float, rate: float, *, max_norm: float) -> None:
+            clips = 0 < max_norm < grad_norm
+            original(grad_norm * (1 + 1e-9 * clips), rate, max_norm=max_norm)
 
         return update
 

@@ -14,12 +14,12 @@ from hp_train.cli import main
 from hp_trainer.training.optimizer import Update
 
 
-def get_stuck(self: Update, *args: Any) -> None:
+def get_stuck(self: Update, *args: Any, **kwargs: Any) -> None:
     """Take the place of the third update of one rank."""
     calls.append(None)
     if len(calls) == 3 and dist.get_rank() == int(sys.argv[1]):
         time.sleep(3600)
-    apply(self, *args)
+    apply(self, *args, **kwargs)
 
 
 calls: list[None] = []

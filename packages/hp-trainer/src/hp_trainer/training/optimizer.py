@@ -129,18 +129,19 @@ class Update:
         stages: Collection[Stage],
         mesh: Mesh,
     ) -> None:
-        self._train, self._model = config.train, config.model
+        self._model = config.model
         self._parameters, self._stages, self._mesh = parameters, stages, mesh
         self.optimizer = build_optimizer(parameters, config.train)
 
-    def apply(self, grad_norm: float, rate: float) -> None:
+    def apply(self, grad_norm: float, rate: float, *, max_norm: float) -> None:
         """Clip the gradients and move weights and correction biases by them.
 
         Args:
             grad_norm: Gradient norm of the whole model.
             rate: Learning rate.
+            max_norm: Norm to which gradients are clipped; 0: they are not.
         """
-        clip_gradients(self._parameters, grad_norm, self._train.max_grad_norm)
+        clip_gradients(self._parameters, grad_norm, max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

@@ -163,7 +163,7 @@ class Trainer:
                 before_update(losses, grad_norm)
             with doing("optimizer"):
                 self.beat("optimizer")
-                self.update.apply(grad_norm, rate)
+                self.update.apply(grad_norm, rate, max_norm=self.config.train.max_grad_norm)
                 self.skips.done()
         else:
             skipped = self._skip(losses, shares, agreed.squares)
