@@ -25,5 +25,5 @@ def get_stuck(self: Update, *args: Any, **kwargs: Any) -> None:
 calls: list[None] = []
 apply = Update.apply
 if __name__ == "__main__":
-    Update.apply = get_stuck  # type: ignore[method-assign, assignment]
+    Update.apply = get_stuck  # type: ignore[method-assign]
     os._exit(main(sys.argv[2:]))
