@@ -55,7 +55,7 @@ from hp_context.methods.ulysses import head_to_seq
 from hp_platform import outside_graph, resolve_group
 
 M = TypeVar("M", bound=nn.Module)
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 _applied: WeakSet[nn.Module] = WeakSet()  # two exchanges around one module would cancel
 
@@ -88,20 +88,20 @@ class ContextParallel:
         seq_dim: Dimension of the sequence in q, k, v and the output.
         head_dim: Dimension of the heads; the last dimension is the head size.
         qkv_indices: Positions of q, k, v among the arguments of the core attention.
-        qkv_kwarg_names: Their names, for a core attention that takes them by keyword; a name
-            that is present goes before the position.
-        mask: Which keys a query may see. The core attention gets it as `mask_kwarg_name` in
+        qkv_kwarg_names: Names of q, k, v, for a core attention that takes them by keyword; a
+            keyword that a call passes goes before the position.
+        mask: Description of the keys that a query may see. The core gets it as `mask_kwarg_name` in
             every call that does not pass one. None: the core attention has a mask of its own.
         mask_kwarg_name: Parameter of the core attention for a mask. An `hp_context.Attention`
             gets the description, any other module a bool tensor, true where allowed: [S, S], or
             the rows of its queries outside the Ulysses mode. A call may pass a `Mask`, or, to
             another module, a tensor that covers the whole sequence.
-        layout: Which positions each rank holds; `shard_sequence` must be told the same. A mask that
-            comes with a `Deal` has another one for its call.
+        layout: Positions that each rank has; the same as of `shard_sequence`. A mask that comes
+            with a `Deal` has another one for its call.
         load_balance: Short for `layout=HeadTail()`.
 
     Raises:
-        ValueError: Arguments that cannot be, or a mode that this version does not have.
+        ValueError: Arguments contradict each other, or this version does not have the mode.
 
     Example:
         >>> core = Attention(Causal())
@@ -175,10 +175,14 @@ class ContextParallel:
                 guard(module, PositionsOnly(axes.mode, self.mask_kwarg_name))
         _applied.add(module)
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        def before(
+            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> Arguments:
             return self._exchange_inputs(module, args, kwargs, group, position)
 
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def after(
+            _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+        ) -> object:
             return self._exchange_output(args, kwargs, output, group)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -189,8 +193,8 @@ class ContextParallel:
     def _exchange_inputs(
         self,
         module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         group: ProcessGroup,
         mask_position: int | None,
     ) -> Arguments:
@@ -249,8 +253,8 @@ class ContextParallel:
             {name: value for name, value in values.items() if isinstance(name, str)},
         )
 
-    def _layout_of(self, given: Any) -> tuple[Any, SequenceLayout]:
-        """Return what a mask of a call limits, and the layout that came with it, or the usual."""
+    def _layout_of(self, given: object) -> tuple[object, SequenceLayout]:
+        """Return a call's mask without its layout, and that layout; else `self.layout`."""
         if not isinstance(given, Mask):
             return given, self.layout
         limits, deal = without_deal(given)
@@ -275,12 +279,12 @@ class ContextParallel:
         return GatheredMask(mask, core.spread, core.mode, core.share, rates)
 
     def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
-        """Return what decides in how many strides keys are gathered; None for one."""
+        """Return the rates that decide the number of strides of a gather; None: one stride."""
         del device_type
         return None
 
     def _split(self, q: Tensor, k: Tensor, group: ProcessGroup) -> HeadSplit:
-        """Return which heads each rank of `group` gets."""
+        """Return the heads that each rank of `group` gets."""
         return split_heads(q.size(self.dims.head), k.size(self.dims.head), group.size())
 
     def _exchange(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -289,7 +293,7 @@ class ContextParallel:
         return [exchange(x) for x, exchange in pairs]
 
     def _exchanges(self, q: Tensor, k: Tensor, group: ProcessGroup) -> list[Exchange]:
-        """Return what has to be done with q, k, v."""
+        """Return the exchanges of q, k and v."""
         split = self._split(q, k, group)
         of_keys = Exchange(group, self.dims, split.kv_index, split.kv_counts)
         return [Exchange(group, self.dims, None, split.query_counts), of_keys, of_keys]
@@ -297,7 +301,7 @@ class ContextParallel:
     @outside_graph
     def _exchange_output(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, group: ProcessGroup
-    ) -> Any:
+    ) -> object:
         axes = self._axes(group)
         for argument in (*args, *kwargs.values()):
             check_used(argument)
@@ -331,8 +335,8 @@ class ContextParallel:
         make = getattr(type(output), "_make", type(output))
         return make((first, *output[1:]))
 
-    def _slots(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int | str]:
-        """Return where q, k, v are: a position or a name each."""
+    def _slots(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[int | str]:
+        """Return the position or the name of q, k and v among the arguments."""
         names = self.qkv_kwarg_names or ("", "", "")
         slots: list[int | str] = []
         for letter, index, name in zip("qkv", self.qkv_indices, names, strict=True):
@@ -348,7 +352,7 @@ class ContextParallel:
     def _agree(
         self,
         error: Exception | None,
-        core: tuple[nn.Module, Any],
+        core: tuple[nn.Module, object],
         qkv: tuple[Tensor, Tensor, Tensor],
         settings: Callable[[], object],
         group: ProcessGroup,
@@ -393,7 +397,7 @@ class ContextParallel:
             set_compared(mask, group)
 
     def _settings(self, device_type: str) -> object:
-        """Return what else must be the same on all ranks."""
+        """Return further settings that must be the same on all ranks."""
         del device_type
         return None
 
@@ -438,7 +442,7 @@ class ContextParallel:
 
 
 def _terms_of(module: nn.Module) -> object:
-    """Return what an `Attention` computes with, beside its mask."""
+    """Return the scale, the soft cap, the dropout and the shape of the sinks of an `Attention`."""
     if not isinstance(module, Attention):
         return type(module).__qualname__
     dropout = module.dropout if module.training else 0.0
@@ -446,7 +450,7 @@ def _terms_of(module: nn.Module) -> object:
     return module.scale, module.softcap, dropout, sinks
 
 
-def _check_output(output: Any, q: Tensor, dims: Dims) -> None:
+def _check_output(output: object, q: Tensor, dims: Dims) -> None:
     """Raise unless the core attention returned the whole sequence with the heads it was given."""
     shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     seq_len, heads = q.size(dims.seq), q.size(dims.head)

@@ -5,7 +5,7 @@ Shape symbols: B batch, N ranks, s local sequence, H heads, D head size.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,13 @@ class AsyncContextParallel(ContextParallel):
     order, and each is waited for right before its own projection goes backward. The numbers are
     those of `ContextParallel`, bit for bit.
 
-    A launch counts only if the very tensor that was launched reaches attention, unwritten. What is
-    made of it in between (rotary embeddings, a norm, a view) is exchanged synchronously instead;
-    there, call `launch` where the last of them is done, or name the module that is last. The first
+    A launch counts only if the very tensor that was launched reaches attention, unwritten. A tensor
+    that is made of it in between (rotary embeddings, a norm, a view) is exchanged synchronously
+    instead; there, call `launch` after the last such operation, or name the last module. The first
     call with a shape is synchronous too: ranks compare shapes before they exchange data. `counts`
     tells what happened.
 
-    What hides behind the projections is the exchange of heads. In the all-gather K/V and hybrid
+    The exchange of heads is hidden behind the projections. In the all-gather K/V and hybrid
     modes an `hp_context.Attention` also gathers its keys in strides of heads, each behind the
     attention of the one before, and sends their gradients home likewise. The ring mode overlaps by
     itself, here and in `ContextParallel`. In the all-gather K/V mode and in a ring without shared
@@ -57,9 +57,9 @@ class AsyncContextParallel(ContextParallel):
         head_dim: Dimension of the heads.
         qkv_indices: Positions of q, k, v.
         qkv_kwarg_names: Names of q, k, v.
-        mask: Which keys a query may see.
+        mask: Description of the keys that a query may see.
         mask_kwarg_name: Parameter of the core attention for a mask.
-        layout: Which positions each rank holds.
+        layout: Positions that each rank has.
         load_balance: Short for `layout=HeadTail()`.
         overlap: True: launch always, and gather keys in four strides or as many as there are
             key/value heads. False: never, as `ContextParallel`. "auto": where, and in as many
@@ -68,7 +68,7 @@ class AsyncContextParallel(ContextParallel):
             device.
 
     Raises:
-        ValueError: Arguments that cannot be.
+        ValueError: Arguments contradict each other.
 
     Example:
         >>> parallel = AsyncContextParallel()
@@ -113,7 +113,7 @@ class AsyncContextParallel(ContextParallel):
 
     @property
     def counts(self) -> OverlapCounts:
-        """Say how many exchanges overlapped and how many did not, and why; safe in any thread."""
+        """Return how many exchanges overlapped, and how many did not for which reason."""
         return self._tally.read()
 
     def apply(
@@ -143,7 +143,7 @@ class AsyncContextParallel(ContextParallel):
         super().apply(module, mesh_or_group)
         group = self._resolve(mesh_or_group)
 
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def after(_: nn.Module, args: tuple[object, ...], output: object) -> None:
             first = output[0] if isinstance(output, tuple) and output else output
             if isinstance(first, Tensor):
                 self.launch(first, group, flops=_matmul_flops(args, first))
@@ -180,7 +180,7 @@ class AsyncContextParallel(ContextParallel):
         return x
 
     def _launch(self, x: Tensor, group: ProcessGroup, flops: float) -> Fallback | None:
-        """Launch `x`, or return why not; alike on all ranks, which have agreed on its shape."""
+        """Launch `x`, or return the reason not to, which is the same on all ranks."""
         if x.is_inference():
             return Fallback.INFERENCE
         exchange = self._known.get(_key(x, group))
@@ -194,7 +194,7 @@ class AsyncContextParallel(ContextParallel):
         return None
 
     def _exchange(self, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup) -> list[Tensor]:
-        """Take what is in flight and exchange the rest, as `ContextParallel` does."""
+        """Take the exchanges in flight and exchange the rest, as `ContextParallel` does."""
         if self.overlap is False:
             return super()._exchange(q, k, v, group)
         pairs = list(zip((q, k, v), self._exchanges(q, k, group), strict=True))
@@ -227,7 +227,9 @@ def _key(x: Tensor, group: ProcessGroup) -> tuple[torch.Size, object, object]:
     return x.shape, x.dtype, group.group_name
 
 
-def _matmul_flops(args: tuple[Any, ...], output: Tensor) -> float:
+def _matmul_flops(args: tuple[object, ...], output: Tensor) -> float:
     """Return the operations of a matrix product that made `output` of the first argument."""
-    known = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 0
-    return 2.0 * output.numel() * args[0].size(-1) if known else math.inf
+    match args:
+        case (Tensor() as first, *_) if first.ndim:
+            return 2.0 * output.numel() * first.size(-1)
+    return math.inf

@@ -1,4 +1,4 @@
-"""How many bytes a rank sends to others in one attention, by mode; tests hold exchanges to it.
+"""Bytes that a rank sends to others in one attention, by mode; tests compare exchanges with it.
 
 Shape symbols: B batch, S whole sequence, N ranks, s = S / N, d Ulysses degree, n = N / d ranks of
 the outer axis, H query heads and h those of a rank, G key/value heads, K of them sent to all ranks
@@ -20,7 +20,7 @@ from hp_context.methods.ring import routes
 
 
 class ExchangedBytes(NamedTuple):
-    """What one rank sends to the others.
+    """Bytes that one rank sends to the others.
 
     Attributes:
         forward: Bytes sent in forward.
@@ -48,7 +48,7 @@ def exchanged_bytes(
     by_blocks: bool = True,
     rank: int | None = None,
 ) -> ExchangedBytes:
-    """Return what a rank sends in a mode of `ContextParallel`, to choose one by.
+    """Return the bytes that a rank sends in a mode of `ContextParallel`, to choose a mode by.
 
     Of B*s positions, the exchange of heads sends forward
 
@@ -67,7 +67,8 @@ def exchanged_bytes(
         num_ranks: Number of ranks that share the sequence, N.
         ulysses_degree: Ulysses degree, d; None is N, or 1 for a ring, as in `ContextParallel`.
         ring: Same as in `ContextParallel`.
-        mask: Which keys a query may see: what no query of a rank sees is not sent there. None: all.
+        mask: Keys that a query may see: those that no query of a rank sees are not sent there.
+            None: all.
         layout: Same as in `ContextParallel`.
         value_size: Head size of values, E; None is D.
         batch_size: Number of sequences in the batch, B.
@@ -112,7 +113,7 @@ class _Shape:
 
 
 def _of_rank(shape: _Shape, rank: int, keys: int, gradients: int, *, again: bool) -> ExchangedBytes:
-    """Return the bytes of a rank that sends so many rows of keys in a direction, and gradients."""
+    """Return the bytes of a rank that sends a number of rows of keys and of gradients."""
     split = split_heads(*shape.heads, shape.degree)
     inner, others = rank % shape.degree, shape.degree - 1
     queries, kv_heads = len(split.query[inner]), len(split.kv[inner])
@@ -144,7 +145,7 @@ def _gathered_rows(runs: tuple[Rows, ...], mask: Mask) -> list[tuple[int, int]]:
 
 
 def _ring_rows(runs: tuple[Rows, ...], mask: Mask) -> list[tuple[int, int]]:
-    """Return the same for a ring, which passes on what comes by."""
+    """Return the rows of keys and of gradients that each outer rank sends on in a ring."""
     ranks, by_rank = range(len(runs)), routes(runs, mask)
     found = []
     for rank in ranks:

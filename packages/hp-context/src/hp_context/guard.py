@@ -1,8 +1,8 @@
-"""A core attention of somebody else's, kept from masking its part of the queries by shape."""
+"""A guard that keeps a foreign core attention from masking its queries by their shape."""
 
+from collections.abc import Callable
 from functools import wraps
 from types import MethodType
-from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
@@ -24,9 +24,13 @@ class PositionsOnly(TorchFunctionMode):
         self.mode, self.mask_name = mode, mask_name
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run `func` unless it is one that is refused."""
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        """Run `func` unless it is a call that is refused."""
         del types
         kwargs = kwargs or {}
         given = dict(kwargs)
@@ -35,7 +39,7 @@ class PositionsOnly(TorchFunctionMode):
         self._check(func, given)
         return func(*args, **kwargs)
 
-    def _check(self, func: Any, given: dict[str, Any]) -> None:
+    def _check(self, func: Callable[..., object], given: dict[str, object]) -> None:
         if given.get("is_causal"):
             raise ValueError(
                 f"{func.__name__}(is_causal=True) must not be called in "
@@ -58,7 +62,7 @@ def guard(module: nn.Module, mode: PositionsOnly) -> None:
     of_instance = "forward" in vars(module)
 
     @wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         run = original if of_instance else MethodType(type(self).forward, self)
         with mode:
             return run(*args, **kwargs)

@@ -29,7 +29,7 @@ _HEADS_FIRST = (2, 1)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a call of attention is told beside q, k, v and its mask.
+    """Numbers of a call of attention beside q, k, v and its mask.
 
     Attributes:
         scale: Factor of the scores.
@@ -50,7 +50,7 @@ class Terms:
 
 
 class SpreadMask(Mask):
-    """A mask that comes with what the ranks share: a sequence, its heads, or both.
+    """A mask whose attention runs over ranks that share a sequence, its heads, or both.
 
     `masked_attention` leaves the work to it: q, k and v are parts then. It belongs to one call.
     `used` tells afterwards whether the core attention has handed its work over; one that has not
@@ -82,7 +82,7 @@ def check_dropout(dropout: float, mode: str) -> None:
 
 
 class HeadsMask(SpreadMask):
-    """Of an attention that has the whole sequence and a part of the heads."""
+    """The mask of an attention that has the whole sequence and some of the heads."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         """See `SpreadMask.attend`."""

@@ -5,7 +5,6 @@ gather keys).
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,14 @@ from hp_context.masks.mask import Mask, block_tensor, mask_tensor
 
 @dataclass(frozen=True, slots=True)
 class CoreMask:
-    """What a call knows about its mask.
+    """Makes the mask of a call in the form that a core attention takes.
 
     Attributes:
         name: Parameter of the core attention that takes the mask, for messages.
         mode: Name of the mode of `ContextParallel`, for messages.
         seq_len: Length of the whole sequence, S.
-        spread: Which queries each rank has; None in the Ulysses mode, where each has all.
-        share: Which query heads this rank has; None: all.
+        spread: Queries of each rank; None in the Ulysses mode, where each rank has all.
+        share: Query heads of this rank; None: all.
     """
 
     name: str
@@ -34,7 +33,9 @@ class CoreMask:
     spread: Spread | None
     share: HeadShare | None = None
 
-    def of_attention(self, module: Attention, given: Any, q: Tensor, *, takes: bool) -> Mask | None:
+    def of_attention(
+        self, module: Attention, given: object, q: Tensor, *, takes: bool
+    ) -> Mask | None:
         """Return the mask for an `Attention`: a description, always where the sequence is spread.
 
         Raises:
@@ -55,7 +56,7 @@ class CoreMask:
             raise ValueError(f"q ({tuple(q.shape)}) must have 4 dims in {self.mode}")
         return mask
 
-    def of_other(self, given: Any, device: torch.device) -> Tensor | None:
+    def of_other(self, given: object, device: torch.device) -> Tensor | None:
         """Return the mask for any other module: a tensor [..., t, S].
 
         Raises:
@@ -88,7 +89,7 @@ class CoreMask:
 
 
 def check_takes(module: Attention, *, takes: bool, name: str, mode: str) -> None:
-    """Raise `ValueError` unless an `Attention` can be told what its call needs."""
+    """Raise `ValueError` unless an `Attention` takes a mask where its call needs one."""
     if not takes:
         raise ValueError(
             f"mask_kwarg_name ({name}) must name a parameter of {type(module).__name__}.forward "
@@ -116,7 +117,7 @@ def check_core(
         )
 
 
-def check_used(mask: Any) -> None:
+def check_used(mask: object) -> None:
     """Raise `ValueError` if an `Attention` has not handed its call to the mask it was given."""
     if isinstance(mask, SpreadMask) and not mask.used:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which heads go to which rank under grouped-query attention; lists of numbers, no tensors.
+"""Heads of each rank under grouped-query attention; lists of numbers, no tensors.
 
 Shape symbols: H query heads, G key/value heads (G divides H), N ranks, h = H / N.
 
@@ -23,8 +23,8 @@ class HeadShare:
     """The query heads of one rank.
 
     Attributes:
-        own: Their numbers.
-        total: How many heads all ranks have together.
+        own: Numbers of the heads.
+        total: Number of heads of all ranks together.
     """
 
     own: range

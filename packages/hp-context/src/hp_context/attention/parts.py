@@ -131,7 +131,7 @@ def _moved(x: Tensor, rows: Rows, held: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be computed of a part of the keys.
+    """A part of the keys, and the queries that attend to it.
 
     Attributes:
         mask: Which keys a query may see.
@@ -145,7 +145,7 @@ class Work:
 
     @cached_property
     def runs(self) -> list[QueryRun]:
-        """The blocks."""
+        """The blocks of queries and keys to compute."""
         return plan(self.mask, self.queries, self.keys)
 
     def calls(self, masks: tuple[Mask, ...]) -> tuple[Call, ...]:
@@ -154,7 +154,7 @@ class Work:
 
 
 def start_forward(q: Tensor, scores: Scores) -> "_ForwardByBlocks | _ForwardByCalls":
-    """Return what computes attention of q [B, H, s, D]: by blocks, or in calls of segments."""
+    """Return an accumulator of attention of q [B, H, s, D]: by blocks, or in calls of segments."""
     if scores.masks is None:
         return _ForwardByBlocks(q, scores)
     return _ForwardByCalls(q, scores.scale, scores.masks)
@@ -163,7 +163,7 @@ def start_forward(q: Tensor, scores: Scores) -> "_ForwardByBlocks | _ForwardByCa
 def start_backward(
     q: Tensor, *, out: Tensor, lse: Tensor, grad_out: Tensor, scores: Scores
 ) -> "_BackwardByBlocks | _BackwardByCalls":
-    """Return what computes its gradients; arguments as those of `softmax.Backward`."""
+    """Return an accumulator of the gradients; takes the arguments of `softmax.Backward`."""
     make = _BackwardByBlocks if scores.masks is None else _BackwardByCalls
     return make(q, out=out, lse=lse, grad_out=grad_out, scores=scores)
 
@@ -172,7 +172,7 @@ class _ForwardByBlocks(softmax.Forward):
     """Attention over the parts that have been added so far; see `softmax.Forward`."""
 
     def add(self, part: Tensor, work: Work) -> None:
-        """Take in a part, keys and values packed, [K, B, G, D + E]."""
+        """Add a part: keys and values, packed, [K, B, G, D + E]."""
         self.add_keys(*_rows_of_heads(part, self.q), work.runs)
 
     def result(self, value_size: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ class _BackwardByBlocks(softmax.Backward):
     """Gradients over the parts that have been added so far; see `softmax.Backward`."""
 
     def add(self, part: Tensor, work: Work) -> Tensor:
-        """Take in a part; return its gradients, packed, in float32 or wider."""
+        """Add a part; return its gradients, packed, in float32 or wider."""
         head_size = self.q.size(-1)
         grads = torch.zeros_like(part, dtype=self.dq.dtype)
         self.add_keys(*_rows_of_heads(part, self.q), work.runs, unpacked(grads, head_size))

@@ -1,4 +1,4 @@
-"""Attention in calls of variable lengths: what `softmax` computes by blocks, for all sequences.
+"""Attention in calls of variable lengths, for all sequences at once; see `softmax` for blocks.
 
 Where a kernel of variable lengths applies and the mask is known to it (`masks.segments`), the keys
 that are there are one call: for every document, run of positions and sequence of the batch. The
@@ -38,7 +38,7 @@ MOST_NUMBERS = 1 << 22  # of calls that are kept on devices: 16 MiB
 
 
 def masks_of_calls(q: Tensor, v: Tensor, mask: Mask) -> tuple[Mask, ...] | None:
-    """Return the mask of each sequence, where calls of variable lengths compute attention.
+    """Return the mask of each sequence if calls of variable lengths can compute attention.
 
     The answer is the same on all ranks that share a sequence.
 
@@ -172,7 +172,7 @@ class Forward:
         self._lse = torch.empty(0)
 
     def add_keys(self, keys: Sequence[Tensor], planned: Iterable[Call]) -> None:
-        """Take in keys.
+        """Add keys.
 
         Args:
             keys: Keys [U, G, D] and values [U, G, E]; or both, packed, [U, G, D + E].
@@ -253,12 +253,12 @@ class Backward:
     def add_keys(
         self, keys: Sequence[Tensor], planned: Sequence[Call], grads: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Take in keys and return their gradients, shaped as they are.
+        """Add keys and return their gradients, shaped as they are.
 
         Args:
             keys: See `Forward.add_keys`.
-            planned: Likewise.
-            grads: Where they go, in float32 or wider, overwritten; None: to new memory, in the
+            planned: See `Forward.add_keys`.
+            grads: Memory for them, in float32 or wider, overwritten; None: new memory, in the
                 dtype of the keys where one call computes them.
         """
         first_has_all = any(

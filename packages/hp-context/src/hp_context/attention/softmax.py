@@ -1,6 +1,6 @@
 """Attention by blocks, forward and backward, and that of a whole sequence under one mask.
 
-What is computed of keys that are there is the same in all modes: the blocks of a plan
+The computation for the keys that a rank has is the same in all modes: the blocks of a plan
 (`blocks.plan`), each with the kernels of `kernels.py`, put together by their log-sum-exp
 (`merge.py`).
 
@@ -40,13 +40,13 @@ _CALL_COST = {"cpu": 1 << 13, "cuda": 1 << 20}
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What makes weights of queries and keys.
+    """The rule by which weights follow from queries and keys: mask, scale, soft cap and dropout.
 
     Attributes:
-        mask: Which keys a query may see.
+        mask: Description of the keys that a query may see.
         scale: Factor of the scores.
         softcap: Bound of the scores; None: no bound.
-        dropout: Which weights are dropped; for keys that lie in the order of their positions.
+        dropout: Rule by which weights are dropped; for keys in the order of their positions.
         masks: One for each sequence of the batch, where calls of variable lengths compute
             attention (`segmented`); None: it goes by blocks.
     """
@@ -60,7 +60,7 @@ class Scores:
     def of_block(
         self, run: QueryRun, block: KeyBlock, columns: slice, device: torch.device
     ) -> dict[str, Any]:
-        """Return what the kernels of a block are told beside tensors of queries and keys."""
+        """Return the arguments of a block's kernels beside tensors of queries and keys."""
         mask = dropped = None
         if block.kind is BlockKind.PARTIAL:
             mask = block_tensor(self.mask, run.query, block.key, device=device)
@@ -88,7 +88,7 @@ class Forward:
         self._merges: dict[range, Merge] = {}  # by where a run of queries is in q
 
     def add_keys(self, keys: Tensor, values: Tensor, runs: Sequence[QueryRun]) -> None:
-        """Take in keys [B, G, K, D] and values [B, G, K, E] and their blocks."""
+        """Add keys [B, G, K, D] and values [B, G, K, E] with their blocks."""
         for run in runs:
             at = range(run.start, run.start + len(run.query))
             for columns, block in run.calls:
@@ -106,8 +106,8 @@ class Forward:
         Queries that see nothing at all have output 0 and log-sum-exp -inf.
 
         Args:
-            out: Is overwritten.
-            lse: Is overwritten.
+            out: Output, overwritten.
+            lse: Log-sum-exp, overwritten.
             sinks: [H], see `merge.with_sinks`.
         """
         if sum(map(len, self._merges)) < out.size(2):
@@ -143,9 +143,9 @@ class Backward:
         runs: Sequence[QueryRun],
         grads: tuple[Tensor, Tensor],
     ) -> None:
-        """Take in keys [B, G, K, D] and values [B, G, K, E], their blocks, and where to add to.
+        """Add keys [B, G, K, D] and values [B, G, K, E] with their blocks.
 
-        `grads` are like keys and values, in float32 or wider.
+        Their gradients are added to `grads`, like keys and values, in float32 or wider.
         """
         dkeys, dvalues = grads
         for run in runs:
@@ -166,7 +166,7 @@ class Backward:
 
 
 def whole_plan(mask: Mask, seq_len: int) -> tuple[QueryRun, ...]:
-    """Return the blocks of a whole sequence; remembered for masks that cannot change."""
+    """Return the blocks of a whole sequence; cached for masks that cannot change."""
     if _cannot_change(mask):
         return _remembered_plan(mask, seq_len)
     return tuple(plan(mask, [range(seq_len)], [range(seq_len)]))

@@ -1,4 +1,4 @@
-"""Where the positions of a sequence are, and which of them a rank needs from another: as data.
+"""Positions that ranks have of a sequence, and that they need of each other: as data.
 
 Every rank works all of this out for all ranks from the mask and the layout, so that each knows what
 the others send without asking. No tensors here but the rows that `take` copies.
@@ -27,7 +27,7 @@ SPARSE = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Which positions the ranks of a group hold; together all of a sequence.
+    """Positions that the ranks of a group have; together all of a sequence.
 
     Attributes:
         group: The ranks.
@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Needs:
-    """Which keys the queries of each rank may see.
+    """Keys that the queries of each rank may see.
 
     Attributes:
         runs: Positions of each rank, as runs in the order it holds them.
@@ -113,7 +113,7 @@ def length(rows: Iterable[range]) -> int:
 
 
 def union(parts: Iterable[Iterable[range]]) -> Rows:
-    """Return the runs that cover what is given, group by group; in each of them in order."""
+    """Return runs that cover the given positions, group by group, each group in order."""
     covered: list[range] = []
     for part in parts:
         first = len(covered)
@@ -126,7 +126,7 @@ def union(parts: Iterable[Iterable[range]]) -> Rows:
 
 
 def slices(rows: Rows, held: Rows) -> list[slice]:
-    """Return where `rows` are in a tensor of the positions `held`, one slice for each run."""
+    """Return the slices of `rows` in a tensor of the positions `held`, one for each run."""
     offsets = [0, *accumulate(map(len, held))]
     starts = [
         next(

@@ -1,1 +1,1 @@
-"""A batch whose sequences ranks share: layouts, positions, shards, losses."""
+"""Batches whose sequences are shared by ranks: layouts, positions, shards, losses."""

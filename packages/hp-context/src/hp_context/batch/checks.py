@@ -1,4 +1,4 @@
-"""What is wrong with q, k, v before anything is exchanged: on one rank, and between ranks.
+"""Checks of q, k, v before anything is exchanged: on one rank, and between ranks.
 
 Shape symbols: N ranks, s local sequence, H query heads, G key/value heads, D head size.
 """
@@ -16,7 +16,7 @@ from hp_platform.groups import global_ranks
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Where the sequence and the heads are: (1, 2) in [B, s, H, D], (2, 1) in [B, H, s, D]."""
+    """Dims of the sequence and of the heads: (1, 2) in [B, s, H, D], (2, 1) in [B, H, s, D]."""
 
     seq: int
     head: int

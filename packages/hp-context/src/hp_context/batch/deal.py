@@ -57,14 +57,14 @@ def deal_documents(
     Args:
         lengths: Tokens of each document in order; as `Documents`.
         num_ranks: Number of ranks, N.
-        windows: What layers look at, an entry for each layer or kind of layer: keys before a
-            query's own, as `SlidingWindow(left)`; None: all of them.
-        pairs_per_key: So many pairs take as long as one key to fetch: the bytes of a key and its
-            value, by the rate of the link, times the pairs that a rank computes in a second. 0: the
-            balanced way is taken.
-        node: Ranks that follow each other in a node; None: all of them.
-        heads: So many ranks that follow each other share heads (`ulysses_degree`), and so attend to
-            what all of them have: documents are dealt out to rows of them.
+        windows: For each layer, or each kind of layer, the number of keys before its own that a
+            query sees, as `SlidingWindow(left)`; None: all of them.
+        pairs_per_key: Number of pairs that take as long as one key to fetch: the bytes of a key and
+            its value, by the rate of the link, times the pairs that a rank computes in a second. 0:
+            the balanced way is taken.
+        node: Number of consecutive ranks in a node; None: all of them.
+        heads: Number of consecutive ranks that share heads (`ulysses_degree`) and so attend to each
+            other's positions: documents are dealt out to rows of so many ranks.
 
     Returns:
         A layout whose ranks have S / N positions each.
@@ -92,7 +92,7 @@ def deal_documents(
 
 
 def _split(deal: Deal, heads: int) -> Deal:
-    """Deal out what a row has to its ranks, in equal parts in its order."""
+    """Deal out the positions of a row to its ranks, in equal parts in order."""
     parts: list[tuple[range, ...]] = []
     for runs, total in zip(deal.parts, deal.sizes, strict=True):
         size = total // heads
@@ -117,7 +117,7 @@ def _cheapest(
     kinds: tuple[tuple[int | None, int], ...],
     pairs_per_key: float,
 ) -> Deal:
-    """The cheapest deal over so many ranks, of which so many are in a node."""
+    """Return the cheapest deal over a number of ranks with a number of ranks in each node."""
     num_ranks, node = ranks
     windows = [window for window, count in kinds for _ in range(count)]
     starts = [0, *accumulate(lengths)]
@@ -138,7 +138,7 @@ def _cheapest(
 def _dealt(
     documents: Sequence[Piece], num_ranks: int, node: int, work: Work
 ) -> Iterator[list[Piece]]:
-    """Yield what each rank gets."""
+    """Yield the pieces that each rank gets."""
     of_nodes = [list(documents)]
     if node < num_ranks:
         of_nodes = _NodeDealer(documents, num_ranks // node, work).deal()
@@ -162,7 +162,7 @@ class _Dealer:
         self._held: list[list[Piece]] = [[] for _ in range(num_ranks)]
 
     def deal(self) -> list[list[Piece]]:
-        """Return what each rank gets."""
+        """Return the pieces that each rank gets."""
         few = max(1, self._part // _SHORT)
         long = [piece for piece in self._documents if piece.size > few]
         long.sort(key=lambda piece: piece.size, reverse=True)
@@ -211,7 +211,7 @@ class _Dealer:
                     self._give(rank, piece, self._work.of(piece))
 
     def _neighbours(self, few: int) -> list[list[Piece]]:
-        """Short documents, those that follow each other together, up to a few positions."""
+        """Return short documents in groups of consecutive ones, up to a few positions each."""
         groups: list[list[Piece]] = []
         size = few
         for piece in self._documents:
@@ -227,7 +227,7 @@ class _Dealer:
         return groups
 
     def _fill(self, groups: list[list[Piece]]) -> None:
-        """Give groups to the rank that most work is missing of and that has room; cut the last."""
+        """Give groups to the rank with room that lacks the most work; cut the last."""
         each = [[self._work.of(piece) for piece in group] for group in groups]
         works = list(map(sum, each))
         room = self._room
@@ -277,7 +277,7 @@ class _Dealer:
                 return
 
     def _swap(self, most: int, least: int, wanted: float) -> bool:
-        """Move so much work from a rank to another; tell whether any was."""
+        """Move a wanted amount of work from one rank to another; tell whether any was moved."""
         work = self._work
         light = min(self._held[least], key=lambda piece: (piece.start, -piece.size))
         heavy = self._enough(self._held[most], light, wanted)
@@ -300,7 +300,7 @@ class _Dealer:
         return True
 
     def _enough(self, pieces: list[Piece], light: Piece, wanted: float) -> Piece:
-        """The piece of whose queries the fewest keys come before, of those with enough work."""
+        """Return the piece with enough work whose queries have the fewest keys before them."""
 
         def moved(piece: Piece) -> float:
             size = _swapped(piece, light)
@@ -325,14 +325,14 @@ class _Dealer:
 
 
 def _swapped(heavy: Piece, light: Piece) -> int:
-    """Queries of the end of a piece and the start of another whose swap moves most work."""
+    """Return the size of a swap, of a piece's end for another's start, that moves most work."""
     return max(0, min(heavy.size, light.size, (heavy.stop - light.start) // 2))
 
 
 def _smallest_root(distance: int, wanted: float) -> int:
-    """The largest size below half a distance for which size * (distance - size) <= wanted.
+    """Return the largest size below half a distance with size * (distance - size) <= wanted.
 
-    So many pairs are moved where queries see all keys before them.
+    The product is the number of pairs that move where queries see all keys before them.
     """
     size = int(2 * wanted / (distance + math.sqrt(distance * distance - 4 * wanted)))
     while (size + 1) * (distance - size - 1) <= wanted:
@@ -393,5 +393,5 @@ class _NodeDealer(_Dealer):
 
 
 def _runs(pieces: list[Piece]) -> tuple[range, ...]:
-    """The positions of pieces as runs, in the order of the sequence."""
+    """Return the positions of pieces as runs, in the order of the sequence."""
     return tuple(joined(sorted([piece.run for piece in pieces], key=lambda run: run.start)))

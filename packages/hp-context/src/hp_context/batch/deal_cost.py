@@ -1,4 +1,4 @@
-"""What it costs ranks to have some positions of packed documents: pairs to compute, keys to fetch.
+"""Costs of the positions of packed documents that ranks have: pairs to compute, keys to fetch.
 
 Shape symbols: S whole sequence, N ranks.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hp_context.batch.layout import Deal
 
 Kinds = tuple[tuple[int | None, float], ...]
-"""How many keys before a query's own layers see, None for all, and the share of such layers."""
+"""Number of keys before its own that a query sees, None for all, with the share of such layers."""
 
 
 class Piece(NamedTuple):
@@ -42,12 +42,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DealCost:
-    """What a deal costs each rank, in the mean over layers.
+    """Costs of a deal for each rank, in the mean over layers.
 
     Attributes:
         pairs: Pairs of a query and a key that it sees, of each rank.
         fetched: Keys of other ranks that its queries see, of each rank.
-        far: Those of them that are in no rank of its node.
+        far: Keys among the fetched ones that no rank of its node has.
     """
 
     pairs: tuple[float, ...]
@@ -60,7 +60,7 @@ class DealCost:
         return max(self.pairs) * len(self.pairs) / sum(self.pairs)
 
     def price(self, pairs_per_key: float) -> float:
-        """The most that a rank takes, in pairs; a fetched key takes as long as so many."""
+        """Return the longest time of a rank, in pairs; a fetched key takes `pairs_per_key`."""
         return max(p + pairs_per_key * f for p, f in zip(self.pairs, self.fetched, strict=True))
 
 
@@ -68,11 +68,12 @@ class Work:
     """Pairs and keys of pieces under a causal mask.
 
     Args:
-        windows: What each layer, or each kind of layer, looks at before a query's own position.
+        windows: For each layer, or each kind of layer, the number of keys before its own that a
+            query sees; None: all.
 
     Attributes:
-        kinds: The same, each once.
-        is_plain: Whether all look at all keys before.
+        kinds: The windows, each once, with its share of the layers.
+        is_plain: Whether queries of all layers see all keys before their own.
     """
 
     def __init__(self, windows: Sequence[int | None]) -> None:
@@ -111,8 +112,8 @@ class Work:
         """Keys that queries of one rank see, but that are not held.
 
         Args:
-            mine: What the rank has of documents whose first keys it has not, or not only.
-            held: What it and those near it have of these documents, and maybe others.
+            mine: Pieces of the rank, of documents whose keys it lacks in part.
+            held: Pieces of these documents, and maybe of others, that it and ranks near it have.
         """
         if self.is_plain:
             return float(sum([_before_last(mine[each], held[each]) for each in mine]))
@@ -128,7 +129,7 @@ Held = dict[int, list[Piece]]
 
 
 def cut_documents(pieces: Iterable[Piece]) -> Held:
-    """Put pieces in order, document by document, of those whose first keys are not all there is."""
+    """Return pieces by document, in order, of documents some piece of which begins after 0."""
     every = list(pieces)
     cut = {document for document, start, _ in every if start}
     found: Held = {}
@@ -151,12 +152,12 @@ def deal_cost(
     """Count pairs and fetched keys of each rank under a causal mask, in the mean over `windows`.
 
     Args:
-        deal: Who has which positions.
+        deal: Positions of each rank.
         lengths: Tokens of each document in order.
-        windows: What layers look at, see `deal_documents`.
-        node: Likewise.
-        heads: Likewise. Each rank of a row then computes its part of the heads of all pairs of the
-            row, and fetches its part of every key; both are counted as so much of whole ones.
+        windows: See `deal_documents`.
+        node: See `deal_documents`.
+        heads: See `deal_documents`. Each rank of a row then computes its part of the heads of all
+            pairs of the row, and fetches its part of every key; both count as fractions.
 
     Raises:
         ValueError: The documents are not as long as the sequence of the deal.
@@ -199,17 +200,17 @@ def _pieces(runs: Iterable[range], ends: Sequence[int]) -> list[Piece]:
 
 
 def _before_last(queries: list[Piece], keys: list[Piece]) -> int:
-    """Say what `_missing` finds where queries see all keys before them, and keys are theirs too."""
+    """Return the result of `_missing` where queries see all keys before, and `keys` has theirs."""
     first = queries[-1].start
     return first - sum([min(stop, first) - start for _, start, stop in keys if start < first])
 
 
 def _missing(queries: list[Piece], keys: list[Piece], window: int | None) -> int:
-    """Keys of a document that some pieces see and that others, those among them, do not have.
+    """Count keys of a document that some pieces see and that `keys`, these among them, lack.
 
     Args:
         queries: Pieces in order.
-        keys: Likewise; disjoint.
+        keys: Pieces in order; disjoint.
         window: Keys before its own that a query sees; None: all.
     """
     missing = known = 0  # what is before has been counted, or is seen by no later piece

@@ -1,4 +1,4 @@
-"""Which positions of a sequence a rank holds, and moving between the whole and the parts.
+"""Layouts: positions of a sequence by rank, and moving between the whole and the parts.
 
 A layout cuts the sequence into runs and gives each rank some of them. Tokens, labels, position ids
 and document ids are split by the same function, so that they cannot disagree.
@@ -26,16 +26,16 @@ from hp_platform import all_gather_uneven, resolve_group
 
 
 class SequenceLayout(ABC):
-    """How a sequence is dealt out to ranks: in equal chunks, unless `runs` says otherwise."""
+    """A division of a sequence over ranks: equal chunks, unless a subclass defines `runs`."""
 
     chunks_per_rank: ClassVar[int]
 
     @abstractmethod
     def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """Return the numbers of the chunks that `rank` holds, in the order it holds them."""
+        """Return the numbers of the chunks of `rank`, in its order."""
 
     def runs(self, seq_len: int, num_ranks: int) -> tuple[tuple[range, ...], ...]:
-        """Return the positions of each rank as runs, in the order it holds them.
+        """Return the positions of each rank as runs, in its order.
 
         Raises:
             ValueError: The number of chunks does not divide `seq_len` (S).
@@ -76,14 +76,14 @@ class HeadTail(SequenceLayout):
 
 @dataclass(frozen=True)
 class Deal(SequenceLayout, Mask):
-    """The layout of one sequence, run by run, whatever others have.
+    """The layout of a single sequence, run by run.
 
     It travels with the call: `attn_mask=Causal() & Documents(lengths) & deal` tells a core
     attention under `ContextParallel` that q, k and v have these positions. As a mask it limits
     nothing. `deal_documents` makes one.
 
     Args:
-        parts: Positions of each rank, as runs in the order it holds them. Together they are all
+        parts: Positions of each rank, as runs in the order that it has them. Together they are all
             positions of the sequence, each once. Ranks may have different numbers of them where
             keys are gathered or travel, but not where heads are shared.
 
@@ -141,11 +141,11 @@ class Deal(SequenceLayout, Mask):
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Return how many positions each rank has."""
+        """Return the number of positions of each rank."""
         return tuple(sum(map(len, part)) for part in self.parts)
 
     def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """Runs have no numbers here.
+        """Refuse: runs have no numbers here.
 
         Raises:
             ValueError: Always; see `runs`.
@@ -170,7 +170,7 @@ CONTIGUOUS = Contiguous()
 
 
 def without_deal(mask: Mask) -> tuple[Mask | None, Deal | None]:
-    """Return what a mask limits, None if nothing, and the layout that came with it.
+    """Return a mask without its layout, None if nothing is left, and the layout.
 
     Raises:
         ValueError: Two layouts came with it, or one for each sequence of a batch.
@@ -205,7 +205,7 @@ def local_positions(
     ulysses_degree: int | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the global positions this rank holds: int64 [s], the input of rotary embeddings.
+    """Return the global positions of this rank: int64 [s], the input of rotary embeddings.
 
     Args:
         seq_len: Length of the whole sequence, S.
@@ -230,14 +230,14 @@ def shard_sequence(
     layout: SequenceLayout = CONTIGUOUS,
     ulysses_degree: int | None = None,
 ) -> Tensor:
-    """Return this rank's part of `x`, which every rank holds whole.
+    """Return this rank's part of `x`, which every rank has whole.
 
     Args:
         x: S at `seq_dim`, any other dimensions, any dtype.
         mesh_or_group: The ranks that share the sequence: a group, a mesh of one axis, or that of
             two axes, outer and inner, that `ContextParallel` was applied to.
         seq_dim: Dimension of the sequence.
-        layout: Which positions are whose.
+        layout: Positions of each rank.
         ulysses_degree: Ulysses degree of `ContextParallel`. Needed for a mesh of two axes alone,
             which otherwise may as well mean data parallelism times context parallelism.
 
@@ -264,7 +264,7 @@ def unshard_sequence(
     layout: SequenceLayout = CONTIGUOUS,
     ulysses_degree: int | None = None,
 ) -> Tensor:
-    """Return the whole of what `shard_sequence` split, on every rank.
+    """Return the whole tensor that `shard_sequence` has split, on every rank.
 
     Differentiable: the gradient of a part is the sum of what all ranks computed from it. A
     loss that every rank computes from the whole is hence counted N times.
@@ -302,7 +302,7 @@ def unshard_sequence(
 
 
 class _Place(NamedTuple):
-    """One rank among those that share a sequence; `groups` are its axes, the innermost first."""
+    """This rank among those that share a sequence; `groups` are its axes, the innermost first."""
 
     rank: int
     groups: tuple[dist.ProcessGroup, ...]
@@ -341,10 +341,10 @@ def check_part(layout: SequenceLayout, part: int, *, group: dist.ProcessGroup, d
     """Raise `ValueError` if a rank has other positions than a `Deal` of this call gives it.
 
     Args:
-        layout: Which positions are whose.
-        part: Positions that this rank has.
+        layout: Positions of each rank.
+        part: Number of positions that this rank has.
         group: The ranks.
-        degree: Ranks that share heads.
+        degree: Number of ranks that share heads.
     """
     if not isinstance(layout, Deal):
         return

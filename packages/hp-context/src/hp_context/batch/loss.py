@@ -1,7 +1,7 @@
 """A loss that does not depend on how tokens are split over ranks and microbatches.
 
 Each rank sums the losses of its own tokens and divides by the number of tokens of all ranks, which
-is known before forward. The loss of a step is the sum of what ranks and microbatches have, and so
+is known before forward. The loss of a step is the sum over ranks and microbatches, and so
 is each gradient: there is no factor of ranks anywhere, if gradients are summed (`sum_gradients`).
 
 Shape symbols: B sequences of a batch, S whole sequence, s part of a rank, V vocabulary.
@@ -33,7 +33,7 @@ _summing: WeakSet[nn.Module] = WeakSet()  # twice would be a factor too many
 def shift_labels(
     labels: Tensor, *, position_ids: Tensor | None = None, ignore_index: int = IGNORED
 ) -> Tensor:
-    """Return what each token is to predict: the label of the next one.
+    """Return the target of each token: the label of the next one.
 
     Do so before a sequence is split: the last token of a part predicts the first of the next part.
 
@@ -57,11 +57,11 @@ def count_tokens(
     *,
     ignore_index: int = IGNORED,
 ) -> Tensor:
-    """Return how many tokens are predicted in a step: int64 [], on the device of the targets.
+    """Return the number of tokens that are predicted in a step: int64 [], on the targets' device.
 
     Args:
-        targets: Shifted labels, any shape; several for the microbatches of a step. What
-            each rank has: its part, if the sequence is split over the ranks.
+        targets: Shifted labels of this rank, any shape; several for the microbatches of a step. Its
+            part of the sequence, if that is split over the ranks.
         mesh_or_group: The ranks whose tokens are counted, each of which calls with targets of its
             own: context parallel and data parallel ones. A mesh of several axes: all of its ranks.
             None: this rank alone, as for whole sequences that no other rank has.

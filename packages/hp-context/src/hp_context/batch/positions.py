@@ -1,4 +1,4 @@
-"""Position ids that count anew in each document: what they say of a sequence, and of its parts.
+"""Position ids that count anew in each document, of whole sequences and of their parts.
 
 Shape symbols: B sequences of a batch, S whole sequence, N ranks, s = S / N.
 """
@@ -38,7 +38,7 @@ def documents_of_rows(position_ids: Tensor, *, order: str = "") -> list[Document
 
     Args:
         position_ids: int [B, S].
-        order: What put them into this order, for the message.
+        order: Name of the layout that put them into this order, for the message.
 
     Raises:
         ValueError: They do not count up by one from 0 in each document.
@@ -75,10 +75,10 @@ def gather_position_ids(
 
     Args:
         position_ids: int [B, s] of this rank; None if it has none.
-        error: What is wrong on this rank.
-        same: What else must be equal on all ranks: see `compare`.
-        device: Where the ranks communicate.
-        layout: Which positions are whose.
+        error: Error of this rank; None if all is well.
+        same: Further facts that must be equal on all ranks: see `compare`.
+        device: Device on which the ranks communicate.
+        layout: Positions of each rank.
         group: The ranks that share the sequence; all of them call.
 
     Returns:

@@ -38,7 +38,7 @@ def shard_batch(
     Args:
         batch: Whole sequences, the same on every rank.
         mesh_or_group: The ranks that share the sequence: a 1-D mesh or a group.
-        layout: Which positions are whose; the same as of attention.
+        layout: Positions of each rank; the same as of attention.
         ignore_index: Label of tokens that are not predicted.
 
     Raises:
@@ -69,15 +69,14 @@ def shard_batch(
     return mine
 
 
-def _seq_len(batch: Mapping[str, Any]) -> int:
+def _seq_len(batch: Mapping[str, object]) -> int:
     for name in ("input_ids", "inputs_embeds"):
-        if isinstance(batch.get(name), Tensor):
-            length: int = batch[name].size(1)
-            return length
+        if isinstance(tokens := batch.get(name), Tensor):
+            return tokens.size(1)
     raise ValueError(f"batch ({sorted(batch)}) must have input_ids or inputs_embeds")
 
 
-def _has(value: Any, seq_len: int) -> bool:
+def _has(value: object, seq_len: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 1 and value.size(1) == seq_len
 
 

@@ -11,7 +11,6 @@ key/value heads, D head size of queries and keys, E head size of values.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,11 +68,11 @@ class SpreadAttention:
 
     def __call__(
         self,
-        module: Any,
+        module: object,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Any,
+        attention_mask: object,
         *,
         dropout: float = 0.0,
         scaling: float | None = None,
@@ -81,7 +80,7 @@ class SpreadAttention:
         s_aux: Tensor | None = None,
         position_ids: Tensor | None = None,
         context_mask: Mask | None = None,
-        **others: Any,
+        **others: object,
     ) -> tuple[Tensor, None]:
         """Attend.
 
@@ -90,14 +89,14 @@ class SpreadAttention:
             query: [B, H, s, D].
             key: [B, G, s, D].
             value: [B, G, s, E].
-            attention_mask: What the registered mask function has returned.
+            attention_mask: Return value of the registered mask function.
             dropout: Probability of dropping an attention weight.
             scaling: Factor of the scores; 1/sqrt(D) when None.
             softcap: Bound of the scores.
             s_aux: Sinks [H], of all heads.
             position_ids: int [B, s] or [1, s], positions in each document.
-            context_mask: What to compute instead of what `position_ids` say, by global positions.
-            **others: What else a layer passes.
+            context_mask: Mask by global positions, in place of that of `position_ids`.
+            **others: Further arguments of a layer.
 
         Returns:
             [B, s, H, E], and no weights.
@@ -205,7 +204,7 @@ class _Parallel(ContextParallel):
 
 
 class _Core(Attention):
-    """`Attention` whose calls tell all there is to tell."""
+    """`Attention` that gets scale, dropout, soft cap and sinks with each call."""
 
     def forward(
         self,
@@ -235,7 +234,7 @@ class _Core(Attention):
 
     @property
     def needs_share(self) -> bool:
-        """A call may have sinks or dropout."""
+        """Return True: a call may have sinks or dropout."""
         return True
 
 
@@ -243,7 +242,7 @@ def _known(call: CallMask | None) -> tuple[object, ...]:
     return () if call is None else (call.window, call.has_attention_mask)
 
 
-def _check_layer(others: dict[str, Any]) -> None:
+def _check_layer(others: dict[str, object]) -> None:
     for name, why in _REFUSED.items():
         if others.get(name) is not None:
             raise ValueError(f"{name} must be None with hp_context: {why}")
@@ -251,7 +250,7 @@ def _check_layer(others: dict[str, Any]) -> None:
         raise ValueError("output_attentions must be False with hp_context: no weights are kept")
 
 
-def _check_mask(attention_mask: Any, context_mask: Any, others: dict[str, Any]) -> None:
+def _check_mask(attention_mask: object, context_mask: object, others: dict[str, object]) -> None:
     if context_mask is not None and not isinstance(context_mask, Mask):
         raise ValueError(f"context_mask ({type(context_mask).__name__}) must be a hp_context.Mask")
     if not isinstance(attention_mask, CallMask):
@@ -305,6 +304,6 @@ def _masks(call: CallMask, documents: list[Documents]) -> list[tuple[Mask, Rows]
 
 
 def _cuts(mask: Mask, position: int) -> bool:
-    """Tell whether what is at a position does not see what is before it."""
+    """Tell whether the query at a position does not see the key before it."""
     here, before = range(position, position + 1), range(position - 1, position)
     return mask.block(here, before) is BlockKind.EMPTY

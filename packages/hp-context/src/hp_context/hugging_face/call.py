@@ -1,4 +1,4 @@
-"""What transformers asks a mask function once in a forward, as a description for all layers.
+"""The mask of a forward of transformers, as a description that all layers share.
 
 A model of transformers 5 makes its mask before its layers run, by a function that is registered
 beside the attention. That function is told shapes, of this rank's part alone, and the kind of
@@ -9,7 +9,6 @@ Shape symbols: B sequences of a batch, S whole sequence, N ranks, s = S / N.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +23,9 @@ class CallMask:
 
     Attributes:
         window: Keys that a query may see, itself included; None: all before it.
-        error: Why the model cannot run; raised by the first layer, on all ranks.
+        error: Reason why the model cannot run; raised by the first layer, on all ranks.
         has_attention_mask: Whether the model was given a padding mask, with no padding in it.
-        masks: What to compute, after the first layer: masks, and the sequences they are of.
+        masks: Masks, each with its sequences; None before the first layer.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class CallMask:
 
     @property
     def order(self) -> Mask:
-        """Return what a query may see of its document."""
+        """Return the mask of a query within its document."""
         return Causal() if self.window is None else SlidingWindow(self.window - 1)
 
 
@@ -48,13 +47,13 @@ def make_call_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    mask_function: Callable[..., Any],
+    mask_function: Callable[..., Tensor],
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
-    config: Any = None,
+    config: object = None,
     device: torch.device | None = None,
-    **others: Any,
+    **others: object,
 ) -> CallMask:
     """Describe the mask of a forward: a mask function of transformers.
 
@@ -99,7 +98,7 @@ def _check_cache(
         )
 
 
-def _check_kind(local_size: int | None, config: Any, *, own: bool, both: bool) -> None:
+def _check_kind(local_size: int | None, config: object, *, own: bool, both: bool) -> None:
     if both:
         raise ValueError(
             "is_causal (False) must be True with hp_context: attention looks back only"
@@ -127,7 +126,10 @@ def _check_padding(attention_mask: Tensor | None) -> None:
 
 
 def _check_causal(
-    mask_function: Callable[..., Any], batch_size: int, q_length: int, device: torch.device | None
+    mask_function: Callable[..., Tensor],
+    batch_size: int,
+    q_length: int,
+    device: torch.device | None,
 ) -> None:
     """Raise if some query sees the key after it, as tokens of one image do in some models.
 

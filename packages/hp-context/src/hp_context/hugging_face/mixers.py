@@ -1,4 +1,4 @@
-"""What of a model mixes positions besides its attention, found by trying the model once.
+"""Modules of a model that mix positions besides its attention, found by trying the model once.
 
 Note [A model is tried, not looked up]
     Tokens of a rank's part go through all of a model but its attention as if they were the whole
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from inspect import Parameter, signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ _trial: ContextVar["Trial | None"] = ContextVar("hp_context_trial", default=None
 
 
 def current_trial() -> "Trial | None":
-    """The trial that this call is part of."""
+    """Return the trial that this call is part of; None outside of trials."""
     return _trial.get()
 
 
@@ -129,18 +128,18 @@ class Comparison:
                 stack.callback(module.register_forward_hook(self._leave).remove)
             yield
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
         args, kwargs = _mapped(self._same, args), _mapped(self._same, kwargs)
         self._running.append(module)
         return args, kwargs
 
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, _: object, output: object) -> object:
         output = _mapped(self._same, output)
         self._running.remove(module)
         return output
 
     def _same(self, x: Tensor) -> Tensor:
-        """Compare what a tensor has of the common tokens, and make it equal."""
+        """Compare a tensor of both sequences at the common tokens, and make it equal there."""
         dim = self._sequence_dim(x)
         if dim is None:
             return x
@@ -167,7 +166,7 @@ class Comparison:
         self.found = self.found or f"{name} ({type(culprit).__name__}) {why}"
 
     def _sequence_dim(self, x: Tensor) -> int | None:
-        """Say which dimension is the sequence, in a tensor of both; None if none is for certain."""
+        """Return the dim of the sequence in a tensor of both sequences; None if it is uncertain."""
         if not x.is_floating_point() or x.ndim < 3 or x.size(0) != 2 or x.numel() == 0:
             return None
         return next((dim for dim in range(1, x.ndim) if x.size(dim) == self._seq), None)
@@ -181,8 +180,8 @@ class Trial(Comparison):
         kept = torch.arange(0, seq_len, 2)
         super().__init__(model, kept, (5 * kept + 3) % seq_len, seq_len=seq_len)
 
-    def inputs(self) -> dict[str, Any]:
-        """Two sequences of random tokens and their position ids [2, S]."""
+    def inputs(self) -> dict[str, object]:
+        """Return two sequences of random tokens and their position ids [2, S]."""
         rows = self._model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         drawn = torch.Generator().manual_seed(0)
         # All others of a sequence are alike, so that their sum or mean differs as much as they do.
@@ -192,10 +191,10 @@ class Trial(Comparison):
         positions = torch.arange(self._seq).repeat(2, 1)
         positions[1, (5 * positions[0] + 3) % self._seq] = positions[0]
         given = {"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}
-        return {**given, "use_cache": False} if _takes(self._model, "use_cache") else given
+        return given | ({"use_cache": False} if _takes(self._model, "use_cache") else {})
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, others: Mapping[str, Any]
+        self, query: Tensor, key: Tensor, value: Tensor, others: Mapping[str, object]
     ) -> tuple[Tensor, None]:
         """Take the place of attention: [2, S, H, E], of each position its own value.
 
@@ -203,7 +202,7 @@ class Trial(Comparison):
             query: [2, H, S, D].
             key: [2, G, S, D].
             value: [2, G, S, E].
-            others: What the layer passes besides, that attention of this package does not take.
+            others: Further arguments of the layer, which attention of this package does not take.
         """
         for tensor in (query, key, value):
             self._same(tensor)
@@ -218,19 +217,21 @@ class Trial(Comparison):
 
 
 def length_of_trial(model: nn.Module, lengths: Sequence[int] = _LENGTHS) -> int:
-    """Return how many positions a trial of a model has, of some lengths, the longest first."""
-    config: Any = getattr(model, "config", None)
+    """Return the number of positions of a model's trial, the first of `lengths` that it takes."""
+    config: object = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     most = getattr(config, "max_position_embeddings", None) or _LENGTHS[0]
     return next((length for length in lengths if length <= most), lengths[-1])
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _mapped(function: Callable[[Tensor], Tensor], value: object) -> object:
     """Put every tensor of nested arguments through a function."""
     if isinstance(value, Tensor):
         return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(function, item) for item in value)
+    if type(value) is tuple:
+        return tuple(_mapped(function, item) for item in value)
+    if type(value) is list:
+        return [_mapped(function, item) for item in value]
     if type(value) is dict:
         return {name: _mapped(function, item) for name, item in value.items()}
     if isinstance(value, Mapping):  # what a model returns: its tensors are looked at, and left

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,17 +33,17 @@ def register_attention(
     The registries are of the process, as their other entries are: a second registration of a name
     replaces the first. Models on other ranks, or of another layout, need another name.
 
-    What mixes positions elsewhere than in attention, such as a convolution or a scan, would see a
-    part of the sequence alone. A model that has it is refused by name, before its first forward:
-    it is run once on two short sequences to find out.
+    A module that mixes positions elsewhere than in attention, such as a convolution or a scan,
+    would see only a part of the sequence. A model with such a module is refused before its first
+    forward: it is run once on two short sequences to find out.
 
     Args:
         mesh_or_group: The ranks that share the sequence, in its order; all of them call. A mesh
             of two axes, outer and inner, stands for both groups of the hybrid mode.
-        name: What the models are to call it.
+        name: Name by which models select it.
         ulysses_degree: The mode; see `ContextParallel`.
         ring: Whether keys and values travel round a ring; see `ContextParallel`.
-        layout: Which positions each rank holds; `shard_batch` must be told the same.
+        layout: Positions that each rank has; the same as of `shard_batch`.
         load_balance: Short for `layout=HeadTail()`.
 
     Raises:
@@ -50,9 +51,9 @@ def register_attention(
         ValueError: The degree does not fit the ranks, or arguments contradict each other.
     """
     try:
-        models: Any = import_module("transformers.modeling_utils")
-        attention: Any = models.ALL_ATTENTION_FUNCTIONS
-        masks: Any = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+        models = import_module("transformers.modeling_utils")
+        attention = models.ALL_ATTENTION_FUNCTIONS
+        masks = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     except (ImportError, AttributeError):
         raise ImportError("needs transformers 5: pip install 'transformers>=5'") from None
     spread = SpreadAttention(
@@ -63,7 +64,7 @@ def register_attention(
         load_balance=load_balance,
     )
 
-    def attend(*args: Any, **kwargs: Any) -> Any:
+    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return spread(*args, **kwargs)
 
     attention.register(name, outside_graph(attend))

@@ -6,7 +6,6 @@ Models that never call the registered attention are asked too: these would be th
 """
 
 import gc
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,7 +31,7 @@ def watch_models(name: str, base: type[nn.Module]) -> None:
     if _watching:
         return
 
-    def attach(module: nn.Module, *_: Any) -> None:
+    def attach(module: nn.Module, *_: object) -> None:
         if isinstance(module, base) and _MARK not in module.__dict__:
             module.__dict__[_MARK] = module.register_forward_pre_hook(outside_graph(_ask))
 
@@ -42,7 +41,7 @@ def watch_models(name: str, base: type[nn.Module]) -> None:
     _watching.append(register_module_module_registration_hook(attach))
 
 
-def _ask(model: nn.Module, _: Any) -> None:
+def _ask(model: nn.Module, _: object) -> None:
     """Refuse a model that mixes positions elsewhere than in attention."""
     if current_trial() is not None or not _selected(model):
         return

@@ -1,1 +1,1 @@
-"""What computes one block of attention on which device."""
+"""Kernels that compute one block of attention, by device."""

@@ -22,7 +22,7 @@ from hp_context.masks.mask import BlockKind
 
 
 class Kernel(Enum):
-    """What computes a block."""
+    """A kernel that computes a block."""
 
     CPU_FLASH = "flash attention of the CPU"
     CUDA_FLASH = "flash attention of CUDA"
@@ -35,7 +35,7 @@ class BlockKernel(Protocol):
     """A module that computes blocks; its tensors have the head size in one piece of memory."""
 
     def applies(self, q: Tensor, v: Tensor, *, mask: Tensor | None, softcap: float | None) -> bool:
-        """Tell whether it takes such a block, in forward and in backward, and is to take it."""
+        """Tell whether it is the kernel to take such a block, in forward and in backward."""
 
     def forward(
         self,
@@ -47,7 +47,7 @@ class BlockKernel(Protocol):
         causal: bool,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp; what a query without keys gets does not matter."""
+        """Return output and log-sum-exp, of any value for queries without keys."""
 
     def backward(
         self,
@@ -93,7 +93,7 @@ def block_forward(
         mask: bool [Q, K], true where attention is allowed; None unless `kind` is PARTIAL.
         scale: Factor of the scores.
         softcap: Bound of the scores, by tanh; FlexAttention on CUDA, plain torch elsewhere.
-        dropout: Which weights are dropped; in plain torch.
+        dropout: Rule by which weights are dropped; in plain torch.
 
     Returns:
         Output [B, H, Q, E] in the dtype of `q`; log-sum-exp of the scores [B, H, Q] in float32 or
@@ -181,7 +181,7 @@ def choose_kernel(
     softcap: float | None = None,
     dropout: BlockDropout | None = None,
 ) -> Kernel:
-    """Return what computes such a block: REFERENCE whenever no other is known to be right."""
+    """Return the kernel for such a block: REFERENCE whenever no other is known to be right."""
     if dropout is not None:
         return Kernel.REFERENCE
     for kernel, module in MODULES.items():

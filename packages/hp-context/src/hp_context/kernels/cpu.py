@@ -51,7 +51,7 @@ def backward(
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return what is added to the scores, [Q, K]: 0 where attention is allowed, -inf elsewhere."""
+    """Return the bias of the scores, [Q, K]: 0 where attention is allowed, -inf elsewhere."""
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

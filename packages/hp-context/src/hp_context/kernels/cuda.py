@@ -170,7 +170,7 @@ def _members(x: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return what is added to the scores: [B, G, Q, K] that shares memory over B and G."""
+    """Return the bias of the scores: [B, G, Q, K] that shares memory over B and G."""
     if mask is None:
         return None
     num_keys = k.size(2)

@@ -1,4 +1,4 @@
-"""Dropout of attention weights as a function of who attends to what, not of who computes it.
+"""Dropout of attention weights as a function of head and positions, not of the rank.
 
 Whether a weight is dropped follows from a seed, the place in the batch, the head among all heads
 and the positions of query and key, by a hash (the finalizer of splitmix64: Steele, Lea and Flood
@@ -19,7 +19,7 @@ _BITS = 53  # of a hash that are compared with the probability
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """Which weights of a call are dropped.
+    """The rule by which weights of a call are dropped.
 
     Attributes:
         probability: Probability of dropping each weight, > 0 and < 1.
@@ -32,13 +32,13 @@ class Dropout:
     first_head: int = 0
 
     def of_block(self, query: range, key: range) -> "BlockDropout":
-        """Return what is dropped of a block of positions."""
+        """Return the rule for a block of positions."""
         return BlockDropout(self, query, key)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDropout:
-    """Which weights of one block are dropped."""
+    """The rule by which weights of one block are dropped."""
 
     call: Dropout
     query: range
@@ -50,8 +50,8 @@ class BlockDropout:
         Args:
             batch: Batch size, B.
             heads: Number of query heads, H.
-            rows: Which queries of the block.
-            columns: Which keys of the block.
+            rows: Queries of the block.
+            columns: Keys of the block.
             like: Tensor that has the dtype and the device of the result.
         """
         device, first = like.device, self.call.first_head

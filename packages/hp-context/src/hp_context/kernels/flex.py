@@ -37,7 +37,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def applies(q: Tensor, v: Tensor, *, mask: Tensor | None, softcap: float | None) -> bool:
-    """Tell whether FlexAttention takes such a block, and is the one to take it."""
+    """Tell whether FlexAttention is the kernel to take such a block."""
     sizes = (q.size(-1), v.size(-1))
     return (
         q.device.type == "cuda"
@@ -104,7 +104,7 @@ def _attend(
 
 @cache
 def _attention(device_type: str) -> Callable[..., Any]:
-    """Return FlexAttention as its device wants it: on CUDA it is a kernel once it is compiled.
+    """Return FlexAttention for a device: on CUDA compiled, which makes it a kernel.
 
     For all sizes at once: torch gives up after eight compilations, and would go on with all scores
     in memory.

@@ -1,4 +1,4 @@
-"""Attention of one block in plain torch, forward and backward: for what no kernel of torch takes.
+"""Attention of one block in plain torch, forward and backward, where no kernel of torch applies.
 
 Query heads that share a key/value head are folded into rows, [B, G, (H/G)*Q, D], so that keys and
 values are not repeated. Queries are taken a few at a time, so that no more scores exist at once
@@ -27,12 +27,12 @@ TILE = 1 << 24  # scores
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How weights follow from queries and keys, but for which keys may be seen.
+    """The rule by which weights follow from queries and keys, apart from the mask.
 
     Attributes:
         scale: Factor of the scores.
         softcap: Bound of the scores, by tanh; None: no bound.
-        dropout: Which weights of this block are dropped.
+        dropout: Rule by which weights of this block are dropped.
     """
 
     scale: float
@@ -134,7 +134,7 @@ def _scores(q: Tensor, k: Tensor, tile: _Tile, scoring: Scoring) -> tuple[Tensor
 
 
 def _kept(weights: Tensor, q: Tensor, tile: _Tile, scoring: Scoring) -> Tensor | float:
-    """Return what dropout multiplies the weights [B, G, R, K] by."""
+    """Return the factors of dropout for the weights [B, G, R, K]."""
     if scoring.dropout is None:
         return 1.0
     batch, heads = q.shape[:2]

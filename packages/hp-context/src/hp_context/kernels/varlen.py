@@ -32,14 +32,14 @@ DEVICES: tuple[str, ...] = ("cuda",)
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What a call is told of its segments.
+    """Lengths and windows of the segments of a call.
 
     Attributes:
-        starts: int32 [segments + 1]: where each begins among the queries, and the last one ends.
+        starts: int32 [segments + 1]: starts of the segments among the queries, and the last end.
         key_starts: The same among the keys.
         longest: Most queries and most keys of a segment.
-        window: Keys to the left and to the right of the one that a query is aligned with, which
-            is the last key for the last query; -1: all.
+        window: Number of keys to the left and to the right of a query's own key that it sees; the
+            last query's own key is the last one; -1: all.
     """
 
     starts: Tensor
@@ -49,12 +49,12 @@ class Lengths:
 
     @property
     def causal(self) -> bool:
-        """Tell whether kernels are to be told so, which have one for it."""
+        """Tell whether the window is a causal mask, for which kernels have a variant."""
         return self.window == (-1, 0)
 
 
 def applies(q: Tensor, v: Tensor) -> bool:
-    """Tell whether q [..., D] and v [..., E] are of a device, a dtype and sizes that it takes.
+    """Tell whether the kernel takes the device, the dtype and the sizes of q [..., D], v [..., E].
 
     Rows of keys and values lie side by side between ranks: both sizes are to be aligned.
     """
@@ -68,7 +68,7 @@ def padded(x: Tensor, size: int) -> Tensor:
 
 
 def _told(lengths: Lengths) -> tuple[int, int]:
-    """Lengths of the longest segment of queries and of keys, as the kernel is to be told.
+    """Return the lengths of the longest segments of queries and of keys, as the kernel needs them.
 
     FlashAttention 2 takes a side of a window for all keys where it is no smaller than the keys of
     the longest segment, and the open side of a window for as many. Both are right, since the last
@@ -131,7 +131,7 @@ def backward(
         v: [U, G, E].
         grad_out: [T, H, D], padded.
         out: [T, H, D], over all keys that these queries see, padded.
-        lse: [H, T], likewise; contiguous.
+        lse: [H, T], over the same keys; contiguous.
         lengths: Same as in `forward`.
         scale: Same as in `forward`.
     """

@@ -1,1 +1,1 @@
-"""Which keys a query may see, as data, and by blocks."""
+"""Masks: the keys that a query may see, as data, and by blocks."""

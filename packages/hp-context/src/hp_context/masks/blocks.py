@@ -1,4 +1,4 @@
-"""Which blocks of a mask a rank computes, as data: no tensors here.
+"""Blocks of a mask that a rank computes, as data: no tensors here.
 
 A block is a run of query positions against a run of key positions. Blocks that nobody sees are
 left out; long runs of queries are cut where their mask says so (documents, windows), and the keys
@@ -19,8 +19,8 @@ class KeyBlock:
     """Keys that a run of queries attends to.
 
     Attributes:
-        key: Their positions.
-        start: Where they begin in the tensor of keys.
+        key: Positions of the keys.
+        start: Index of the first one in the tensor of keys.
         kind: FULL, CAUSAL or PARTIAL.
     """
 
@@ -34,8 +34,8 @@ class QueryRun:
     """Queries at consecutive positions, with all the blocks that they see.
 
     Attributes:
-        query: Their positions.
-        start: Where they begin in the tensor of queries.
+        query: Positions of the queries.
+        start: Index of the first one in the tensor of queries.
         blocks: Blocks of keys that the queries see, in the order of the keys; empty where they see
             nothing.
     """
@@ -74,9 +74,9 @@ def plan(
     """Return the blocks of queries x keys that are not empty.
 
     Args:
-        mask: Which keys a query may see.
+        mask: Description of the keys that a query may see.
         queries: Positions of the queries, as runs in the order of their tensor.
-        keys: Positions of the keys likewise.
+        keys: Positions of the keys, as runs in the order of their tensor.
         min_run: Runs are not cut any shorter than this.
     """
     keys = joined(keys)
@@ -107,7 +107,7 @@ def _key_blocks(
 def _merged(
     parts: Iterable[tuple[range, BlockKind]], min_run: int
 ) -> list[tuple[range, BlockKind]]:
-    """Drop what is empty; join neighbours of one kind, and short ones with whatever is beside."""
+    """Drop empty parts; join neighbours of one kind, and short ones with any neighbour."""
     merged: list[tuple[range, BlockKind]] = []
     for key, kind in parts:
         if kind is BlockKind.EMPTY:

@@ -1,4 +1,4 @@
-"""What ranks compare before they exchange: everything about a call on which all of them must agree.
+"""The comparison of a call between ranks, before they exchange anything that depends on it.
 
 Note [When ranks compare]
     In the first call with a shape, the first call of each core attention, and the first call with a
@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,11 @@ _COMPARED = "_hp_context_compared"
 _OF_THE_MODEL = Full | Causal | SlidingWindow
 
 
-def is_new(mask: Any, group: ProcessGroup) -> bool:
+def is_new(mask: object, group: ProcessGroup) -> bool:
     """Tell whether a mask has something that the ranks of a group have not compared yet.
 
     Args:
-        mask: What a call was given: also None, a tensor, which is never compared, or nonsense.
+        mask: Argument of a call: also None, a tensor, which is never compared, or nonsense.
         group: The ranks that share the sequence.
     """
     if mask is None or isinstance(mask, Tensor):
@@ -50,8 +49,8 @@ def is_new(mask: Any, group: ProcessGroup) -> bool:
     return any(name not in part.__dict__.get(_COMPARED, ()) for part in _of_the_data(mask))
 
 
-def is_of_the_data(mask: Any) -> bool:
-    """Tell whether a mask has parts that may be others in each microbatch, as documents are."""
+def is_of_the_data(mask: object) -> bool:
+    """Tell whether a mask has parts that differ between microbatches, as documents do."""
     return isinstance(mask, Mask) and any(True for _ in _of_the_data(mask))
 
 
@@ -82,11 +81,11 @@ def compare(
     """Compare what must be equal on all ranks; all of them call, and all of them raise or none.
 
     Args:
-        error: What is wrong on this rank.
-        facts: Facts by what to call them, as many on every rank and in one order; see `digest`.
+        error: Error of this rank; None if all is well.
+        facts: Facts by name, as many on every rank and in one order; see `digest`.
         group: The ranks that share the sequence.
-        device: Where they communicate.
-        content: int64 [n] on `device`, to be exchanged and not to be compared.
+        device: Device on which they communicate.
+        content: int64 [n] on `device`, which is exchanged without a comparison.
 
     Returns:
         The content of each rank.
@@ -114,13 +113,13 @@ def compare(
 def require_alike(
     name: str, found: Sequence[Hashable], *, group: ProcessGroup, here: object
 ) -> None:
-    """Raise on all ranks unless they have found the same.
+    """Raise on all ranks unless they have the same values.
 
     Args:
-        name: What it is, in the plural.
-        found: What each rank has.
+        name: Name of the values, in the plural.
+        found: Value of each rank.
         group: The ranks.
-        here: What this rank has, for the message.
+        here: Value of this rank, for the message.
 
     Raises:
         ValueError: Names the ranks that differ from most.
@@ -140,7 +139,7 @@ def require_alike(
 
 
 def _of_the_data(mask: Mask) -> Iterator[Mask]:
-    """Yield the parts of a mask that may be another one in each microbatch."""
+    """Yield the parts of a mask that may differ between microbatches."""
     if isinstance(mask, Both):
         yield from _of_the_data(mask.first)
         yield from _of_the_data(mask.second)

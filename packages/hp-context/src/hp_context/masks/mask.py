@@ -26,7 +26,7 @@ FAR = 1 << 62  # beyond the last position of any sequence
 
 
 class BlockKind(Enum):
-    """What a mask allows of a block of queries x keys."""
+    """The part of a block of queries x keys that a mask allows."""
 
     EMPTY = "empty"  # nothing
     FULL = "full"  # everything
@@ -35,7 +35,7 @@ class BlockKind(Enum):
 
 
 class Mask(ABC):
-    """Which keys a query may see. Combine two with `&`."""
+    """A description of the keys that a query may see. Combine two with `&`."""
 
     @abstractmethod
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Mask(ABC):
         return False
 
     def block(self, query: range, key: range) -> BlockKind:
-        """Return what the mask allows of a block; PARTIAL, always right, where that is not known.
+        """Return the kind of a block; PARTIAL, always right, where it is not known.
 
         Exact where `visible` tells the keys and `causal` the truth.
 
@@ -104,12 +104,12 @@ class Mask(ABC):
         return BlockKind.PARTIAL if begin < end else BlockKind.EMPTY
 
     def query_cuts(self, run: range) -> set[int]:
-        """Return the positions in a run of queries where blocks had better begin anew."""
+        """Return the positions in a run of queries at which blocks should begin."""
         del run
         return set()
 
     def key_cuts(self, query: range) -> set[int]:
-        """Return the keys at which what a run of queries may see begins or ends."""
+        """Return the positions at which the keys that a run of queries may see begin or end."""
         ends = (self.visible(query[0]), self.visible(query[-1]))
         return {cut for keys in ends if keys is not None for cut in (keys.start, keys.stop)}
 
@@ -118,7 +118,7 @@ class Mask(ABC):
         del seq_len
 
     def __and__(self, other: "Mask") -> "Mask":
-        """The mask that allows what both allow."""
+        """Return the mask that allows a pair if both do."""
         return Both(self, other)
 
     def _visible(self, query: int) -> range:
@@ -216,7 +216,7 @@ class Documents(Mask):
         return document == torch.bucketize(key, ends, right=True)
 
     def visible(self, query: int) -> range:
-        """See `Mask.visible`; what follows the last document counts as one more."""
+        """See `Mask.visible`; positions after the last document count as one more."""
         document = bisect_right(self._ends, query)
         start = self._ends[document - 1] if document else 0
         return range(start, self._ends[document] if document < len(self._ends) else FAR)
@@ -239,7 +239,7 @@ class Documents(Mask):
 
 @dataclass(frozen=True, slots=True)
 class Both(Mask):
-    """Allows what both masks allow, e.g. `Causal() & Documents((5, 3))`."""
+    """A mask that allows a pair if both of its masks do, e.g. `Causal() & Documents((5, 3))`."""
 
     first: Mask
     second: Mask
@@ -249,25 +249,25 @@ class Both(Mask):
         return self.first.allowed(query, key) & self.second.allowed(query, key)
 
     def visible(self, query: int) -> range | None:
-        """Return what both see, where both tell."""
+        """Return the keys that both allow, where both are known."""
         one, other = self.first.visible(query), self.second.visible(query)
         if one is None or other is None:
             return None
         return range(max(one.start, other.start), min(one.stop, other.stop))
 
     def seen(self, query: range) -> range:
-        """Return what both see; see `Mask.seen`."""
+        """Return the keys that both allow; see `Mask.seen`."""
         one, other = self.first.seen(query), self.second.seen(query)
         return range(max(one.start, other.start), min(one.stop, other.stop))
 
     @property
     def causal(self) -> bool:
-        """Tell whether one of them is."""
+        """Tell whether one of the masks is causal."""
         return self.first.causal or self.second.causal
 
     @property
     def of_batch(self) -> bool:
-        """Tell whether one of them does."""
+        """Tell whether one of the masks does."""
         return self.first.of_batch or self.second.of_batch
 
     def block(self, query: range, key: range) -> BlockKind:
@@ -297,7 +297,7 @@ class Both(Mask):
 
 @dataclass(frozen=True, slots=True)
 class PositionMask(Mask):
-    """Allows what a function of global positions says.
+    """A mask given by a function of global positions.
 
     Nothing is known of a block beforehand, so all of them are computed with a mask tensor. Combine
     it with a mask that leaves blocks out, e.g. `Causal() & PositionMask(...)`.

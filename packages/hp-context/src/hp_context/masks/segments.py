@@ -33,12 +33,12 @@ UNBOUNDED = -1  # of a side of a window, as kernels say it
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """What limits the keys of a query.
+    """Limits of the keys that a query sees.
 
     Attributes:
-        ends: Where documents end, in order; empty if there is one.
+        ends: Ends of the documents, in order; empty if there is one.
         left: Most keys before its own position that a query sees; None: all.
-        right: Most keys after its own position likewise.
+        right: Most keys after its own position that a query sees; None: all.
     """
 
     ends: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Edges:
     right: int | None = None
 
     def documents(self, run: range) -> Iterator[tuple[range, range]]:
-        """Yield the documents that a run of positions meets: what they share, and all of each."""
+        """Yield, for each document that a run meets, the shared positions and the document's."""
         first, start = bisect_right(self.ends, run.start), run.start
         while start < run.stop:
             known = first < len(self.ends)
@@ -57,7 +57,7 @@ class Edges:
 
 
 def edges_of(mask: Mask) -> Edges | None:
-    """Return what limits the keys of a query; None if that is not known to be all of it."""
+    """Return the limits of the keys of a query; None if a mask may have others."""
     if type(mask) is Both:
         one, other = edges_of(mask.first), edges_of(mask.second)
         if one is None or other is None:
@@ -86,8 +86,8 @@ class Segment:
     Attributes:
         queries: Rows of queries, each of which sees a key.
         keys: Rows of keys, each of which is seen.
-        low: None: no key is too far to the left.
-        high: None: no key is too far to the right.
+        low: Least offset of a key's row; None: no key is too far to the left.
+        high: Greatest offset; None: no key is too far to the right.
     """
 
     queries: range
@@ -97,15 +97,15 @@ class Segment:
 
     @property
     def shift(self) -> int:
-        """Return what is between the rows of a query and of the key that kernels align it with."""
+        """Return the offset from the row of a query to that of the key it is aligned with."""
         return self.keys.stop - self.queries.stop
 
 
 def segments(edges: Edges, queries: Sequence[range], keys: Sequence[range]) -> list[Segment]:
-    """Return what queries see of keys, in the order of the queries.
+    """Return the segments of the keys that queries see, in the order of the queries.
 
     Args:
-        edges: What limits the keys of a query.
+        edges: Limits of the keys of a query.
         queries: Positions of the queries, as runs in the order of their tensor.
         keys: Positions of the keys likewise.
     """
@@ -137,12 +137,12 @@ class Call:
     Attributes:
         queries: Rows that it takes, without a gap.
         keys: Rows that it takes, in this order: runs, with a step where sequences alternate.
-        starts: Where each segment begins among the queries, and where the last one ends.
+        starts: Start of each segment among the queries, and the end of the last one.
         key_starts: The same among the keys.
-        window: Keys to the left and to the right of the one that a query is aligned with.
+        window: Number of keys to the left and to the right of a query's own that it sees.
         has_gaps: Whether some of the queries see no key.
-        rounds: Where the keys are added to, when gradients return: in every round runs of the
-            keys of this call with the rows that they are, no row twice.
+        rounds: Rounds in which gradients of the keys are added up; a round has runs of keys of this
+            call with their rows, no row twice.
     """
 
     queries: range
@@ -160,7 +160,7 @@ class Call:
 
     @property
     def num_numbers(self) -> int:
-        """About how many numbers a device is told of it, at most."""
+        """Return an upper estimate of the numbers that are copied to a device for the call."""
         of_keys = 0 if self.is_view else 3 * self.key_starts[-1]
         return 2 * len(self.starts) + of_keys
 
@@ -172,7 +172,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How the rows of all sequences lie in one tensor.
+    """Layout of the rows of all sequences in one tensor.
 
     Attributes:
         batch: Sequences, B.
@@ -188,12 +188,12 @@ class Rows:
     alternate: bool
 
     def of_queries(self, rows: range, sequence: int) -> range:
-        """Return where rows of queries of a sequence are."""
+        """Return the rows of a sequence's queries in the tensor."""
         start = sequence * self.queries
         return range(start + rows.start, start + rows.stop)
 
     def of_keys(self, rows: range, sequence: int) -> range:
-        """Return where rows of keys of a sequence are."""
+        """Return the rows of a sequence's keys in the tensor."""
         if not self.alternate or self.batch == 1:
             start = sequence * self.keys
             return range(start + rows.start, start + rows.stop)
@@ -202,7 +202,7 @@ class Rows:
 
 
 def is_known(mask: Mask) -> bool:
-    """Tell whether a mask, of one sequence, is one that segments can say."""
+    """Tell whether a mask, of one sequence, can be written as segments."""
     return edges_of(mask) is not None
 
 
@@ -214,7 +214,7 @@ def calls(
     *,
     alternate: bool,
 ) -> tuple[Call, ...]:
-    """Return the calls that compute attention of a batch; remembered.
+    """Return the calls that compute attention of a batch; cached.
 
     Args:
         masks: One for each sequence, all of them known (`is_known`).
@@ -266,7 +266,7 @@ def _segment(edges: Edges, query: range, key: range, offsets: tuple[int, int]) -
 def _add_keys(found: list[Segment], new: Segment) -> None:
     """Append a segment, or lengthen the last one, where its keys are the next ones in their tensor.
 
-    All queries see some keys of both, so what limits one does not limit the other.
+    All queries see some keys of both, so the limits of one are no limits of the other.
     """
     last = found[-1] if found else None
     if (
@@ -302,7 +302,7 @@ def _goes_on(last: Segment, new: Segment) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A segment and where its rows are in the tensors of all sequences."""
+    """A segment and its rows in the tensors of all sequences."""
 
     segment: Segment
     queries: range
@@ -311,7 +311,7 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """What segments ask of one side of the window: a number, or at least one."""
+    """The window that segments need on one side: exactly, or at least, a number of keys."""
 
     exact: int | None
     least: int
@@ -343,7 +343,7 @@ class _Open:
         self._placed = [placed]
 
     def takes(self, placed: _Placed) -> bool:
-        """Take a segment in, if its demands agree and its queries come after all that are here."""
+        """Add a segment if its demands agree and its queries come after the others; tell if so."""
         if placed.queries.start < self._placed[-1].queries.stop:
             return False
         left, right = (a.both(b) for a, b in zip(self._sides, _sides(placed.segment), strict=True))
@@ -376,7 +376,7 @@ class _Open:
         )
 
     def _starts(self, *, is_view: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return where segments begin; what lies between two is one without keys, or queries."""
+        """Return starts of segments; between two lies one without keys, or queries."""
         starts, key_starts = [0], [0]
         first = self._placed[0]
         origin, key_origin = first.queries.start, first.keys.start

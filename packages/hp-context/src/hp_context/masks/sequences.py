@@ -37,7 +37,7 @@ class EachSequence(Mask):
         return torch.stack([mask.allowed(query, key) for mask in self.masks]).unsqueeze(1)
 
     def seen(self, query: range) -> range:
-        """Return what is seen in any sequence lies in here; see `Mask.seen`."""
+        """Return a run that holds the keys seen in any sequence; see `Mask.seen`."""
         seen = [mask.seen(query) for mask in self.masks]
         return range(min(keys.start for keys in seen), max(keys.stop for keys in seen))
 
@@ -52,7 +52,7 @@ class EachSequence(Mask):
         return True
 
     def block(self, query: range, key: range) -> BlockKind:
-        """Return what all of them allow of a block; PARTIAL where they differ."""
+        """Return the kind of a block in all sequences; PARTIAL where they differ."""
         kinds = {mask.block(query, key) for mask in self.masks}
         return kinds.pop() if len(kinds) == 1 else BlockKind.PARTIAL
 

@@ -1,1 +1,1 @@
-"""How ranks exchange: keys gathered, keys in a ring, heads dealt out, both."""
+"""Methods of exchange: keys gathered, keys in a ring, heads dealt out, both."""

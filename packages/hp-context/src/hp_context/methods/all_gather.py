@@ -61,7 +61,7 @@ class GatheredMask(PartsMask):
     """A mask whose attention gathers keys and values.
 
     Args:
-        mask: Which keys a query may see.
+        mask: Description of the keys that a query may see.
         spread: Positions of the sequence that each rank of the group holds.
         mode: Name of the mode, for messages.
         share: The query heads of this rank; None for all.
@@ -102,11 +102,11 @@ class GatheredMask(PartsMask):
 
 
 class Routes:
-    """Which rows of keys a rank sends to and gets from each rank, and the exchanges of them.
+    """Rows of keys that a rank sends to and gets from each rank, and their exchanges.
 
     Args:
         spread: Positions of the sequence that each rank of the group holds.
-        mask: Which keys a query may see; None: all ranks get everything.
+        mask: Description of the keys that a query may see; None: all ranks get everything.
 
     Attributes:
         held: Positions of the gathered keys, in order.
@@ -154,7 +154,7 @@ class Routes:
         )
 
     def summed(self, received: Tensor) -> Tensor:
-        """Sum what all ranks sent home: [s, ...]; Note [Gradients go home by all-to-all]."""
+        """Sum gradients from all ranks: [s, ...]; Note [Gradients go home by all-to-all]."""
         total = received.new_zeros((length(self._mine), *received.shape[1:]))
         parts = received.split(list(map(length, self._sent)))
         for rows, part in zip(self._sent, parts, strict=True):
@@ -177,7 +177,7 @@ def gather_keys(k: Tensor, v: Tensor, spread: Spread, *, seq_dim: int) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one call of attention needs beside tensors, in forward and in backward."""
+    """Scores, routes and strides of one call of attention, for forward and backward."""
 
     scores: Scores
     routes: Routes

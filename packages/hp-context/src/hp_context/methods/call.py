@@ -1,4 +1,4 @@
-"""What the exchange after the core attention must know of the one before it.
+"""The record of a call, from the exchange before the core attention for the one after it.
 
 It rides on the q that the core attention gets, which belongs to this call alone: not on the module
 and not on the object that applies context parallelism, which microbatches and threads share.
@@ -26,8 +26,8 @@ class Call:
 
     Attributes:
         head_counts: Query heads of each rank; None: as many each.
-        placed: Where q lay as a DTensor; None: it was a plain tensor.
-        layout: Which positions each rank holds.
+        placed: Placement of q as a DTensor; None: it was a plain tensor.
+        layout: Positions that each rank has.
     """
 
     head_counts: tuple[int, ...] | None = None
@@ -36,7 +36,7 @@ class Call:
 
 
 def parts_of_rank(qkv: list[Tensor], dims: Dims) -> tuple[list[Tensor], Placed | None]:
-    """Return what this rank has of q, k, v; and where the whole of them lies, if they are DTensors.
+    """Return this rank's parts of q, k, v; and the placement of the whole, if they are DTensors.
 
     Raises:
         ValueError: See `placement.local_parts`.
@@ -54,6 +54,6 @@ def remember(q: Tensor, call: Call) -> None:
 
 
 def recall(q: Tensor) -> Call | None:
-    """Return what `remember` left on `q`."""
+    """Return the record that `remember` left on `q`."""
     call: Call | None = q.__dict__.get(_RECORD)
     return call

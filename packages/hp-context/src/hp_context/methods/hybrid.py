@@ -71,7 +71,7 @@ def outer_runs(
 def plain_axes(group: ProcessGroup, degree: int | None, *, ring: bool = False) -> Axes:
     """Return the axes where one has all ranks: all-gather K/V or a ring for degree 1, or Ulysses.
 
-    No group is made for a ring: what it sends is traffic of `group` like the gathers of keys.
+    No group is made for a ring: its messages are traffic of `group`, like gathers of keys.
     """
     if group.size() == 1:
         return Axes(None, None)

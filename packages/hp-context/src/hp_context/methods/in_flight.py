@@ -63,7 +63,7 @@ class Exchange:
         )
 
     def num_bytes(self, x: Tensor) -> float:
-        """Return how much of `x` a rank sends to others; the same on all ranks."""
+        """Return the bytes of `x` that a rank sends to others; the same on all ranks."""
         heads = x.size(self.dims.head)
         sent = heads if self.head_index is None else len(self.head_index)
         others = (self.group.size() - 1) / self.group.size()
@@ -82,7 +82,7 @@ class Exchange:
         return self._packing.arrived(received, shape, self.group.rank(), self.dims.seq)
 
     def launch_back(self, grad: Tensor, shape: torch.Size) -> Pending[Tensor]:
-        """Start sending the gradient of what `arrived` returned back."""
+        """Start to send back the gradient of the tensor that `arrived` returned."""
         parts = grad.unflatten(self.dims.seq, (self.group.size(), -1)).movedim(self.dims.seq, 0)
         received, sent = self._packing.splits(shape, self.group.rank())
         if sent is not None:
@@ -90,7 +90,7 @@ class Exchange:
         return launch_all_to_all(parts, input_splits=sent, output_splits=received, group=self.group)
 
     def arrived_back(self, received: Tensor, shape: torch.Size) -> Tensor:
-        """Return the gradient of what `launch` was given, [s, H, ...] (`shape`)."""
+        """Return the gradient of the argument of `launch`, [s, H, ...] (`shape`)."""
         return self._packing.summed(received, shape)
 
     @property
@@ -119,7 +119,7 @@ def launch(x: Tensor, exchange: Exchange) -> None:
 
 
 def decline(x: Tensor, reason: Fallback) -> None:
-    """Leave on `x` why its exchange was not launched."""
+    """Leave on `x` the reason why its exchange was not launched."""
     x.__dict__[_RECORD] = reason
 
 

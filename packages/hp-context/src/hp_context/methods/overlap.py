@@ -1,4 +1,4 @@
-"""What overlap costs and how it went: rates to decide by, and counters to read afterwards."""
+"""Rates by which overlap is decided, and counters of exchanges that overlapped."""
 
 import threading
 from collections import Counter
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 
 class Fallback(StrEnum):
-    """Why a q, k or v was exchanged synchronously."""
+    """The reason why a q, k or v was exchanged synchronously."""
 
     FIRST_CALL = "first call with this shape"  # ranks compare shapes before anything is launched
     COST = "does not pay"  # overlap="auto" and `OverlapRates.pays` says no
@@ -23,7 +23,7 @@ class Fallback(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OverlapRates:
-    """What `overlap="auto"` decides by; the same on all ranks, or they wait for each other.
+    """Rates by which `overlap="auto"` decides; the same on all ranks, or they would hang.
 
     While an exchange of b bytes runs behind a projection of f floating-point operations, at most
     `min(b / link, f / compute)` seconds of it are hidden. Overlap pays if that is more than
@@ -51,19 +51,19 @@ class OverlapRates:
         """Tell whether launching an exchange early gains more than it costs.
 
         Args:
-            num_bytes: What this rank sends to others.
+            num_bytes: Bytes that this rank sends to others.
             flops: Floating-point operations of the projection behind which it may hide.
         """
         return min(num_bytes / self.link, flops / self.compute) > self.overhead
 
     def strides(self, num_bytes: float, flops: float, most: int) -> int:
-        """Return in how many strides keys had better be gathered behind attention; 1 to `most`.
+        """Return the best number of strides in which keys are gathered, 1 to `most`.
 
         Of n strides each but the first is gathered while the one before it is computed, and each
         costs `overhead`.
 
         Args:
-            num_bytes: What a rank sends to others, all strides together.
+            num_bytes: Bytes that a rank sends to others, all strides together.
             flops: Floating-point operations of its attention.
             most: Strides at most.
         """
@@ -98,7 +98,7 @@ class OverlapCounts:
     Attributes:
         launched: Exchanges that were started where the tensor was made.
         overlapped: Launched exchanges whose result an attention took.
-        fallbacks: How many were exchanged synchronously, by reason.
+        fallbacks: Number of synchronous exchanges, by reason.
     """
 
     launched: int = 0
@@ -107,7 +107,7 @@ class OverlapCounts:
 
 
 class Tally:
-    """Counts for several threads."""
+    """Counters that several threads may use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

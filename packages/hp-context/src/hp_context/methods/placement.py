@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where q lies, and the output with it."""
+    """Placement of q as a DTensor, which the output gets too."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -28,7 +28,7 @@ class Placed:
 def local_parts(
     qkv: Sequence[Tensor], *, seq_dim: int, head_dim: int
 ) -> tuple[list[Tensor], Placed]:
-    """Return the parts of this rank, and where the whole lies.
+    """Return the parts of this rank, and the placement of the whole.
 
     Args:
         qkv: q, k and v, all DTensors of one mesh and placement.

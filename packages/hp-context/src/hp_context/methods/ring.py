@@ -93,7 +93,7 @@ class RingMask(PartsMask):
 
 
 class Route(NamedTuple):
-    """Which keys of a rank travel, and to how many ranks after it."""
+    """Keys of a rank that travel, and the number of ranks after it that they travel to."""
 
     rows: Rows
     hops: int
@@ -104,7 +104,7 @@ def routes(runs: tuple[Rows, ...], mask: Mask) -> tuple[Route, ...]:
 
     Args:
         runs: Positions of each rank.
-        mask: Which keys a query may see.
+        mask: Description of the keys that a query may see.
     """
     needs = Needs(runs, mask)
     num_ranks = len(runs)
@@ -117,7 +117,7 @@ def routes(runs: tuple[Rows, ...], mask: Mask) -> tuple[Route, ...]:
 
 
 class Step(NamedTuple):
-    """What is at this rank in one step of the ring.
+    """Keys that are at this rank in one step of the ring.
 
     Attributes:
         number: 0 for this rank's own keys.
@@ -157,7 +157,7 @@ class Ring:
         return global_ranks(self.group)[(self.rank + offset) % len(self.spread.runs)]
 
     def work(self, step: Step) -> Work:
-        """Return what is to be computed of the keys of a step."""
+        """Return the part of the keys of a step, and the queries that attend to it."""
         return Work(self.scores.mask, self.spread.mine, step.rows)
 
     def steps(self, mine: Tensor) -> Generator[Step, None, None]:
@@ -190,7 +190,7 @@ class Ring:
         return isend_irecv(sends, receives, group=self.group, tag=_KEYS)
 
     def sums(self) -> "Sums":
-        """Return what brings gradients home."""
+        """Return the sums that bring gradients home."""
         return Sums(self)
 
     def rows_at(self, step: int) -> Rows:
@@ -249,19 +249,19 @@ class Sums:
             add_to(mine, self._home, self._ring.at(0).rows, self._ring.spread.mine)
 
     def close(self) -> None:
-        """Wait for what is in flight, whatever happened."""
+        """Wait for messages in flight, also after an error."""
         if self._flight is not None:
             drain(self._flight)
 
     def _wait(self) -> None:
-        """Wait for what the step before has sent and received."""
+        """Wait for the messages of the step before."""
         received = iter(self._received())
         self._passed = next(received) if self._comes else None
         if self._comes_home:
             self._home = next(received)
 
     def _received(self) -> list[Tensor]:
-        """Wait for what is in flight, if anything is, and return what has come."""
+        """Wait for the messages in flight, if there are any, and return the received ones."""
         flight, self._flight = self._flight, None
         return [] if flight is None else flight.wait()
 
@@ -274,7 +274,7 @@ class StraightRing(Ring):
         scores: How queries and keys make scores.
 
     Attributes:
-        distances: How many ranks back the keys of each step come from.
+        distances: For each step, the number of ranks that its keys come back.
     """
 
     def _plan(self) -> int:

@@ -37,7 +37,7 @@ def seq_to_head(
         head_dim: Dimension of the heads.
         head_index: The heads to send, rank by rank, each as often as it is needed; the gradients
             of replicas are summed. None: each once, in order.
-        head_counts: How many of them go to each rank. None: as many to each.
+        head_counts: Number of heads that go to each rank. None: as many to each.
 
     Returns:
         All positions in rank order with this rank's heads.
@@ -65,7 +65,7 @@ def head_to_seq(
         group: The ranks that share the sequence.
         seq_dim: Dimension of the sequence.
         head_dim: Dimension of the heads.
-        head_counts: How many heads each rank has. None: as many each.
+        head_counts: Number of heads of each rank. None: as many each.
 
     Returns:
         This rank's positions with all heads in rank order.
@@ -85,7 +85,7 @@ def head_to_seq(
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the heads of a tensor lie in what is sent.
+    """Layout of the heads of a tensor in the buffer that is sent.
 
     Equal numbers of heads: [N, s, h, ...]. Others: the [s, h_r, ...] of each rank r, flat, one
     after the other.
@@ -94,7 +94,7 @@ class Packing:
         num_ranks: Number of ranks, N.
         head_dim: Dimension of the heads.
         index: The heads that are sent, rank by rank; None: all, in order.
-        counts: How many of them each rank gets; None: as many each.
+        counts: Number of them that each rank gets; None: as many each.
     """
 
     num_ranks: int
@@ -103,7 +103,7 @@ class Packing:
     counts: tuple[int, ...] | None
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return what is sent of `x` [s, H, ...]; differentiable unless heads are indexed."""
+        """Return the send buffer for `x` [s, H, ...]; differentiable unless heads are indexed."""
         if self.counts is None:
             if self.index is not None:
                 return self._pack_equal(x, self.index)
@@ -118,7 +118,7 @@ class Packing:
     def splits(
         self, shape: torch.Size, rank: int
     ) -> tuple[list[int], list[int]] | tuple[None, None]:
-        """Return how much is sent to each rank of [s, H, ...] (`shape`) and received from each."""
+        """Return the sizes sent to and received from each rank, for [s, H, ...] (`shape`)."""
         if self.counts is None:
             return None, None
         size = self._slot(shape, 1).numel()
@@ -126,13 +126,13 @@ class Packing:
         return [n * size for n in self.counts], [mine] * self.num_ranks
 
     def arrived(self, received: Tensor, shape: torch.Size, rank: int, seq_dim: int) -> Tensor:
-        """Return [S, h, ...] of what came for [s, H, ...] (`shape`)."""
+        """Return [S, h, ...] from the buffer received for [s, H, ...] (`shape`)."""
         if self.counts is not None:
             received = received.view(self.num_ranks, *self._slot(shape, self.counts[rank]))
         return received.movedim(0, seq_dim).flatten(seq_dim, seq_dim + 1)
 
     def unpacked(self, packed: Tensor, shape: torch.Size) -> Tensor:
-        """Return [s, slots, ...] of what lies as in `pack`, in the order of ranks."""
+        """Return [s, slots, ...] from a buffer laid out as by `pack`, in the order of ranks."""
         dim = self.head_dim
         if self.counts is None:
             slots: Tensor = packed.movedim(0, dim).flatten(dim, dim + 1)
@@ -142,7 +142,7 @@ class Packing:
         return torch.cat([part.view(s) for part, s in zip(parts, shapes, strict=True)], dim)
 
     def summed(self, packed: Tensor, shape: torch.Size) -> Tensor:
-        """Return the gradient [s, H, ...] (`shape`) of what `pack` was given; outside autograd."""
+        """Return the gradient [s, H, ...] (`shape`) of the argument of `pack`; outside autograd."""
         slots = self.unpacked(packed, shape)
         if self.index is None:
             return slots
