@@ -59,7 +59,7 @@ def test_no_name_of_a_lazy_face_is_that_of_a_module_below_it() -> None:
 
 def test_every_note_that_is_named_is_on_a_page_and_no_two_have_one_title() -> None:
     notes = [note for package in PACKAGES for note in notes_of(package)]
-    assert len(notes) > 90
+    assert len(notes) > 20
     titles = Counter(note.title for note in notes)
     assert not [title for title, times in titles.items() if times > 1]
     assert len({label_of(title) for title in titles}) == len(titles)
@@ -75,8 +75,9 @@ def test_every_note_that_is_named_is_on_a_page_and_no_two_have_one_title() -> No
         if source != own:
             assert set(references(source.read_text())) <= set(titles), source
     for package in PACKAGES:
-        page = (ROOT / "docs" / "reference" / package.name / "notes.md").read_text()
-        assert f"```{{notes}} {package.name}\n```" in page
+        page = ROOT / "docs" / "reference" / package.name / "notes.md"
+        assert page.exists() == bool(notes_of(package)), page
+        assert not page.exists() or f"```{{notes}} {package.name}\n```" in page.read_text()
 
 
 def test_notes_are_found_in_docstrings_and_comments_and_end_where_they_end(tmp_path: Path) -> None:

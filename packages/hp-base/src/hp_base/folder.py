@@ -1,11 +1,11 @@
 """Folders held open by descriptor, in which no link is followed and no pipe is waited for.
 
-Note [folders of strangers]. Whoever gives a run directory away has chosen what stands in it: under
-the name of a log there may be a link to the reader's own files, a pipe that blocks for ever, a
-device. So the path that a person gives is opened once, and may be or lead through a link; every
-name below it is opened from that descriptor, is never followed, and must be a regular file or a
-directory. What is written is always a new file that is given its name when it is made, so that
-nobody's other name for the old one (a hard link) sees a byte of it.
+Whoever gives a run directory away has chosen what stands in it: under the name of a log there may
+be a link to the reader's own files, a pipe that blocks for ever, a device. So the path that a
+person gives is opened once, and may be or lead through a link; every name below it is opened from
+that descriptor, is never followed, and must be a regular file or a directory. What is written is
+always a new file that is given its name when it is made, so that nobody's other name for the old
+one (a hard link) sees a byte of it.
 """
 
 import errno

@@ -1,12 +1,4 @@
-"""Folders from which libraries load code that they have compiled: those of this user alone.
-
-Note [caches of code]. torch, Triton, CUDA and transformers keep code in folders that variables
-name, by default some of them among temporary files, under names that everybody knows: who makes one
-first has their code run by the next. So each of them is in a folder in the cache of this user, of
-whose path no part belongs to another user or can be exchanged by one; where there is none, in a new
-folder that ends with the process. A folder that a variable names is looked at alike.
-docs/reference/files.md lists what else is read and written outside of a run directory.
-"""
+"""Folders from which libraries load code that they have compiled: those of this user alone."""
 
 import atexit
 import os
@@ -38,7 +30,14 @@ _RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def own_caches(env: MutableMapping[str, str]) -> None:
-    """Name folders of this user for all caches of code: see Note [caches of code].
+    """Name folders of this user for all caches of code.
+
+    torch, Triton, CUDA and transformers keep code in folders that variables name, by default some
+    of them among temporary files, under names that everybody knows: who makes one first has their
+    code run by the next. So each of them is in a folder in the cache of this user, of whose path no
+    part belongs to another user or can be exchanged by one; where there is none, in a new folder
+    that ends with the process. A folder that a variable names is looked at alike.
+    docs/reference/files.md lists what else is read and written outside of a run directory.
 
     Args:
         env: Environment of this process and of those that it starts; names are added to it.

@@ -1,10 +1,10 @@
 """Requests to stop.
 
-Note [one request]: a request may reach a run many times over. Ctrl-C goes to every process of the
-terminal's group; ``timeout`` signals its child and then its whole group; a scheduler may signal
-every process of a job. So the launcher passes a request on through shared memory and not by yet
-another signal, and whatever arrives within `ONE_REQUEST_SECONDS` of the first signal belongs to
-it. Only a later one means "now".
+A request may reach a run many times over. Ctrl-C goes to every process of the terminal's group;
+``timeout`` signals its child and then its whole group; a scheduler may signal every process of a
+job. So the launcher passes a request on through shared memory and not by yet another signal, and
+whatever arrives within `ONE_REQUEST_SECONDS` of the first signal belongs to it. Only a later one
+means "now".
 """
 
 import os

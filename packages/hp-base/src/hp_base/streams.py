@@ -1,10 +1,4 @@
-"""Standard streams that are there, take every letter, and are no reason for a run to end.
-
-Note [lost output]. A reader may go (``| head``), a disk be full, a descriptor be closed from the
-start. A command whose answer is what it prints then ends: quietly where the reader went, as every
-program of a pipe, else in one line on standard error. A run goes on: what it computes is in its
-directory. Its exit status stays that of the run.
-"""
+"""Standard streams that are there, take every letter, and are no reason for a run to end."""
 
 import codecs
 import errno
@@ -50,7 +44,12 @@ def own_streams() -> None:
 
 
 def endure(*, tells: bool = True) -> None:
-    """Let this process go on where standard output is lost: see Note [lost output].
+    """Let this process go on where standard output is lost.
+
+    A reader may go (``| head``), a disk be full, a descriptor be closed from the start. A command
+    whose answer is what it prints then ends: quietly where the reader went, as every program of a
+    pipe, else in one line on standard error. A run goes on: what it computes is in its directory.
+    Its exit status stays that of the run.
 
     Args:
         tells: Whether to say so on standard error, as one process of a run does.

@@ -2,11 +2,6 @@
 
 The processes are new interpreters without torch: what is forked from a rank would inherit locks of
 threads that it does not have. They end with the pipe that they read from.
-
-Note [tokenizers of strangers]. The rules of a tokenizer file are programs: a regular expression may
-take years for a line, a normalizer may double a text forty times. So a tokenizer is made, tried and
-used in such a process, whose memory and processor time are bounded: a file that needs more is
-refused, and nothing hangs.
 """
 
 import contextlib
@@ -78,7 +73,12 @@ def count_processes(total_bytes: int, tokenizer: Tokenizer) -> int:
 def try_out(path: str, separator: str) -> None:
     """Refuse values of ``data.tokenizer`` and ``data.separator`` before anything depends on them.
 
-    The tokenizer is made and encodes a few kilobytes; see Note [tokenizers of strangers].
+    The tokenizer is made and encodes a few kilobytes.
+
+    The rules of a tokenizer file are programs: a regular expression may take years for a line, a
+    normalizer may double a text forty times. So a tokenizer is made, tried and used in a process of
+    its own, whose memory and processor time are bounded: a file that needs more is refused, and
+    nothing hangs.
 
     Raises:
         ConfigError: When it is none, it is not known what ends a document, or it takes too much.

@@ -1,11 +1,11 @@
 """Tokens that are held out for evaluation.
 
-Note [held-out tokens]: the text is one stream of tokens, files in their order. Of every window of
-it, and of the shorter one that is left at its end, the last `fraction` is held out. Windows are so
-long that 8192 tokens are held out together. What is held out depends on the text, the tokenizer and
-the fraction alone, and one file is enough. Of text that does not fill a window, at least 1024
-tokens are held out, or a quarter if that is less. A document that is cut by this ends in both parts
-with a separator, as if it were two.
+The text is one stream of tokens, files in their order. Of every window of it, and of the shorter
+one that is left at its end, the last `fraction` is held out. Windows are so long that 8192 tokens
+are held out together. What is held out depends on the text, the tokenizer and the fraction alone,
+and one file is enough. Of text that does not fill a window, at least 1024 tokens are held out, or a
+quarter if that is less. A document that is cut by this ends in both parts with a separator, as if
+it were two.
 """
 
 import math

@@ -40,7 +40,7 @@ def prepare(
     on_progress: OnProgress = lambda: None,
     tell: Tell = lambda _: None,
 ) -> None:
-    """Make the tokens of a run, once per run directory; see Note [held-out tokens].
+    """Make the tokens of a run, once per run directory; see `hp_data.holdout`.
 
     What is there already is kept: a resumed run reads the very tokens it began with, even if the
     text has changed. On shared storage one process of every node may do this at the same time.

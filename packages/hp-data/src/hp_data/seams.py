@@ -1,12 +1,12 @@
 """Cuts of a document that is too long to be encoded whole, so that its ids stay the same.
 
-Note [seams]. A tokenizer may begin a text with a space, join two newlines to one token, or take all
-text for one word. So a document is cut where it shows that this makes no difference:
-`Tokenizer.joins` compares the ids of what is around with those of both sides, from several
-beginnings, since a rule that counts characters from somewhere would agree by chance with one. Tried
-are those places where usual tokenizers end a word: between a letter and a space before a
-letter, and at the beginning of a line. Each depends on the file and the tokenizer alone. Where none
-of them will do, the piece goes on: memory grows with it, to a bound.
+A tokenizer may begin a text with a space, join two newlines to one token, or take all text for one
+word. So a document is cut where it shows that this makes no difference: `Tokenizer.joins` compares
+the ids of what is around with those of both sides, from several beginnings, since a rule that
+counts characters from somewhere would agree by chance with one. Tried are those places where usual
+tokenizers end a word: between a letter and a space before a letter, and at the beginning of a line.
+Each depends on the file and the tokenizer alone. Where none of them will do, the piece goes on:
+memory grows with it, to a bound.
 """
 
 import re

@@ -1,11 +1,4 @@
-"""Saving behind the training: a copy is made at the step, and a thread writes the copy.
-
-Note [copies]: a thread that read the live tensors would save a mixture of two steps. So what is
-written is a copy in host memory, complete before `BackgroundSaver.start` gives the caller
-leave to go on: on the CPU because copying blocks, on CUDA because the copies are queued on the
-stream on which the next update of the weights will be. Nothing refers to the tensors' values
-after that. The memory of the copies is kept for the next save.
-"""
+"""Saving behind the training: a copy is made at the step, and a thread writes the copy."""
 
 import threading
 from collections.abc import Mapping
@@ -147,7 +140,13 @@ class BackgroundSaver:
         self._place = (phase, waiting, self._place[2] + 1)
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> list[Event]:
-        """Queue copies of all local parts; see Note [copies].
+        """Queue copies of all local parts.
+
+        A thread that read the live tensors would save a mixture of two steps. So what is written is
+        a copy in host memory, complete before `BackgroundSaver.start` gives the caller leave to go
+        on: on the CPU because copying blocks, on CUDA because the copies are queued on the stream
+        on which the next update of the weights will be. Nothing refers to the tensors' values after
+        that. The memory of the copies is kept for the next save.
 
         Returns:
             What to wait for before they are read.

@@ -153,7 +153,7 @@ class Heartbeats:
         )
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop; see Note [one request] in `hp_base.signals`."""
+        """Ask all ranks to stop; see `hp_base.signals`."""
         self._memory[0] = 1
 
     def stop_requested(self) -> bool:

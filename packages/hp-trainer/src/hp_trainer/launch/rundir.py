@@ -59,9 +59,9 @@ def make_run_directory(resolved: Resolved) -> Path:
 def open_run_directory(path: Path) -> Folder:
     """Open the folder of a run, and refuse what no run puts there.
 
-    The path may be a link or lead through some, nothing below it may: see
-    Note [folders of strangers] in :mod:`hp_base.folder`. Files of checkpoints are looked at
-    when one is loaded, and a checkpoint that is not what it must be is set aside.
+    The path may be a link or lead through some, nothing below it may: see `hp_base.folder`. Files
+    of checkpoints are looked at when one is loaded, and a checkpoint that is not what it must be is
+    set aside.
 
     Raises:
         RunDirectoryError: Naming the first thing that is something else than it must be.

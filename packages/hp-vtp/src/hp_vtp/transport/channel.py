@@ -1,10 +1,5 @@
 """One edge at work: runs the steps of a transfer on the groups that belong to the edge alone.
 
-Note [Agreement first]. Gloo takes a message of a wrong type without a word and ends the process if
-one is too long. So no byte of a tensor moves before both ends have shown each other what they are
-about to transfer. A rank shows it to few others, but the pairs connect all ranks of the edge: if
-any two disagree, so do the two ends of some pair, and both of those raise.
-
 Note [By host]. A receive on a GPU is a kernel that waits for the sender's. The first launch of any
 kernel loads its module, which waits for all that the device was given, and lets no other thread
 launch meanwhile: with a receive on the device and the rank's own sends still to come from another
@@ -122,7 +117,12 @@ class Channel:
         self._wait(sends, f"{where}, sending")
 
     def agree(self, header: str, where: str) -> None:
-        """Exchange headers of this text with ranks at the other end (Note [Agreement first]).
+        """Exchange headers of this text with ranks at the other end.
+
+        Gloo takes a message of a wrong type without a word and ends the process if one is too long.
+        So no byte of a tensor moves before both ends have shown each other what they are about to
+        transfer. A rank shows it to few others, but the pairs connect all ranks of the edge: if any
+        two disagree, so do the two ends of some pair, and both of those raise.
 
         The peers depend on the edge alone, since ranks that disagree about the tensors may plan
         different messages.

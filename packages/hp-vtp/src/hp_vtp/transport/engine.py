@@ -19,7 +19,12 @@ from hp_vtp.transport.worker import Worker
 
 
 class EdgeEnd:
-    """Queues the transfers of one edge for a thread of its own (Note [One thread per edge])."""
+    """Queues the transfers of one edge for a thread of its own.
+
+    The thread issues all of a transfer, the hop over the cut and the exchange within the
+    destination stage, in the order of the calls. Nothing of it happens in `wait`, so ranks may wait
+    in any order and from several threads, and nothing of it runs on a group that anybody else uses.
+    """
 
     def __init__(
         self,

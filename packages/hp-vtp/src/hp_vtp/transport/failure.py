@@ -1,10 +1,4 @@
-"""One failure for all: what happens to a transport when one of its transfers goes wrong.
-
-Note [One failure for all]. The first rank to fail leaves its reason in the store of the default
-process group and then closes its connections. Ranks that wait for it fail on the closed connection
-and do the same; a rank that waits for something else looks into the store while it waits. So all
-of them raise within seconds, with the reason of the first one, and every later call raises again.
-"""
+"""One failure for all: what happens to a transport when one of its transfers goes wrong."""
 
 import re
 import threading
@@ -55,7 +49,12 @@ class TransferTimeoutError(TransferError, TimeoutError):
 
 
 class Failure:
-    """Whether this rank's transport has failed, and why (Note [One failure for all]).
+    """The failure of a transport, on this rank: none yet, or the first one and its reason.
+
+    The first rank to fail leaves its reason in the store of the default process group and then
+    closes its connections. Ranks that wait for it fail on the closed connection and do the same; a
+    rank that waits for something else looks into the store while it waits. So all of them raise
+    within seconds, with the reason of the first one, and every later call raises again.
 
     Attributes:
         is_known: Whether a call has raised because of it.

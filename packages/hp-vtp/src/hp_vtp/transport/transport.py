@@ -1,10 +1,4 @@
-"""Move tensors between the stages of a layout, asynchronously, each edge on groups of its own.
-
-Note [One thread per edge]. Whatever a transfer does, the hop over the cut and the exchange within
-the destination stage, is issued by the thread of its edge, in the order of the calls. Nothing of it
-happens in `wait`, so ranks may wait in any order and from several threads, and nothing of it runs
-on a group that anybody else uses.
-"""
+"""Move tensors between the stages of a layout, asynchronously, each edge on groups of its own."""
 
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
