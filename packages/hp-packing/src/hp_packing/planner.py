@@ -1,21 +1,4 @@
-"""The planner of steps.
-
-Note [How a step is planned]
-    All ranks of a stage, or teams of them where there are very many, work on one microbatch at a
-    time. So no rank waits for another but for what a deal leaves over, and a document of any length
-    has as many ranks as its work asks for. What is left are the bubbles of the pipeline. They are
-    small where microbatches are many and where the first ones are short, since all stages but the
-    first wait for those; but each microbatch takes something however short it is. How many there
-    are, and their shares of the work, is searched together with a schedule once, for steps that are
-    typical (`templates`), and then fitted to the documents of some of these. In a step, documents
-    are put into teams and then into parts of these shares by cost (`partition`); of some templates
-    the one with the shortest schedule is taken, in long steps with the shares that are best for
-    what its parts take and keep (`shares`); these parts are dealt out to ranks, and the schedule is
-    made to fit what they take.
-    Without templates, numbers and shares are tried in each step, and schedules searched for the
-    most promising. Only numbers go in, and every count of attempts is fixed: all ranks that know
-    the lengths make the same plan.
-"""
+"""The planner of steps."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,7 +72,23 @@ _Dealt = tuple[PlannedMicrobatch, tuple[Seconds, ...]]
 
 
 class Planner:
-    """Plans steps, the same on every rank; see Note [How a step is planned].
+    """Plans steps, the same on every rank.
+
+    All ranks of a stage, or teams of them where there are very many, work on one microbatch at a
+    time. So no rank waits for another but for what a deal leaves over, and a document of any length
+    has as many ranks as its work asks for. What is left are the bubbles of the pipeline. They are
+    small where microbatches are many and where the first ones are short, since all stages but the
+    first wait for those; but each microbatch takes something however short it is. How many there
+    are, and their shares of the work, is searched together with a schedule once, for steps that are
+    typical (`templates`), and then fitted to the documents of some of these. In a step, documents
+    are put into teams and then into parts of these shares by cost (`partition`); of some templates
+    the one with the shortest schedule is taken, in long steps with the shares that are best for
+    what its parts take and keep (`shares`); these parts are dealt out to ranks, and the schedule is
+    made to fit what they take.
+
+    Without templates, numbers and shares are tried in each step, and schedules searched for the
+    most promising. Only numbers go in, and every count of attempts is fixed: all ranks that know
+    the lengths make the same plan.
 
     Args:
         costs: Costs of the stages.

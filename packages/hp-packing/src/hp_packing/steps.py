@@ -1,16 +1,4 @@
-"""Steps that are planned from the lengths of their documents, while the ones before them run.
-
-Note [A planned step]
-    The global batch is that of `data.packing = "best_fit"`: whole documents of so many sequences,
-    the same in every layout, and a position in the data is a count of sequences. A plan puts its
-    documents into microbatches, deals these out to the context-parallel ranks of each data-parallel
-    team, and orders them in the pipeline. The first rank searches templates, once. Every rank makes
-    a plan of them by itself, in a thread and some steps ahead, from the same lengths and costs;
-    before a step all of them compare what they have made.
-    What is learned is the same whatever the plan: losses are sums over tokens, balance is that of
-    each document by itself, positions count within documents, and dropout depends on the place that
-    a token has in its sequence of the data.
-"""
+"""Steps that are planned from the lengths of their documents, while the ones before them run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -102,7 +90,18 @@ class PlannedStep:
 
 
 class StepPlanning:
-    """Plans the steps of a run; see Note [A planned step].
+    """Plans the steps of a run.
+
+    The global batch is that of `data.packing = "best_fit"`: whole documents of so many sequences,
+    the same in every layout, and a position in the data is a count of sequences. A plan puts its
+    documents into microbatches, deals these out to the context-parallel ranks of each data-parallel
+    team, and orders them in the pipeline. The first rank searches templates, once. Every rank makes
+    a plan of them by itself, in a thread and some steps ahead, from the same lengths and costs;
+    before a step all of them compare what they have made.
+
+    What is learned is the same whatever the plan: losses are sums over tokens, balance is that of
+    each document by itself, positions count within documents, and dropout depends on the place that
+    a token has in its sequence of the data.
 
     Args:
         config: Configuration of the run.

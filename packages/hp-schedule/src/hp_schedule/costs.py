@@ -81,7 +81,7 @@ class Costs:
         weight_grad = per_step("weight_grad", self.weight_grad, *sizes)
         full = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
         again = forward if self.recompute is None else per_step("recompute", self.recompute, *sizes)
-        return forward, full, input_grad, weight_grad, again  # see Note [Order of kinds]
+        return forward, full, input_grad, weight_grad, again  # in the order of kinds
 
     def held(self, num_stages: int, num_microbatches: int) -> "Held":
         """Return the memory that every microbatch holds in every stage.

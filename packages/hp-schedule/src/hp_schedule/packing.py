@@ -59,9 +59,9 @@ FSDP_KINDS: Final = frozenset({FSDP_UNSHARD, FSDP_RESHARD, FSDP_REDUCE_GRAD})
 RETENTION_KINDS: Final = frozenset({RECOMPUTE, OFFLOAD, RELOAD})
 """Steps that decide what a microbatch keeps in a stage between its forward and its backward."""
 
-# Note [Order of kinds]. The hot loops compare kinds instead of looking them up: compute steps
-# (F, B, I, W, RECOMPUTE) come first, then communication, then copies (OFFLOAD, RELOAD), then FSDP,
-# then overlaps. `MetaStepType` lists its members in this order.
+# The hot loops compare kinds instead of looking them up: compute steps (F, B, I, W, RECOMPUTE) come
+# first, then communication, then copies (OFFLOAD, RELOAD), then FSDP, then overlaps. `MetaStepType`
+# lists its members in this order.
 FIRST_COMMUNICATION: Final = FWD_SEND
 FIRST_COPY: Final = OFFLOAD
 FIRST_FSDP: Final = FSDP_UNSHARD

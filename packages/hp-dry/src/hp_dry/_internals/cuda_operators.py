@@ -1,9 +1,9 @@
 # ruff: noqa: SLF001  # operators that other operators are composed of
 """Operators that torch composes differently on CUDA than on `meta`.
 
-Note [what CUDA composes]: `scaled_dot_product_attention`, `dropout` and `rms_norm` are no kernels
-but choices between kernels by the device. On `meta` they take those of the CPU, or hold all scores.
-Registered for meta tensors, the functions of this file take those of CUDA, as torch chooses in
+`scaled_dot_product_attention`, `dropout` and `rms_norm` are no kernels but choices between kernels
+by the device. On `meta` they take those of the CPU, or hold all scores. Registered for meta
+tensors, the functions of this file take those of CUDA, as torch chooses in
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash attention, else the memory-efficient
 one, else products. Where cuDNN's is compiled in, some versions of torch prefer it on Hopper and
 Blackwell to flash attention: output and log-sum-exp of it are as large. It is taken here if the

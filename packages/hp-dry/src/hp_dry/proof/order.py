@@ -1,9 +1,8 @@
 """Proof that what ranks do together fits together: `prove`. No torch.
 
-What the classes of ranks recorded is put together for all ranks of the world (Note [Colours] in
-`hp_dry.proof.symmetry`): in every communicator the same operations in one order, every
-send with its receive, and no cycle of waits between hosts, streams and communicators under NCCL's
-rules.
+What the classes of ranks recorded is put together for all ranks of the world
+(`hp_dry.proof.symmetry`): in every communicator the same operations in one order, every send with
+its receive, and no cycle of waits between hosts, streams and communicators under NCCL's rules.
 """
 
 from __future__ import annotations

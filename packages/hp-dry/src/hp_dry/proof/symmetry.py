@@ -1,11 +1,11 @@
 """Ranks of a world whose programs and neighbours are alike, found from what classes recorded.
 
-Note [Colours]. A rank that had no process did what its representative did, in the groups of the
-same families that it is in, with peers as many positions further. Two ranks have one colour if they
-have one representative and, in every family, meet the same colours (and the same colour at the
-same distance, where messages go). Then they are always at the same point: by induction over steps,
-what one waits for is reached exactly when what the other waits for is. So it is enough to follow
-one rank of every colour, for worlds of any size, and nothing is lost by it.
+A rank that had no process did what its representative did, in the groups of the same families that
+it is in, with peers as many positions further. Two ranks have one colour if they have one
+representative and, in every family, meet the same colours (and the same colour at the same
+distance, where messages go). Then they are always at the same point: by induction over steps, what
+one waits for is reached exactly when what the other waits for is. So it is enough to follow one
+rank of every colour, for worlds of any size, and nothing is lost by it.
 """
 
 from __future__ import annotations

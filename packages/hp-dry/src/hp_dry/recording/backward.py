@@ -1,10 +1,9 @@
 """Operators of a backward: their stream, and the line whose gradient each of them makes.
 
-Note [where a gradient is computed]: the engine runs a node of backward on the stream that was
-current when its operator ran forward, and has streams wait for each other where gradients pass from
-one to another, and at the end. On `meta` it knows no streams, so it is done here. When an operator
-of forward has run, its node of backward exists; the next operator of the thread writes the origin
-into it.
+The engine runs a node of backward on the stream that was current when its operator ran forward, and
+has streams wait for each other where gradients pass from one to another, and at the end. On `meta`
+it knows no streams, so it is done here. When an operator of forward has run, its node of backward
+exists; the next operator of the thread writes the origin into it.
 """
 
 from __future__ import annotations

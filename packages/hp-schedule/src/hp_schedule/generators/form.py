@@ -1,10 +1,10 @@
 """Closed forms: schedules whose rows can be made one by one, and what their rows are made of.
 
-Note [Logical time]. A closed form says for every step in which order it runs on its rank and at
-which logical time it ends. Logical time is no duration, it is a proof: it grows along every row,
-and from the step that makes a value to the step that reads it. `add_send_recv` needs no more than
-that, so a rank that knows the logical times of its own steps and of its neighbours' lays out its
-own sends and receives exactly as it would in a pass over all ranks.
+A closed form says for every step in which order it runs on its rank and at which logical time it
+ends. Logical time is no duration, it is a proof: it grows along every row, and from the step that
+makes a value to the step that reads it. `add_send_recv` needs no more than that, so a rank that
+knows the logical times of its own steps and of its neighbours' lays out its own sends and receives
+exactly as it would in a pass over all ranks.
 """
 
 from abc import ABC, abstractmethod

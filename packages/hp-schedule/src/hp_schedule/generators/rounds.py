@@ -10,14 +10,13 @@ Read column by column, that is the order in which the rank runs. Rank 1 of 3, 1F
 With several stages on a rank, microbatches go through in rounds: a rank takes a round through its
 first stage, then through its second and so on, before the next round enters.
 
-Note [Logical time of rounds]. Column x of rank r begins at C x + hop * r, for P ranks, a column of
-C slots and `hop` slots from a rank to the next. The result of a forward goes to the same column of
-the next rank: hop > 0. A gradient goes to the rank before, `step` columns later, where `step` is
-how much longer the warm-up is there: C step > hop. A round of R microbatches that leaves the last
-rank comes back to the first R columns later: C R > hop (P - 1), and the other way
-C R + hop (P - 1) > C step (P - 1). With hop = C step / 2 all of this holds if 2 R > step (P - 1).
-Where in a column its steps end is free; as chosen, messages are due a step or so before they are
-read.
+Column x of rank r begins at C x + hop * r, for P ranks, a column of C slots and `hop` slots from a
+rank to the next. The result of a forward goes to the same column of the next rank: hop > 0. A
+gradient goes to the rank before, `step` columns later, where `step` is how much longer the warm-up
+is there: C step > hop. A round of R microbatches that leaves the last rank comes back to the first
+R columns later: C R > hop (P - 1), and the other way C R + hop (P - 1) > C step (P - 1). With hop =
+C step / 2 all of this holds if 2 R > step (P - 1). Where in a column its steps end is free; as
+chosen, messages are due a step or so before they are read.
 
 A round shorter than that must be the only one. While there are forwards, time passes between its
 last column in one stage and its first in the next; its backwards turn only where no forward is

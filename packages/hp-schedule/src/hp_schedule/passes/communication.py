@@ -1,10 +1,10 @@
 """Send and receive steps between the compute steps: inserted, aligned and dropped.
 
-Note [Order of messages]. Every message has a key: the time t at which it is produced when the
-compute steps run as soon as they can, then, where several are produced at once, a number of its
-source. Rows are laid out along the keys: a step that ends at t on rank r stands at (t, r) and its
-SENDs right behind it, a RECV stands where its message's key belongs. A receive is posted while its
-rank still computes something else, at most about one step early, and few are outstanding.
+Every message has a key: the time t at which it is produced when the compute steps run as soon as
+they can, then, where several are produced at once, a number of its source. Rows are laid out along
+the keys: a step that ends at t on rank r stands at (t, r) and its SENDs right behind it, a RECV
+stands where its message's key belongs. A receive is posted while its rank still computes something
+else, at most about one step early, and few are outstanding.
 
 All ranks thus issue their sends and receives in one global order. A step waits only for messages
 produced before its own end, and a message only for its producer, and for what stands before its

@@ -1,10 +1,10 @@
 """Pairs of a forward and a backward that run as one step, so that each hides the other's messages.
 
-Note [Pairs without deadlock]. A pair is atomic: it starts when both inputs are there and hands out
-both results at its end, so pairing can close a cycle of waits that single steps do not have. Here
-the rows are run with all pairs made; where every rank has come to a stop, a pair whose first half
-could run is taken apart, and the run goes on. What is left has run to its end once, in an order
-that no step contradicts, so it always does.
+A pair is atomic: it starts when both inputs are there and hands out both results at its end, so
+pairing can close a cycle of waits that single steps do not have. Here the rows are run with all
+pairs made; where every rank has come to a stop, a pair whose first half could run is taken apart,
+and the run goes on. What is left has run to its end once, in an order that no step contradicts, so
+it always does.
 """
 
 from collections.abc import Iterable

@@ -1,17 +1,4 @@
-"""Sharded parameters under the command of a schedule: a protocol, and FSDP2 (`fully_shard`).
-
-Note [Who launches collectives]. FSDP's own hooks gather parameters before a module's forward and
-backward, free them after, and reduce gradients in every backward. A schedule knows better when:
-its UNSHARD, RESHARD and REDUCE_GRAD steps do so, and nothing else does. The hooks are silent
-(`hp_platform.set_fsdp_hooks`). Those that cast for mixed precision stay, but are left nothing to
-launch: parameters are gathered when they run, and reducing and freeing are switched off. In
-REDUCE_GRAD reducing is switched on for one small backward through the outermost sharded module,
-whose end reduces what all microbatches have left. So gradients are reduced once, however many
-microbatches and whichever halves of backwards there were. A forward and a backward of one module in
-two threads would still make hooks that stay free parameters between them, which
-`hp_platform.set_fsdp_frees_parameters` prevents; all else is done with public methods of
-`FSDPModule`.
-"""
+"""Sharded parameters under the command of a schedule: a protocol, and FSDP2 (`fully_shard`)."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -146,7 +133,19 @@ class FullySharded:
             self._gathered.discard(stage.stage_index)
 
     def reduce_grad(self, stage: PipelineStage) -> None:
-        """Reduce the gradients of all backwards; Note [Who launches collectives].
+        """Reduce the gradients of all backwards.
+
+        FSDP's own hooks gather parameters before a module's forward and backward, free them after,
+        and reduce gradients in every backward. A schedule knows better when: its UNSHARD, RESHARD
+        and REDUCE_GRAD steps do so, and nothing else does. The hooks are silent
+        (`hp_platform.set_fsdp_hooks`). Those that cast for mixed precision stay, but are left
+        nothing to launch: parameters are gathered when they run, and reducing and freeing are
+        switched off. In REDUCE_GRAD reducing is switched on for one small backward through the
+        outermost sharded module, whose end reduces what all microbatches have left. So gradients
+        are reduced once, however many microbatches and whichever halves of backwards there were. A
+        forward and a backward of one module in two threads would still make hooks that stay free
+        parameters between them, which `hp_platform.set_fsdp_frees_parameters` prevents; all else is
+        done with public methods of `FSDPModule`.
 
         Waits for nothing on CUDA, where the gradients are ready for the current stream.
         """

@@ -1,12 +1,5 @@
 """Split the backward of modules that know nothing of it, by cutting their autograd graph.
 
-Note [Where the graph is cut]. Take the nodes from which an input of the stage can be reached: the
-first half of the backward runs those, and autograd skips what they would compute for anybody else.
-Every edge that leaves this set leads to parameters only. The second half runs the nodes at such
-edges once more, each with the gradients it got in the first half, now for the edges that were
-skipped, and then what lies behind them. So an operation with inputs and parameters has its backward
-called twice, but computes everything once.
-
 Nodes whose parameters meet behind the cut (a shared parameter, a transposed weight used twice) are
 run together, so that each parameter gets one gradient, as in a whole backward.
 """
@@ -35,7 +28,14 @@ _UNSPLITTABLE: Final = {
 
 
 class GraphCuttingSplitter:
-    """Splits the backward of any module (Note [Where the graph is cut]).
+    """Splits the backward of any module.
+
+    Take the nodes from which an input of the stage can be reached: the first half of the backward
+    runs those, and autograd skips what they would compute for anybody else. Every edge that leaves
+    this set leads to parameters only. The second half runs the nodes at such edges once more, each
+    with the gradients it got in the first half, now for the edges that were skipped, and then what
+    lies behind them. So an operation with inputs and parameters has its backward called twice, but
+    computes everything once.
 
     Right for shared parameters, several outputs, inputs that nothing depends on and gradients that
     do not reach everything. Without inputs that require grad, at the start of a pipeline, the

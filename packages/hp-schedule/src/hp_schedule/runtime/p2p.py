@@ -1,12 +1,4 @@
-"""One rank's messages of one run: which specs are expected, and the order of the receives.
-
-Note [Shapes on the way]. A stage with an `input_spec` tells the stage before it once, ahead of the
-first run, what it expects; its receives are posted where the schedule says. A stage without one
-gets a header ahead of each input. Its buffers can only be made once the header is there, which the
-stage waits for when it needs the input. Whatever is posted later on the same edge then waits behind
-it, because an edge has one order. Where shapes are known by microbatch at both ends, as those of a
-plan are, nobody tells anybody.
-"""
+"""One rank's messages of one run: which specs are expected, and the order of the receives."""
 
 import threading
 from collections import defaultdict, deque
@@ -232,7 +224,15 @@ class PointToPoint:
         self._transport.finish()
 
     def _exchange_requests(self) -> None:
-        """Tell the stages before this rank's what is expected (Note [Shapes on the way])."""
+        """Tell the stages before this rank's what is expected.
+
+        A stage with an `input_spec` tells the stage before it once, ahead of the first run, what it
+        expects; its receives are posted where the schedule says. A stage without one gets a header
+        ahead of each input. Its buffers can only be made once the header is there, which the stage
+        waits for when it needs the input. Whatever is posted later on the same edge then waits
+        behind it, because an edge has one order. Where shapes are known by microbatch at both ends,
+        as those of a plan are, nobody tells anybody.
+        """
         here = self._stages
         if self._expectations.asked:
             return

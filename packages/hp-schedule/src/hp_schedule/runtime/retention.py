@@ -1,13 +1,4 @@
-"""Retention of tensors between forward and backward: recompute, or copies on the host.
-
-Note [Kept by handles]. Autograd saves tensors through hooks. A forward that is run again saves
-nothing: its graph is dropped when it ends, and the RECOMPUTE step makes another. A forward whose
-saved tensors are copied away saves handles, which know a storage and how a tensor lies in it.
-OFFLOAD copies each storage once, however many tensors lie in it, and forgets it on the device;
-RELOAD makes new ones. Backward finds the same bytes in the same layout, so the same kernels give
-the same bits. Tensors that others hold anyway stay where they are: parameters and buffers, inputs
-and outputs of the stage, arguments that the caller has passed.
-"""
+"""Retention of tensors between forward and backward: recompute, or copies on the host."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -126,7 +117,13 @@ _Handle = Callable[[], Tensor]
 class Kept:
     """Tensors that autograd saves in one forward, which can be copied to the host and back.
 
-    See Note [Kept by handles].
+    Autograd saves tensors through hooks. A forward that is run again saves nothing: its graph is
+    dropped when it ends, and the RECOMPUTE step makes another. A forward whose saved tensors are
+    copied away saves handles, which know a storage and how a tensor lies in it. OFFLOAD copies each
+    storage once, however many tensors lie in it, and forgets it on the device; RELOAD makes new
+    ones. Backward finds the same bytes in the same layout, so the same kernels give the same bits.
+    Tensors that others hold anyway stay where they are: parameters and buffers, inputs and outputs
+    of the stage, arguments that the caller has passed.
 
     Args:
         device: Device of the stage.

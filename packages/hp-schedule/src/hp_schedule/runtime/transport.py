@@ -1,10 +1,9 @@
 """Messages over torch.distributed: a process group of its own for every directed edge.
 
-Note [A group per directed edge]. Operations on one process group run in one order. If both
-directions, or several neighbours, shared a group, an early posted receive would hold up sends
-behind it, and ranks could wait for each other although the schedule is sound. With a group per
-directed edge the only order is that of the messages of the edge, which `validate` has checked;
-messages need no tags.
+Operations on one process group run in one order. If both directions, or several neighbours, shared
+a group, an early posted receive would hold up sends behind it, and ranks could wait for each other
+although the schedule is sound. With a group per directed edge the only order is that of the
+messages of the edge, which `validate` has checked; messages need no tags.
 """
 
 from collections import defaultdict, deque

@@ -5,13 +5,12 @@ starts the step of best priority that is ready. `tighten` rebuilds a plan backwa
 the priorities its own order gives, and forwards again: forward-backward improvement (Li and Willis
 1992; Tormos and Lova 2001), here with memory that is taken and given back.
 
-Note [Memory without deadlock]. A step that takes memory starts only if there is room for it and,
-beside it, for the most that each later stage of its rank may take, less what that stage holds now.
-So among the microbatches under way the one that is furthest can always go on, on every rank:
-whatever stands before it there was taken by stages before its own, and each of those left room for
-it or saw its stage hold as much, for microbatches that have ended since. Stages take microbatches
-in one order, which makes this hold backwards in time too, where W takes memory long before F
-returns it.
+A step that takes memory starts only if there is room for it and, beside it, for the most that each
+later stage of its rank may take, less what that stage holds now. So among the microbatches under
+way the one that is furthest can always go on, on every rank: whatever stands before it there was
+taken by stages before its own, and each of those left room for it or saw its stage hold as much,
+for microbatches that have ended since. Stages take microbatches in one order, which makes this hold
+backwards in time too, where W takes memory long before F returns it.
 """
 
 from collections.abc import Sequence

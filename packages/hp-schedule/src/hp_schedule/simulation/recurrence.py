@@ -43,9 +43,9 @@ from hp_schedule.simulation.channels import transmission_by_value
 
 _ABSENT: Final = -1.0
 
-# Note [Overlaps as five acts]. An overlap is two waits, two runs and, after the second run has
-# handed out its own result, the first one's. Each act is a step with part of an entry; its code has
-# the act in the bits above a step's.
+# An overlap is two waits, two runs and, after the second run has handed out its own result, the
+# first one's. Each act is a step with part of an entry; its code has the act in the bits above a
+# step's.
 _ACT_SHIFT: Final = 33
 _WAIT, _RUN, _RUN_AND_WRITE, _WRITE = (act << _ACT_SHIFT for act in range(1, 5))
 _LAST_RUN: Final = _RUN_AND_WRITE >> _ACT_SHIFT

@@ -1,11 +1,11 @@
 """The rules that show only when all rows run together: freedom from deadlock.
 
-Note [The least helpful machine]. Here a send and a receive hold up their rank until the other side
-stands at its half of the same message, and nothing is buffered. A schedule that runs on it runs on
-every other: with one communicator per directed edge, per pair or for all ranks, and whatever else a
-rank launches between its messages in the order of its row. Collectives of sharded parameters, or of
-expert parallelism inside compute steps, join ranks that run copies of one row; a cycle of launches
-through several communicators would be a cycle of this machine too.
+Here a send and a receive hold up their rank until the other side stands at its half of the same
+message, and nothing is buffered. A schedule that runs on it runs on every other: with one
+communicator per directed edge, per pair or for all ranks, and whatever else a rank launches between
+its messages in the order of its row. Collectives of sharded parameters, or of expert parallelism
+inside compute steps, join ranks that run copies of one row; a cycle of launches through several
+communicators would be a cycle of this machine too.
 """
 
 from collections.abc import Mapping
