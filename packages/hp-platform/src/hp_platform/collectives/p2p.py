@@ -63,7 +63,9 @@ def isend_irecv(
 ) -> Pending[list[Tensor]]:
     """Start several sends and receives as one operation; waiting returns the received buffers.
 
-    What was received has no gradient, as in `torch.distributed`. NCCL runs what is posted one after the other in that order, on each rank: two ranks that both
+    What was received has no gradient, as in `torch.distributed`.
+
+    NCCL runs what is posted one after the other in that order, on each rank: two ranks that both
     post their send first would wait for each other. Here all are handed over together.
 
     Args:
