@@ -143,8 +143,8 @@ def test_what_is_missing_or_not_finite_or_contradicts_is_never_equal() -> None:
 
     assert result.flaws == [
         "step 1: gradient w: 2 of 6 values are on no rank",
-        "step 1, gradient other is one too many",
-        "step 2, gradient w is missing",
+        "step 2, gradient w: inf (missing in actual)",
+        "step 1, gradient other: inf (missing in expected)",
     ]
     assert result.error == math.inf
     assert finite(result.error) is None
@@ -154,7 +154,7 @@ def test_what_was_exported_is_compared_as_well() -> None:
     one = trained()
     exported = {**one.weights, "w": one.weights["w"] + 1e-6}
 
-    assert judge(recorded(one), exported, one).worst == "exported weight w"
+    assert judge(recorded(one), exported, one).worst == "step 2, exported weight w"
 
 
 def test_result_files_are_read_as_they_were_written(tmp_path: Path) -> None:

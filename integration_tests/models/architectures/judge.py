@@ -1,12 +1,13 @@
 """What hp-train has recorded beside what one process has computed. Nothing is left out."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from hp_verify.comparing.compare_values import compare_runs
 from hp_verify.recording.values import RecordedStep
 from integration_tests.models.architectures.trained import Trained
 
@@ -23,28 +24,22 @@ _SMALL = 1e-3
 is zero but for rounding has no digits that could agree."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Judgement:
     """How far a run is from the reference.
 
     Attributes:
         error: Largest relative error.
-        worst: What has it.
-        compared: Tensors and numbers that were compared.
-        flaws: What could not be compared, and ranks that contradict each other.
+        worst: Step, quantity and name of the tensor that has it.
+        compared: Number of tensors and numbers that were compared.
+        flaws: Sentences about tensors that could not be compared, and ranks that contradict each
+            other.
     """
 
-    error: float = 0.0
-    worst: str = ""
-    compared: int = 0
-    flaws: list[str] = field(default_factory=list)
-
-    def add(self, what: str, error: float) -> None:
-        """Take a comparison in."""
-        self.compared += 1
-        error = math.inf if math.isnan(error) else error
-        if error > self.error:
-            self.error, self.worst = error, what
+    error: float
+    worst: str
+    compared: int
+    flaws: list[str]
 
 
 def judge(
@@ -53,41 +48,54 @@ def judge(
     """Compare a run with the reference.
 
     Args:
-        steps: What ranks have recorded.
+        steps: Steps that ranks have recorded.
         exported: Weights that transformers has loaded from what was exported at the end.
-        expected: What one process has computed.
+        expected: Values that one process has computed.
     """
-    found = Judgement()
-    for step, losses, norms, gradients in zip(
-        steps, expected.losses, expected.norms, expected.gradients, strict=True
-    ):
-        found.flaws += [f"step {step.index}: {flaw}" for flaw in step.flaws]
-        if step.index == 1:
-            _compare(
-                found, f"step 1, {LOGITS}", step.tensors.get(LOGITS, {}), {"": expected.logits}
-            )
-        for quantity, number in ((LOSS, losses), (NORM, norms)):
-            scalar = {"": torch.tensor(number, dtype=torch.float64)}
-            what = f"step {step.index}, {quantity}"
-            _compare(found, what, step.tensors.get(quantity, {}), scalar)
-        _compare(found, f"step {step.index}, {GRADIENT}", step.tensors.get(GRADIENT, {}), gradients)
-    for quantity, weights in ((WEIGHT, steps[-1].tensors.get(WEIGHT, {})), (EXPORTED, exported)):
-        _compare(found, quantity, weights, expected.weights)
-    return found
+    theirs: list[dict[str, Mapping[str, Tensor]]] = [
+        {LOSS: {"": _number(loss)}, NORM: {"": _number(norm)}, GRADIENT: gradients}
+        for loss, norm, gradients in zip(
+            expected.losses, expected.norms, expected.gradients, strict=True
+        )
+    ]
+    theirs[0][LOGITS] = {"": expected.logits}
+    theirs[-1] |= {WEIGHT: expected.weights, EXPORTED: expected.weights}
+    last = replace(steps[-1], tensors={**steps[-1].tensors, EXPORTED: exported})
+    found = compare_runs(
+        [*steps[:-1], last],
+        [RecordedStep(index, tensors) for index, tensors in enumerate(theirs, start=1)],
+        norms_of=(),
+        measure=_errors_of_norms,
+    )
+    differences = [each for names in found.worst.values() for each in names.values()]
+    could_not = [str(each) for each in differences if each.note and math.isinf(each.error)]
+    worst = max(differences, key=lambda each: each.error)
+    compared = sum(
+        name in step.tensors.get(quantity, {})
+        for step, tensors in zip([*steps[:-1], last], theirs, strict=True)
+        for quantity, names in tensors.items()
+        for name in names
+    )
+    return Judgement(
+        worst.error,
+        f"step {worst.step}, {worst.phase} {worst.name}".strip() if worst.error else "",
+        compared,
+        [*found.flaws, *could_not],
+    )
 
 
-def _compare(
-    found: Judgement, what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> None:
-    found.flaws += [f"{what} {name} is missing" for name in expected if name not in actual]
-    found.flaws += [f"{what} {name} is one too many" for name in actual if name not in expected]
-    least = _SMALL * math.sqrt(sum(float(t.square().sum()) for t in expected.values()))
-    for name in [name for name in expected if name in actual]:
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _errors_of_norms(theirs: Mapping[str, Tensor]) -> Callable[[Tensor, Tensor], float]:
+    """Measure norms of differences, relative to that of the tensor or to `_SMALL` of all."""
+    least = _SMALL * math.sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
+
+    def error_of(actual: Tensor, expected: Tensor) -> float:
         # What transformers itself loads as float32 has no more digits.
-        ours, theirs = actual[name].double(), expected[name].to(actual[name].dtype).double()
-        if ours.shape != theirs.shape:
-            shapes = f"{list(ours.shape)} must be {list(theirs.shape)}"
-            found.flaws.append(f"{what} {name} has another shape: {shapes}")
-            continue
-        scale = max(float(theirs.norm()), least) or 1.0
-        found.add(f"{what} {name}".strip(), float((ours - theirs).norm()) / scale)
+        ours, reference = actual.double(), expected.to(actual.dtype).double()
+        error = float((ours - reference).norm()) / (max(float(reference.norm()), least) or 1.0)
+        return math.inf if math.isnan(error) else error
+
+    return error_of

@@ -2,9 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from hp_verify.comparing.ties import CHOICES, SCORES, Flip, excuses, first_flip
 from hp_verify.recording.values import RecordedStep, read_steps
 
 _EXPLANATIONS = (CHOICES, SCORES)
+Measure: TypeAlias = Callable[[Mapping[str, Tensor]], Callable[[Tensor, Tensor], float]]
+"""Given all expected tensors of a quantity: a function of a tensor and the expected one of the same
+shape, which returns the error."""
 _NORM = " norm"
 _ROWS = "gradient"
 """The quantity whose names have a row each in a table."""
@@ -94,6 +98,7 @@ def compare_runs(
     norms_of: Sequence[str] = ("gradient",),
     tie: float = 0.0,
     slack: Mapping[str, float] | None = None,
+    measure: Measure | None = None,
 ) -> RunComparison:
     """Compare two recordings.
 
@@ -111,6 +116,7 @@ def compare_runs(
             than this apart; 0: never. Needs the quantities `CHOICES` and `SCORES`.
         slack: Quantity -> factor of the bound. An optimizer that divides by the size of gradients
             makes rounding of tiny ones into large differences of weights.
+        measure: Another measure of errors; None: as said above.
 
     Returns:
         What was found. What only one of them has is a difference, and so is NaN, even if both have
@@ -129,6 +135,7 @@ def compare_runs(
     first: Difference | None = None
     flip: Flip | None = None
     flaws: list[str] = []
+    measure = measure or (lambda theirs: _largest_errors(theirs, bound))
     num_steps = num_values = 0
     sides = (read_steps(run) if isinstance(run, Path) else run for run in (actual, expected))
     for num_steps, (mine, theirs) in enumerate(itertools.zip_longest(*sides), start=1):
@@ -141,7 +148,7 @@ def compare_runs(
         scores = theirs.tensors.get(SCORES, {})
         flip = flip or first_flip(theirs.index, mine_chose, they_chose, scores)
         num_values += _count_common(mine, theirs)
-        for each in _differences(mine, theirs, norms_of, bound):
+        for each in _differences(mine, theirs, norms_of, measure):
             names = worst.setdefault(each.phase, {})
             names[each.name] = max(names.get(each.name, each), each, key=_badness)
             if first is None and each.error > bound * slack.get(each.phase, 1.0):
@@ -170,59 +177,58 @@ def _badness(difference: Difference) -> tuple[float, bool]:
 
 
 def _differences(
-    mine: RecordedStep, theirs: RecordedStep, norms_of: Sequence[str], bound: float
+    mine: RecordedStep, theirs: RecordedStep, norms_of: Sequence[str], measure: Measure
 ) -> Iterator[Difference]:
     for quantity in dict.fromkeys([*theirs.tensors, *mine.tensors]):
         if quantity in _EXPLANATIONS:
             continue
         here, there = mine.tensors.get(quantity, {}), theirs.tensors.get(quantity, {})
-        yield from _of_quantity(theirs.index, quantity, here, there, bound)
+        yield from _of_quantity(theirs.index, quantity, here, there, measure)
         if quantity in norms_of:
             norms = _norms(here), _norms(there)
-            yield from _of_quantity(theirs.index, quantity + _NORM, *norms, bound)
+            yield from _of_quantity(theirs.index, quantity + _NORM, *norms, measure)
 
 
 def _of_quantity(
-    step: int, quantity: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bound: float
+    step: int,
+    quantity: str,
+    mine: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    measure: Measure,
 ) -> Iterator[Difference]:
-    """Yield differences in the order of names; see `compare_runs` for what they are relative to."""
-    largest: float | None = None
+    """Yield differences in the order of names; a missing tensor and another shape are such."""
+    error_of = measure(theirs)
     for name in dict.fromkeys([*theirs, *mine]):
-        found = _difference(step, quantity, name, mine.get(name), theirs.get(name))
-        if not found.note and 0 < bound < found.error:
-            if largest is None:
-                largest = max(map(_largest, theirs.values()))
-            distance = _largest(mine[name].double() - theirs[name].double())
-            dtype = theirs[name].dtype
-            smallest = largest * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-            if distance <= smallest:
-                found = replace(found, error=distance / largest)
-        yield found
+        actual, expected, error = mine.get(name), theirs.get(name), math.inf
+        if actual is None or expected is None:
+            note = f"missing in {'actual' if actual is None else 'expected'}"
+        elif actual.shape != expected.shape:
+            note = f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        else:
+            error = error_of(actual, expected)
+            is_cast = actual.dtype != expected.dtype
+            note = f"{actual.dtype} instead of {expected.dtype}" if is_cast else ""
+        yield Difference(step, quantity, name, error, 0.0, note=note)
 
 
-def _difference(
-    step: int, quantity: str, name: str, actual: Tensor | None, expected: Tensor | None
-) -> Difference:
-    """Compare a tensor; a missing one, another shape and NaN all fail."""
-    error = math.inf
-    if actual is None or expected is None:
-        note = f"missing in {'actual' if actual is None else 'expected'}"
-    elif actual.shape != expected.shape:
-        note = f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    else:
-        dtypes = actual.dtype, expected.dtype
-        note = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} instead of {dtypes[1]}"
-        error = _error(actual.double(), expected.double())
-    return Difference(step, quantity, name, error, 0.0, note=note)
+def _largest_errors(
+    theirs: Mapping[str, Tensor], bound: float
+) -> Callable[[Tensor, Tensor], float]:
+    """Measure the largest distance of two elements, see `compare_runs`."""
 
+    def error_of(actual: Tensor, expected: Tensor) -> float:
+        a, b = actual.double(), expected.double()
+        if torch.equal(a, b):
+            return 0.0
+        distance, scale = _largest(a - b), _largest(b)
+        error = math.inf if scale == 0 else distance / scale
+        if 0 < bound < error and actual.dtype == expected.dtype and expected.is_floating_point():
+            largest = max(map(_largest, theirs.values()))
+            if distance <= largest * torch.finfo(expected.dtype).eps:
+                error = distance / largest
+        return math.inf if math.isnan(error) else error
 
-def _error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest distance of two elements, relative to the largest expected one."""
-    if torch.equal(actual, expected):
-        return 0.0
-    distance, scale = _largest(actual - expected), _largest(expected)
-    error = math.inf if scale == 0 else distance / scale
-    return math.inf if math.isnan(error) else error
+    return error_of
 
 
 def _largest(tensor: Tensor) -> float:
