@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeAlias
 
 from hp_base.command_line import Parser
 from hp_base.errors import ConfigError
@@ -27,13 +27,33 @@ from hp_trainer.launch.last_word import leave_last_word
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.training.resuming import require_same_run
 
-_WITHOUT_CONFIG = ("doctor", "import-hf", "export-hf", "export-dcp")
+_Run: TypeAlias = Callable[[argparse.Namespace], int]
 _FLAG = re.compile(r"--[\w-]+")
 _JOBS = (
     " Any training program beside another, checkpoints and curves of losses are compared by the "
     "command hp-verify."
 )
+_SCRIPTS = " A script of torch alone: hp-dry -- SCRIPT."
 _OVERRIDES = "--section.key value, --section.key=value or section.key=value sets any key."
+
+
+class Command(Protocol):
+    """A module that adds a command, which takes a config, by an entry point of `hp.commands`.
+
+    Attributes:
+        SUMMARY: What the command does, for `hp --help`.
+    """
+
+    SUMMARY: str
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the flags of the command."""
+
+    @staticmethod
+    def run(resolved: Resolved, options: argparse.Namespace) -> int:
+        """Run the command; `options.overrides` has the overrides. Return the exit status."""
+        ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,22 +84,16 @@ def _main(argv: Sequence[str]) -> int:
     parser, commands = _parser()
     _refuse_bare_keys(rest, commands)
     options = parser.parse_args(rest)
-    if options.command in _WITHOUT_CONFIG and overrides:
+    if "config" not in options and overrides:
         raise ConfigError(f"hp {options.command} takes no --{overrides[0][0]}")
-    if options.command == "doctor":
-        from hp_train.doctor import main as doctor  # noqa: PLC0415 - imports torch
-
-        return doctor(as_json=options.json)
-    if options.command.endswith("-hf"):
-        return _hugging_face(options)
-    if options.command.endswith("-dcp"):
-        return _plain_checkpoint(options, overrides)
     given: list[tuple[str, object]] = [*overrides]
-    if options.data:
+    if getattr(options, "data", None):
         given.append(("data.paths", options.data))
-    if options.resume is not None:
+    if getattr(options, "resume", None) is not None:
         given.append(("run.resume", options.resume))
-    return _with_config(options, given)
+    options.overrides = given
+    run: _Run = options.run_command
+    return run(options)
 
 
 def _refuse_moved(argv: Sequence[str]) -> None:
@@ -96,21 +110,19 @@ def _refuse_moved(argv: Sequence[str]) -> None:
         raise ConfigError("hp dry-run takes a config; hp-dry [FLAGS] -- SCRIPT runs a script")
 
 
-def _with_config(options: argparse.Namespace, given: list[tuple[str, object]]) -> int:
-    if options.command == "dry-run":
-        return dry_run.run(options, given)
-    resolved = resolve(options.config, given)
-    data = resolved.config.data
-    if data.tokenizer and options.command != "config":
-        from hp_data.encode import try_out  # noqa: PLC0415 - only where there is one
+def _of_config(run: Callable[[Resolved, argparse.Namespace], int]) -> _Run:
+    """Return a command that resolves its config, and tries a tokenizer out, before it runs."""
 
-        try_out(data.tokenizer, data.separator)
-    if options.command == "verify":
-        return verify.run(resolved, options, given)
-    if options.command in _COMMANDS:
-        return _COMMANDS[options.command](resolved, options)
-    status: int = _added_commands()[options.command].run(resolved, options)
-    return status
+    def resolved_first(options: argparse.Namespace) -> int:
+        resolved = resolve(options.config, options.overrides)
+        data = resolved.config.data
+        if data.tokenizer:
+            from hp_data.encode import try_out  # noqa: PLC0415 - only where there is one
+
+            try_out(data.tokenizer, data.separator)
+        return run(resolved, options)
+
+    return resolved_first
 
 
 def _train(resolved: Resolved, options: argparse.Namespace) -> int:
@@ -134,19 +146,29 @@ def _parser() -> tuple[Parser, Mapping[str, Parser]]:
     parser = Parser(prog="hp", description="Train mixture-of-experts language models.")
     parser.add_argument("--version", action="version", version=f"hp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    train = _add_command(commands, "train", what="train a model")
+    train = _add_command(commands, "train", _of_config(_train), what="train a model")
     train.add_argument("--dry-run", action="store_true", help="check the config and stop")
-    config = _add_command(commands, "config", what="print a config with the meaning of every key")
+    what = "print a config with the meaning of every key"
+    config = _add_command(commands, "config", _print_config, what=what)
     form = config.add_mutually_exclusive_group()
     form.add_argument("--origins", action="store_true", help="one line per key, no help")
     form.add_argument("--json", action="store_true", help="as JSON, with origins")
-    added = ((n, c.add_arguments, c.SUMMARY, "") for n, c in sorted(_added_commands().items()))
-    for name, add_arguments, what, more in (*_MEASURING, *added):
-        add_arguments(_add_command(commands, name, what=what, more=more))
+    run_verify = _of_config(verify.run)
+    verify.add_arguments(
+        _add_command(commands, "verify", run_verify, what=verify.SUMMARY, more=_JOBS)
+    )
+    dry_run.add_arguments(
+        _add_command(commands, "dry-run", dry_run.run, what=dry_run.SUMMARY, more=_SCRIPTS)
+    )
+    for point in sorted(entry_points(group="hp.commands"), key=lambda point: point.name):
+        added: Command = point.load()
+        run = _of_config(added.run)
+        added.add_arguments(_add_command(commands, point.name, run, what=added.SUMMARY))
     doctor = commands.add_parser(
         "doctor", help="tell what this machine can run", allow_abbrev=False
     )
     doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.set_defaults(run_command=_doctor)
     _add_hugging_face(commands)
     _add_plain_checkpoint(commands)
     return parser, dict(commands.choices)
@@ -160,6 +182,7 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     imports.add_argument("folder", metavar="FOLDER", help="with config.json and safetensors files")
     imports.add_argument("--out", metavar="FILE", help="write the config to a new .toml file")
+    imports.set_defaults(run_command=_import_hugging_face)
     exports = _add_export(commands, "export-hf", what="write a checkpoint as a Hugging Face model")
     exports.add_argument(
         "--dtype",
@@ -174,20 +197,28 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[Parser]") -> None:
         metavar="FOLDER",
         help="of the model that the run started from, for its other files (what the run has kept)",
     )
+    exports.set_defaults(run_command=_export_hugging_face)
 
 
-def _hugging_face(options: argparse.Namespace) -> int:
-    # What is not there is told before torch is imported, which takes seconds.
-    if options.command == "import-hf":
-        rules.require_model_folder(options.folder)
-    else:
-        rules.require_run_directory(options.run)
+def _doctor(options: argparse.Namespace) -> int:
+    from hp_train.doctor import main as doctor  # noqa: PLC0415 - imports torch
+
+    return doctor(as_json=options.json)
+
+
+# What is not there is told before torch is imported, which takes seconds.
+def _import_hugging_face(options: argparse.Namespace) -> int:
+    rules.require_model_folder(options.folder)
+    from hp_transformers.families import command  # noqa: PLC0415 - imports torch
+
+    return command.import_hf(Path(options.folder), Path(options.out) if options.out else None)
+
+
+def _export_hugging_face(options: argparse.Namespace) -> int:
+    rules.require_run_directory(options.run)
     from hp_transformers.families import command  # noqa: PLC0415 - imports torch
     from hp_transformers.stages.export import write_folder  # noqa: PLC0415 - likewise
 
-    folder = Path(options.folder)
-    if options.command == "import-hf":
-        return command.import_hf(folder, Path(options.out) if options.out else None)
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     if tokenizer is not None and not tokenizer.is_file():
         raise ConfigError(f"--tokenizer ({tokenizer}) must be a file")
@@ -196,7 +227,7 @@ def _hugging_face(options: argparse.Namespace) -> int:
         raise ConfigError(f"--original ({original}) must be a folder")
     return command.export_hf(
         Path(options.run),
-        folder,
+        Path(options.folder),
         step=options.step,
         dtype=options.dtype,
         tokenizer=tokenizer,
@@ -220,9 +251,10 @@ def _add_plain_checkpoint(commands: "argparse._SubParsersAction[Parser]") -> Non
     imports.add_argument(
         "--step", type=whole("--step", least=0), metavar="N", help="steps that were trained"
     )
-    _add_export(
-        commands, "export-dcp", what="write a checkpoint as torch.distributed.checkpoint would"
-    )
+    imports.set_defaults(run_command=_import_plain_checkpoint)
+    what = "write a checkpoint as torch.distributed.checkpoint would"
+    exports = _add_export(commands, "export-dcp", what=what)
+    exports.set_defaults(run_command=_export_plain_checkpoint)
 
 
 def _add_export(commands: "argparse._SubParsersAction[Parser]", name: str, *, what: str) -> Parser:
@@ -236,20 +268,29 @@ def _add_export(commands: "argparse._SubParsersAction[Parser]", name: str, *, wh
     return parser
 
 
-def _plain_checkpoint(options: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    if options.command == "export-dcp":  # before torch is imported
-        rules.require_run_directory(options.run)
-    from hp_train import dcp_command as command  # noqa: PLC0415 - imports torch
+def _export_plain_checkpoint(options: argparse.Namespace) -> int:
+    rules.require_run_directory(options.run)
+    from hp_train.dcp_command import export_dcp  # noqa: PLC0415 - imports torch
 
+    return export_dcp(Path(options.run), Path(options.folder), step=options.step)
+
+
+def _import_plain_checkpoint(options: argparse.Namespace) -> int:
+    from hp_train.dcp_command import import_dcp  # noqa: PLC0415 - imports torch
+
+    given = options.overrides
+    resolved = resolve(options.config, given) if options.config or given else None
     folder, run = Path(options.folder), Path(options.run)
-    if options.command == "export-dcp":
-        return command.export_dcp(run, folder, step=options.step)
-    resolved = resolve(options.config, overrides) if options.config or overrides else None
-    return command.import_dcp(folder, run, resolved=resolved, step=options.step)
+    return import_dcp(folder, run, resolved=resolved, step=options.step)
 
 
 def _add_command(
-    commands: "argparse._SubParsersAction[Parser]", name: str, *, what: str, more: str = ""
+    commands: "argparse._SubParsersAction[Parser]",
+    name: str,
+    run: _Run,
+    *,
+    what: str,
+    more: str = "",
 ) -> Parser:
     """Add a command that takes a config."""
     parser = commands.add_parser(name, help=what, epilog=_OVERRIDES + more, allow_abbrev=False)
@@ -268,6 +309,7 @@ def _add_command(
         help="text files, folders or .jsonl files to train on; short for --data.paths",
     )
     parser.add_argument("--resume", metavar="RUN", help="go on with the run of this directory")
+    parser.set_defaults(run_command=run)
     return parser
 
 
@@ -299,7 +341,8 @@ def _joined(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _print_config(resolved: Resolved, options: argparse.Namespace) -> int:
+def _print_config(options: argparse.Namespace) -> int:
+    resolved = resolve(options.config, options.overrides)
     if options.json:
         text = to_json(resolved)
     elif options.origins:
@@ -319,27 +362,3 @@ def _dry_run(resolved: Resolved) -> int:
         f"{train.global_batch_size} sequences x {config.data.seq_len} tokens\n"
     )
     return 0
-
-
-def _added_commands() -> dict[str, Any]:
-    """Load the commands that installed packages add, by name; each takes a config and its flags."""
-    return {point.name: point.load() for point in entry_points(group="hp.commands")}
-
-
-_MEASURING: tuple[tuple[str, Callable[[Parser], None], str, str], ...] = (
-    (
-        "verify",
-        verify.add_arguments,
-        "run two layouts on the same batches and compare all they compute",
-        _JOBS,
-    ),
-    (
-        "dry-run",
-        dry_run.add_arguments,
-        "run the real code of every kind of rank of a cluster, without a GPU",
-        " A script of torch alone: hp-dry -- SCRIPT.",
-    ),
-)
-"""Commands of this package with flags of their own: name, flags, what they do, and more of that."""
-_COMMANDS = {"train": _train, "config": _print_config}
-"""Commands of this package that take nothing but a config and their own flags."""

@@ -4,12 +4,13 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any
+
+from msgspec.structs import replace
 
 from hp_base.command_line import say
 from hp_base.errors import ConfigError, DifferenceError, HpError
@@ -181,11 +182,16 @@ def verify(
     """
     if rules is not None:
         read_rules(rules)  # before anything runs
-    common = {"seed": seed, "steps": steps, "float64": float64, "outputs": outputs}
     with _folder(keep) as folder:
-        runs = _Runs(job, reference, folder, common, seconds, tell)
-        asked = {"start": same_start, "rules": str(rules.resolve()) if rules is not None else ""}
-        actual, expected, floor = runs.first(asked)
+        common = Request("", seed=seed, steps=steps, float64=float64, outputs=outputs)
+        of_job = replace(
+            common,
+            reference=str(folder / "reference"),
+            start=same_start,
+            rules=str(rules.resolve()) if rules is not None else "",
+        )
+        runs = _Runs(job, reference, folder, common, of_job, seconds, tell)
+        actual, expected, floor = runs.first()
         comparison = compare(actual, expected, floor)
         if rules is not None:
             comparison.unaligned = _idle(rules, folder) | comparison.unaligned
@@ -195,7 +201,7 @@ def verify(
             made = folder / "reproduction"
             if keep is None:
                 made = Path(mkdtemp(prefix="hp-verify-reproduction-"))
-            look_again(comparison, (actual, expected), runs.again(asked), made, float64=float64)
+            look_again(comparison, (actual, expected), runs.again, made, float64=float64)
     return comparison
 
 
@@ -207,7 +213,8 @@ class _Runs:
         job: Command of the job.
         reference: Command of the reference.
         folder: An empty folder for the recordings.
-        common: What is asked of both.
+        common: Request to the reference, without its folder.
+        of_job: Request to the job, without its folder.
         seconds: Most seconds that one run may take.
         tell: Called with a line after each run.
     """
@@ -215,58 +222,41 @@ class _Runs:
     job: Sequence[str]
     reference: Sequence[str]
     folder: Path
-    common: Mapping[str, Any]
+    common: Request
+    of_job: Request
     seconds: float
     tell: Callable[[str], object]
 
-    def first(self, of_job: Mapping[str, Any]) -> tuple[Recording, Recording, Floor]:
+    def first(self) -> tuple[Recording, Recording, Floor]:
         """Run the reference three times and the job once.
-
-        Args:
-            of_job: What is asked of the job alone.
 
         Returns:
             Recordings of the job and of the reference, and what rounding explains.
         """
 
         def referred(name: str, seed: int) -> Recording:
-            known = self._theirs if seed else ""
-            asked = Request(str(self.folder / name), reference=known, disturb=seed, **self.common)
-            who = "reference, other sums" if seed else "reference"
-            return self._recorded(self.reference, asked, who)
+            asked = replace(self.common, folder=str(self.folder / name), disturb=seed)
+            if not seed:
+                return self._recorded(self.reference, asked, "reference")
+            asked = replace(asked, reference=self.of_job.reference)
+            return self._recorded(self.reference, asked, "reference, other sums")
 
         expected, floor = with_floor(referred)
         try:
-            actual = self._recorded(self.job, self._asked(self.folder / "job", of_job), "job")
+            asked = replace(self.of_job, folder=str(self.folder / "job"))
+            actual = self._recorded(self.job, asked, "job")
         except JobFailedError as failed:
             failed.so_far = _before_failing(failed.recording, expected, floor)
             raise
         return actual, expected, floor
 
-    def again(self, of_job: Mapping[str, Any]) -> Callable[[str, Focus], Path]:
-        """Return what runs the "job" or the "reference" once more, around a difference.
-
-        Args:
-            of_job: What is asked of the job alone.
-        """
-
-        def run_again(side: str, focus: Focus) -> Path:
-            folder = self.folder / f"{side}-again"
-            if side == "job":
-                command, asked = self.job, self._asked(folder, {**of_job, "focus": focus})
-            else:
-                command, asked = self.reference, Request(str(folder), focus=focus, **self.common)
-            self._recorded(command, asked, f"{side}, once more")
-            return folder
-
-        return run_again
-
-    @property
-    def _theirs(self) -> str:
-        return str(self.folder / "reference")
-
-    def _asked(self, folder: Path, of_job: Mapping[str, Any]) -> Request:
-        return Request(str(folder), reference=self._theirs, **of_job, **self.common)
+    def again(self, side: str, focus: Focus) -> Path:
+        """Run the "job" or the "reference" once more, around a difference; return its folder."""
+        is_job = side == "job"
+        folder = self.folder / f"{side}-again"
+        asked = replace(self.of_job if is_job else self.common, folder=str(folder), focus=focus)
+        self._recorded(self.job if is_job else self.reference, asked, f"{side}, once more")
+        return folder
 
     def _recorded(self, command: Sequence[str], request: Request, who: str) -> Recording:
         """Run a program under the recorder, and put together what its processes wrote."""

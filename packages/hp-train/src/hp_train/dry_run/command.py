@@ -19,6 +19,8 @@ from hp_trainer.config import Config, rules
 from hp_trainer.config.options import COMMAND_LINE, resolve
 from hp_trainer.config.space import with_keys
 
+SUMMARY = "run the real code of every kind of rank of a cluster, without a GPU"
+"""What the command does, for `hp --help`."""
 _STEPS = 2
 _PATIENCE = 3600.0
 
@@ -56,12 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Rehearse a config.
 
     Args:
-        options: Parsed flags of `add_arguments`.
-        given: Overrides from the command line.
+        options: Parsed flags of `add_arguments`, and `overrides` from the command line.
 
     Returns:
         0: the ranks fit together, and nothing would be refused by a device.
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> int
         ConfigError: When it cannot be rehearsed.
         RehearsalError: When a run would fail.
     """
-    resolved = resolve(options.config, given, fit=fit_to(options.gpus))
+    resolved = resolve(options.config, options.overrides, fit=fit_to(options.gpus))
     if resolved.config.data.tokenizer:
         from hp_data.encode import try_out  # noqa: PLC0415 - imports numpy
 

@@ -35,6 +35,8 @@ from hp_trainer.config.space import sample_layouts
 if TYPE_CHECKING:
     from hp_train.verify.runs import Runs, Verdict
 
+SUMMARY = "run two layouts on the same batches and compare all they compute"
+"""What the command does, for `hp --help`."""
 LOOKS = (
     "tokens and targets, losses, gradients, their norm, learning rate, Adam's moments, weights, "
     "correction biases, evaluation, what is saved and what is loaded"
@@ -102,15 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(
-    resolved: Resolved, options: argparse.Namespace, given: Sequence[tuple[str, object]]
-) -> int:
+def run(resolved: Resolved, options: argparse.Namespace) -> int:
     """Verify a config.
 
     Args:
         resolved: The config.
-        options: Parsed options of `add_arguments`.
-        given: Overrides from the command line.
+        options: Parsed options of `add_arguments`, and `overrides` from the command line.
 
     Returns:
         0: the layouts are equal.
@@ -124,7 +123,7 @@ def run(
     is_of_pairs = options.generate == PAIRS
     program = Program(steps=options.steps or (_STEPS_OF_PAIRS if is_of_pairs else _STEPS))
     config = checked_config(resolved.config, dtype=options.dtype)
-    others = [] if options.generate else _others(config, options, given)
+    others = [] if options.generate else _others(config, options)
     for other in others:
         require_comparable(config, other)
     configs = [config, *others]
@@ -186,9 +185,7 @@ def _unknown_to_oracle(config: Config) -> str:
     return ""
 
 
-def _others(
-    config: Config, options: argparse.Namespace, given: Sequence[tuple[str, object]]
-) -> list[Config]:
+def _others(config: Config, options: argparse.Namespace) -> list[Config]:
     """Return what to compare with: another config, or none for the oracle.
 
     Raises:
@@ -200,21 +197,21 @@ def _others(
     alone = options.against is None and config.world_size == 1 and options.job is None
     if options.against == ORACLE or (alone and not unknown):
         return []
-    other = one_process(config) if options.against is None else _given(options, given)
+    other = one_process(config) if options.against is None else _given(options)
     if not differing_keys(config, other):
         what = "one process" if options.against is None else f"--against {options.against}"
         raise ConfigError(f"{what} is the same training: there is nothing to compare")
     return [other]
 
 
-def _given(options: argparse.Namespace, given: Sequence[tuple[str, object]]) -> Config:
+def _given(options: argparse.Namespace) -> Config:
     if "=" not in options.against:
         return checked_config(resolve(options.against).config, dtype=options.dtype)
     # A comma inside a list parts no overrides.
     overrides, rest = split_overrides(re.split(r",(?![^\[]*\])", options.against))
     if rest:
         raise ConfigError(f"--against ({rest[0]}) must be section.key=value")
-    other = resolve(options.config, [*({**dict(given), **dict(overrides)}).items()])
+    other = resolve(options.config, {**dict(options.overrides), **dict(overrides)}.items())
     return checked_config(other.config, dtype=options.dtype)
 
 

@@ -25,7 +25,7 @@ _FOR_SHAPES = {"_forward_metadata_inference"}
 
 
 def around(
-    place: Any,
+    place: object,
     name: str,
     *,
     before: Callable[..., object],
@@ -42,7 +42,7 @@ def around(
     original = getattr(place, name)
 
     @functools.wraps(original)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def told(*args: object, **kwargs: object) -> object:
         listed = [list(arg) if isinstance(arg, Iterator) else arg for arg in args]
         named = {k: list(v) if isinstance(v, Iterator) else v for k, v in kwargs.items()}
         if args or kwargs:
@@ -66,7 +66,7 @@ def may_break_graphs() -> None:
     torch.compile = compiled
 
 
-def kwargs_of_call() -> dict[str, Any]:
+def kwargs_of_call() -> dict[str, object]:
     """Keyword arguments of the module's call that a global hook was called from.
 
     torch hands them to hooks of a module only. They are read from the frame of its call, which
@@ -94,7 +94,7 @@ def is_unseen() -> bool:
     )
 
 
-def has_values(value: Any) -> bool:
+def has_values(value: object) -> bool:
     """Say if all tensors inside of a value are more than shapes: on no meta device, not fake."""
     return not any(t.is_meta or isinstance(t, FakeTensor) for _, t in tensors_in(value))
 

@@ -10,7 +10,6 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -196,8 +195,7 @@ class Log:
 
     def add(self, line: Event | Number | Rows | Randomness | dict[str, str]) -> None:
         """Note a line down; it is written with the others at `flush`."""
-        field: dict[str, Any] = {_FIELDS[type(line)]: line}
-        self._lines.append(Line(**field))
+        self._lines.append(msgspec.structs.replace(Line(), **{_FIELDS[type(line)]: line}))
 
     def flush(self) -> None:
         """Write what was noted down."""

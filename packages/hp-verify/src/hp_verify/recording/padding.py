@@ -8,7 +8,6 @@ modules make of the rest is compared.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ Span = tuple[int, int]
 """First and last + 1."""
 
 
-def real_of(tokens: Tensor, kwargs: Mapping[str, Any]) -> tuple[Span, ...]:
+def real_of(tokens: Tensor, kwargs: Mapping[str, object]) -> tuple[Span, ...]:
     """Say which part of each sample is no padding; empty: nothing is known to be padding.
 
     Args:

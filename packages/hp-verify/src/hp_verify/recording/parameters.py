@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +74,7 @@ class ParameterRecorder(Listener):
         """
 
         @functools.wraps(hook)
-        def tried(*args: Any, **kwargs: Any) -> None:
+        def tried(*args: object, **kwargs: object) -> None:
             if torch.compiler.is_compiling():
                 return
             try:

@@ -132,7 +132,7 @@ class Recorder(ParameterRecorder):
 
     # Modules.
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if is_unseen():
             return
         call = self._calls.call
@@ -159,7 +159,7 @@ class Recorder(ParameterRecorder):
             self._notes.flush(1)
 
     def _begin(
-        self, call: Call, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, root: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         """Begin a call of a root module, and perhaps a step."""
         is_trained = torch.is_grad_enabled() or is_checkpointed()
@@ -198,7 +198,7 @@ class Recorder(ParameterRecorder):
         self._updates.done.clear()
         self._root_calls = 0
 
-    def _leave(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, _args: tuple[object, ...], output: object) -> None:
         if is_unseen():
             return
         call = self._calls.call
@@ -216,13 +216,13 @@ class Recorder(ParameterRecorder):
         if name is not None and self._request.outputs:
             self._note_outputs(call, name, output)
 
-    def _note_outputs(self, call: Call, name: str, output: Any) -> None:
+    def _note_outputs(self, call: Call, name: str, output: object) -> None:
         """Note down all tensors that a module gives."""
         for path, tensor in tensors_in(output):
             if is_compared(tensor):
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)
 
-    def _end(self, call: Call, output: Any) -> None:
+    def _end(self, call: Call, output: object) -> None:
         """End a call of a root module."""
         if call.samples is not None:
             self._made.add(output, call.samples.names)
@@ -270,7 +270,7 @@ class Recorder(ParameterRecorder):
 
     # Losses, norms, updates.
 
-    def _losses(self, losses: Any, *_args: Any, **_kwargs: Any) -> None:
+    def _losses(self, losses: object, *_args: object, **_kwargs: object) -> None:
         if is_unseen() or self._is_no_rank() or not has_values(losses):
             return
         with self._lock:
@@ -303,7 +303,9 @@ class Recorder(ParameterRecorder):
         self._parameters(ev.WEIGHT, ((p, p) for p in self._updates.weights))
         self._end_of_update()
 
-    def _before_clipping(self, parameters: Any, *_args: Any, **_kwargs: Any) -> None:
+    def _before_clipping(
+        self, parameters: Tensor | Iterable[Tensor], *_args: object, **_kwargs: object
+    ) -> None:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self.before_clipping((p, p.grad) for p in listed)
 
@@ -315,7 +317,12 @@ class Recorder(ParameterRecorder):
                 self._is_clipped = True
 
     def _before_scaling(
-        self, parameters: Any, max_norm: Any, total_norm: Any, *_args: Any, **_kwargs: Any
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: object,
+        total_norm: Tensor,
+        *_args: object,
+        **_kwargs: object,
     ) -> None:
         self._before_clipping(parameters, max_norm)
         self.clipped(total_norm)
@@ -326,17 +333,17 @@ class Recorder(ParameterRecorder):
             full = norm.full_tensor() if is_dtensor(norm) else norm
             self._number(ev.NORM, float(full))
 
-    def _before_attempt(self, *_args: Any, **_kwargs: Any) -> None:
+    def _before_attempt(self, *_args: object, **_kwargs: object) -> None:
         self._updates.num_made = 0
 
-    def _after_attempt(self, _result: Any) -> None:
+    def _after_attempt(self, _result: object) -> None:
         """End the step where a scaler has left an update out."""
         if not self._updates.num_made:
             with self._lock:
                 self._end_of_update()
 
     def _before_update(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         if self._is_no_rank():
             return
@@ -368,7 +375,7 @@ class Recorder(ParameterRecorder):
             self._notes.write(rate)
 
     def _after_update(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         self._seen = None
         with self._lock:
@@ -436,7 +443,7 @@ class Recorder(ParameterRecorder):
             self.flush()
 
 
-def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _has_closure(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Tell whether an optimizer was given what computes the loss, and was called before that."""
     return any(map(callable, (*args[1:], *kwargs.values())))
 

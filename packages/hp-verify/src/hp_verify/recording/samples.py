@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ _READ = 1 << 14
 """About how many elements of a sample that are not tokens its name is made of."""
 
 
-def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def batch_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor | None:
     """Return the tensor that identifies the samples of a call: its tokens, or its first tensor."""
     given = [*tensors_in(args), *tensors_in(kwargs)]
     laid = [(name, tensor) for name, tensor in given if tensor.ndim >= 2 and not tensor.is_nested]
@@ -43,7 +42,7 @@ class Made:
     def __init__(self) -> None:
         self._known: dict[int, tuple[StorageWeakRef, tuple[str, ...]]] = {}
 
-    def add(self, output: Any, names: tuple[str, ...]) -> None:
+    def add(self, output: object, names: tuple[str, ...]) -> None:
         """Remember whose samples an output is made of; it is not kept alive.
 
         Args:
@@ -129,7 +128,7 @@ class Samples:
         *,
         given: tuple[str, ...] = (),
         seen: Counter[str] | None = None,
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         local = batch.to_local() if is_dtensor(batch) else batch
         self._call, self._local = call, local.detach()

@@ -9,9 +9,9 @@ whole, so nothing is sent. Of a single process of the reference the module itsel
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from hp_verify.recording.trees import expressions, is_compared, is_dtensor, repl
 
 _MOST_BYTES = 2 << 30
 """Of a module that is pickled with its weights."""
+Plain: TypeAlias = int | float | str | tuple["Plain", ...]
+"""Options and numbers of optimizers, as they are pickled."""
 HELD, BEFORE = "held weight", "before the update"
 """Phases of a second run alone: weights that a module computes with, those and state before."""
 
@@ -65,7 +67,7 @@ class Keeper(Recorder):
         is_same = (phase == ev.EVALUATION) == (focus.phase == ev.EVALUATION)
         return is_same and self._place(phase) == focus.step
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         super()._enter(module, args)
         if is_unseen():
             return
@@ -82,7 +84,7 @@ class Keeper(Recorder):
             self._keep_call(module, name, args, kwargs)
 
     def _begin(
-        self, call: Call, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, root: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         super()._begin(call, root, args, kwargs)
         if self._is_here(call.phase) and id(root) not in self._held:
@@ -90,7 +92,7 @@ class Keeper(Recorder):
             self._hold_weights(root)
 
     def _keep_call(
-        self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, module: nn.Module, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
         call = self._calls.call
         times = self._met[call.index, name]
@@ -127,7 +129,7 @@ class Keeper(Recorder):
                 self._facts[f"module {name}"] = self._pickle(f"module-{len(self._facts)}", module)
         self._inputs.append(entry)
 
-    def _pickle(self, name: str, value: Any) -> str:
+    def _pickle(self, name: str, value: object) -> str:
         """Write a value of any kind; its path, or "" and the reason among the facts."""
         size = _bytes(value) if isinstance(value, nn.Module) else 0
         if size > _MOST_BYTES:
@@ -141,7 +143,7 @@ class Keeper(Recorder):
             return ""
         return str(path)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         super()._leave(module, args, output)
         if is_unseen():
             return
@@ -218,13 +220,18 @@ class Keeper(Recorder):
 
     # Clipping and updates.
 
-    def _before_clipping(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def _before_clipping(
+        self, parameters: Tensor | Iterable[Tensor], *args: object, **kwargs: object
+    ) -> None:
         if self._step == self._focus.step:
             most = kwargs.get("max_norm", args[0] if args else None)
-            self._facts["max norm"] = None if most is None else float(most)
+            if isinstance(most, int | float | Tensor):
+                self._facts["max norm"] = float(most)
         super()._before_clipping(parameters, *args, **kwargs)
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         super()._before_update(optimizer, args, kwargs)
         if self._step != self._focus.step:
             return
@@ -235,7 +242,7 @@ class Keeper(Recorder):
                         self._keep_update(optimizer, group, parameter, part)
 
     def _keep_update(
-        self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, part: Slice
+        self, optimizer: Optimizer, group: Mapping[str, object], parameter: Tensor, part: Slice
     ) -> None:
         options = {k: _plain(v) for k, v in group.items() if k != "params"}
         state = optimizer.state.get(parameter, {})
@@ -289,13 +296,13 @@ def _copied(tensor: Tensor) -> Tensor:
     return copied.requires_grad_(tensor.requires_grad)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Plain | None:
     """A number or text, or several; None: it is something else."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and not is_dtensor(value) else None
     if isinstance(value, tuple | list):
-        listed = tuple(_plain(item) for item in value)
-        return None if None in listed else listed
+        listed = tuple(plain for item in value if (plain := _plain(item)) is not None)
+        return listed if len(listed) == len(value) else None
     return value if isinstance(value, int | float | str) else None
 
 
@@ -306,7 +313,7 @@ def _autocast() -> str:
     return dtype_name(torch.get_autocast_dtype("cpu"))
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
+def _settings(module: nn.Module) -> dict[str, bool | float]:
     """Numbers and flags that modules hold: they should not depend on a layout."""
     return {
         f"{name}.{key}".lstrip("."): value

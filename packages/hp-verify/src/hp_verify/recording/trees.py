@@ -15,7 +15,7 @@ _KEY = re.compile(r"\['([^']*)'\]")
 """Of a mapping, as Python writes it."""
 
 
-def expressions(value: Any, text: str) -> Iterator[tuple[str, Tensor]]:
+def expressions(value: object, text: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested value, with the Python that takes each from it.
 
     Args:
@@ -35,7 +35,7 @@ def expressions(value: Any, text: str) -> Iterator[tuple[str, Tensor]]:
             yield from expressions(getattr(value, item.name), f"{text}.{item.name}")
 
 
-def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: object) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested value, with what people call their places: ``a.b[0]``."""
     for text, tensor in expressions(value, ""):
         yield _KEY.sub(r".\1", text).lstrip("."), tensor

@@ -12,7 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # as typing's, which is not imported in vain
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from hp_verify.recording.recorder import Recorder
+    from hp_verify.recording.request import Request
 
 _HERE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - nothing is imported in vain
 
@@ -30,9 +36,9 @@ class _Recording:
     """Records from when torch is imported until a trainer that records itself is."""
 
     def __init__(self) -> None:
-        self._recorder: Any = None
-        self._request: Any = None
-        self._trainers: list[tuple[Any, ModuleType]] = []
+        self._recorder: Recorder | None = None
+        self._request: Request | None = None
+        self._trainers: list[tuple[EntryPoint, ModuleType]] = []
 
     def watch(self) -> None:
         """Wait for torch, and for the trainers that entry points name."""
@@ -51,17 +57,17 @@ class _Recording:
         from hp_verify.recording import begin, request  # noqa: PLC0415 - needs torch
 
         self._recorder = begin.begin(request.requested())
-        self._hand_over()
+        self._hand_over(self._recorder)
 
-    def _after_trainer(self, point: Any, module: ModuleType) -> None:
+    def _after_trainer(self, point: "EntryPoint", module: ModuleType) -> None:
         self._trainers.append((point, module))
         if self._recorder is not None:
-            self._hand_over()
+            self._hand_over(self._recorder)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, recorder: "Recorder") -> None:
         """Let each trainer that has come record itself."""
         while self._trainers:
-            self._request = self._request or self._recorder.leave()
+            self._request = self._request or recorder.leave()
             point, module = self._trainers.pop()
             point.load()(module, self._request)
 
