@@ -58,8 +58,8 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.kernels.choice import block_backward, block_forward
-from hp_context.masks.mask import BlockKind
+from hp_context.kernels import block_backward, block_forward
+from hp_context.masks import BlockKind
 from hp_platform import initialize, shutdown
 from hp_platform.testing import record_exchanges, run_distributed
 

@@ -63,7 +63,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         assert f"`{name}`" in page.read_text()
         (place / name).write_text(block)
-    apply(entry, folder / "hp_context" / "kernels" / "choice.py")
+    apply(entry, folder / "hp_context" / "kernels" / "__init__.py")
     return folder
 
 

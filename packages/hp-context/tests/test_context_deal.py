@@ -29,9 +29,9 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
+from hp_context.batch import without_deal
 from hp_context.batch.deal import _smallest_root
 from hp_context.batch.deal_cost import Work
-from hp_context.batch.layout import without_deal
 from hp_platform.testing import RankError, run_distributed, watch_operators
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import hp_context.kernels as k_module
 from hp_context import (
     Attention,
     BlockKind,
@@ -22,11 +23,9 @@ from hp_context import (
     unshard_sequence,
 )
 from hp_context.attention.merge import Merge, for_backward
-from hp_context.kernels import choice as k_module
-from hp_context.kernels import varlen
-from hp_context.kernels.choice import Kernel, block_backward, block_forward, choose_kernel
+from hp_context.kernels import Kernel, block_backward, block_forward, choose_kernel, varlen
 from hp_context.kernels.varlen import Lengths
-from hp_context.masks.mask import block_tensor
+from hp_context.masks import block_tensor
 from hp_platform import RankInfo, backend_for, initialize, shutdown
 from hp_platform.testing import run_distributed
 

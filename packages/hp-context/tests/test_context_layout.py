@@ -18,7 +18,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.batch.layout import to_positions, to_ranks
+from hp_context.batch import to_positions, to_ranks
 from hp_platform.testing import run_distributed, run_in_threads
 
 LAYOUTS = [Contiguous(), HeadTail()]

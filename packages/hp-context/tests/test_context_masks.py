@@ -18,7 +18,7 @@ from hp_context import (
     mask_tensor,
     masked_attention,
 )
-from hp_context.masks.mask import block_tensor
+from hp_context.masks import block_tensor
 
 lengths = st.lists(st.integers(1, 7), min_size=1, max_size=6).map(tuple)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hp_context import Causal, Documents, Full, HeadTail, Mask, PositionMask, SlidingWindow
-from hp_context.batch.layout import CONTIGUOUS
-from hp_context.masks.mask import block_tensor
+from hp_context.batch import CONTIGUOUS
+from hp_context.masks import block_tensor
 from hp_context.masks.segments import Call, calls, is_known
 
 SEQ = 24

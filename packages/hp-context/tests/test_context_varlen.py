@@ -26,7 +26,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.batch.layout import CONTIGUOUS, SequenceLayout
+from hp_context.batch import CONTIGUOUS, SequenceLayout
 from hp_context.methods.overlap import OverlapRates
 from hp_platform.testing import run_distributed
 

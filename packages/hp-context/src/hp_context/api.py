@@ -30,8 +30,7 @@ from hp_context.attention.core_mask import CoreMask, check_core, check_used
 from hp_context.attention.heads import HeadSplit, split_heads
 from hp_context.attention.parts import PartsMask
 from hp_context.attention.spread import Spread
-from hp_context.batch.checks import Dims, check_local, check_parts, content_of
-from hp_context.batch.layout import (
+from hp_context.batch import (
     CONTIGUOUS,
     Deal,
     HeadTail,
@@ -42,13 +41,13 @@ from hp_context.batch.layout import (
     to_ranks,
     without_deal,
 )
+from hp_context.batch.checks import Dims, check_local, check_parts, content_of
 from hp_context.guard import PositionsOnly, guard
+from hp_context.masks import Full, Mask
 from hp_context.masks.compare import compare, is_new, is_of_the_data, set_compared
-from hp_context.masks.mask import Full, Mask
 from hp_context.methods.all_gather import GatheredMask, gather_keys
-from hp_context.methods.call import Call, parts_of_rank, recall, remember
 from hp_context.methods.hybrid import Axes, axes_of_mesh, plain_axes, split_group
-from hp_context.methods.in_flight import Exchange
+from hp_context.methods.in_flight import Call, Exchange, parts_of_rank, recall, remember
 from hp_context.methods.overlap import OverlapRates
 from hp_context.methods.ring import RingMask
 from hp_context.methods.ulysses import head_to_seq

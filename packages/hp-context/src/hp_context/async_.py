@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.api import ContextParallel
-from hp_context.batch.layout import CONTIGUOUS, SequenceLayout
-from hp_context.masks.mask import Mask
+from hp_context.batch import CONTIGUOUS, SequenceLayout
+from hp_context.masks import Mask
 from hp_context.methods.in_flight import Exchange, InFlight, arrive, decline, launch, take
 from hp_context.methods.overlap import (
     FREE,

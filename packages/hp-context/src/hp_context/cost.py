@@ -13,8 +13,8 @@ import torch
 
 from hp_context.attention.heads import split_heads
 from hp_context.attention.spread import Needs, Rows, length
-from hp_context.batch.layout import CONTIGUOUS, SequenceLayout
-from hp_context.masks.mask import Full, Mask
+from hp_context.batch import CONTIGUOUS, SequenceLayout
+from hp_context.masks import Full, Mask
 from hp_context.methods.hybrid import outer_runs
 from hp_context.methods.ring import routes
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_context.kernels.choice import in_rows
+from hp_context.kernels import in_rows
 
 _LEAST = 64  # queries of a strip: fewer make products too small to be fast
 _STRIPS = 4  # leave out three of eight scores; more would add to gradients of keys too often

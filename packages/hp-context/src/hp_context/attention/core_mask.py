@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hp_context.attention.core import Attention, HeadsMask, SpreadMask, check_dropout
 from hp_context.attention.heads import HeadShare
 from hp_context.attention.spread import Spread
-from hp_context.masks.mask import Mask, block_tensor, mask_tensor
+from hp_context.masks import Mask, block_tensor, mask_tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The modes differ in how keys and values arrive and how their gradients go home. What is computed of
 a part that is there is the same in all of them: its blocks (`blocks.plan`), each with the kernels
-of `kernels.py`, put together by their log-sum-exp (`merge.py`).
+of `hp_context.kernels`, put together by their log-sum-exp (`merge.py`).
 
 Shape symbols: B batch, s queries of this rank, K keys of a part, H query heads, G key/value heads,
 D head size of queries and keys, E head size of values. Keys and values travel packed: [K, B, G,
@@ -26,8 +26,8 @@ from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import Needs, Rows, Spread, in_order, slices
 from hp_context.kernels import varlen
 from hp_context.kernels.varlen import padded
+from hp_context.masks import Mask
 from hp_context.masks.blocks import QueryRun, plan
-from hp_context.masks.mask import Mask
 from hp_context.masks.segments import Call, calls
 from hp_context.masks.sequences import of_sequences
 

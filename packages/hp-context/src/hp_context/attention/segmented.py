@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from hp_context.attention.merge import sinks_gradient, with_sinks
 from hp_context.kernels import varlen
 from hp_context.kernels.varlen import Lengths, padded
-from hp_context.masks.mask import Mask
+from hp_context.masks import Mask
 from hp_context.masks.segments import Call, calls, is_known
 from hp_context.masks.sequences import of_sequences
 from hp_platform.own_kernels import device_number

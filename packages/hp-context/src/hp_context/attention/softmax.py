@@ -1,7 +1,7 @@
 """Attention by blocks, forward and backward, and that of a whole sequence under one mask.
 
 The computation for the keys that a rank has is the same in all modes: the blocks of a plan
-(`blocks.plan`), each with the kernels of `kernels.py`, put together by their log-sum-exp
+(`blocks.plan`), each with the kernels of `hp_context.kernels`, put together by their log-sum-exp
 (`merge.py`).
 
 Shape symbols: B batch, S sequence, K keys, H query heads, G key/value heads (G divides H), D head
@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hp_context.attention.merge import Merge, for_backward, sinks_gradient, with_sinks
-from hp_context.kernels.choice import block_backward, block_forward
+from hp_context.kernels import block_backward, block_forward
 from hp_context.kernels.dropout import Dropout
-from hp_context.masks.blocks import KeyBlock, QueryRun, plan
-from hp_context.masks.mask import (
+from hp_context.masks import (
     BlockKind,
     Both,
     Causal,
@@ -31,6 +30,7 @@ from hp_context.masks.mask import (
     SlidingWindow,
     block_tensor,
 )
+from hp_context.masks.blocks import KeyBlock, QueryRun, plan
 
 # Pairs of positions whose scores could be computed in the time that a block takes beside its own:
 # measured on a CPU, where documents of 64 positions break even; estimated for a GPU, from 50 us for

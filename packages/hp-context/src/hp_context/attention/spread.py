@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context.masks.mask import Mask, common
+from hp_context.masks import Mask, common
 
 Rows = tuple[range, ...]  # runs of positions, in the order of a tensor
 

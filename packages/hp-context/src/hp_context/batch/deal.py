@@ -25,8 +25,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
 from typing import ClassVar
 
+from hp_context.batch import Deal, HeadTail
 from hp_context.batch.deal_cost import Piece, Work, deal_cost
-from hp_context.batch.layout import Deal, HeadTail
 from hp_context.masks.blocks import joined
 
 TOLERANCE = 1.005

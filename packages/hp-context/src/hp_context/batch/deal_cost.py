@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from hp_context.batch.layout import Deal
+from hp_context.batch import Deal
 
 Kinds = tuple[tuple[int | None, float], ...]
 """Number of keys before its own that a query sees, None for all, with the share of such layers."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context.batch.layout import SequenceLayout, unshard_sequence
+from hp_context.batch import SequenceLayout, unshard_sequence
+from hp_context.masks import Documents
 from hp_context.masks.compare import compare
-from hp_context.masks.mask import Documents
 
 
 def documents_of(position_ids: Tensor) -> Documents:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.batch.layout import CONTIGUOUS, SequenceLayout, shard_sequence
+from hp_context.batch import CONTIGUOUS, SequenceLayout, shard_sequence
 from hp_context.batch.loss import IGNORED, shift_labels
 
 

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.api import ContextParallel
 from hp_context.attention.core import Attention, masked_attention
-from hp_context.batch.layout import SequenceLayout, to_positions
+from hp_context.batch import SequenceLayout, to_positions
 from hp_context.batch.positions import documents_of_rows, gather_position_ids
 from hp_context.hugging_face.call import CallMask, Rows
 from hp_context.hugging_face.mixers import current_trial
+from hp_context.masks import BlockKind, Documents, Mask
 from hp_context.masks.compare import set_compared
-from hp_context.masks.mask import BlockKind, Documents, Mask
 
 # What a layer may pass, and why it cannot be computed if it does.
 _REFUSED = {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hp_context.masks.mask import Causal, Mask, SlidingWindow
+from hp_context.masks import Causal, Mask, SlidingWindow
 
 Rows = list[int] | None  # sequences of a batch; None: all
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hp_context.masks.mask import BlockKind, Mask
+from hp_context.masks import BlockKind, Mask
 
 MIN_RUN = 64  # positions; a kernel call for fewer costs more than it saves
 

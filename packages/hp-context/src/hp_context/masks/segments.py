@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from hp_context.masks import FAR, Both, Causal, Documents, Full, Mask, SlidingWindow, common
 from hp_context.masks.blocks import joined
-from hp_context.masks.mask import FAR, Both, Causal, Documents, Full, Mask, SlidingWindow, common
 
 UNBOUNDED = -1  # of a side of a window, as kernels say it
 

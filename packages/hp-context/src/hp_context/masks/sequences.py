@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_context.masks.mask import BlockKind, Both, Mask
+from hp_context.masks import BlockKind, Both, Mask
 
 
 @dataclass(frozen=True, slots=True)

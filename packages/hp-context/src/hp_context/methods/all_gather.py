@@ -48,8 +48,8 @@ from hp_context.attention.parts import (
 )
 from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import Needs, Rows, Spread, add_to, in_order, length, take
+from hp_context.masks import Mask
 from hp_context.masks.blocks import joined
-from hp_context.masks.mask import Mask
 from hp_context.methods.overlap import OverlapRates
 from hp_platform import Pending, launch_all_gather, launch_all_to_all
 

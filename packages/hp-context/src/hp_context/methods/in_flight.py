@@ -1,8 +1,9 @@
-"""An exchange between the tensor it was launched from and the attention that takes the result.
+"""Records that ride on tensors: of an exchange in flight, and of the call it belongs to.
 
-The record of it rides on that tensor: not on a module and not on the object that applies context
-parallelism, which several microbatches, threads and recomputations share. Attention takes the
-record if the tensor is still what was launched; otherwise it exchanges what it was given.
+The record of an exchange rides on the tensor it was launched from: not on a module and not on the
+object that applies context parallelism, which several microbatches, threads and recomputations
+share. Attention takes the record if the tensor is still the one that was launched, unwritten;
+otherwise it exchanges the tensor that it was given.
 
 Note [Two nodes]
 Autograd sees
@@ -27,19 +28,24 @@ Shape symbols: N ranks, S whole sequence, s = S / N, H heads of a tensor, h head
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from hp_context.batch import CONTIGUOUS, SequenceLayout
 from hp_context.batch.checks import Dims
 from hp_context.methods.overlap import Fallback
 from hp_context.methods.ulysses import Packing, seq_to_head
 from hp_platform import Pending, launch_all_to_all
 
+if TYPE_CHECKING:
+    from hp_context.methods.placement import Placed
+
 _RECORD = "_hp_context_record"
+_CALL = "_hp_context_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +208,46 @@ class _Arrive(torch.autograd.Function):
                 back.pending = exchange.launch_back(grad, shape)
                 tokens[i] = grad.new_empty(0)
         return None, *tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The record of a call, from the exchange before the core attention for the one after it.
+
+    It rides on the q that the core attention gets, which belongs to this call alone: not on the
+    module and not on the object that applies context parallelism, which microbatches and threads
+    share.
+
+    Attributes:
+        head_counts: Query heads of each rank; None: as many each.
+        placed: Placement of q as a DTensor; None: it was a plain tensor.
+        layout: Positions that each rank has.
+    """
+
+    head_counts: tuple[int, ...] | None = None
+    placed: "Placed | None" = None
+    layout: SequenceLayout = CONTIGUOUS
+
+
+def parts_of_rank(qkv: list[Tensor], dims: Dims) -> "tuple[list[Tensor], Placed | None]":
+    """Return this rank's parts of q, k, v; and the placement of the whole, if they are DTensors.
+
+    Raises:
+        ValueError: See `placement.local_parts`.
+    """
+    if not any(hasattr(x, "placements") for x in qkv):
+        return qkv, None
+    from hp_context.methods.placement import local_parts  # noqa: PLC0415  # takes seconds
+
+    return local_parts(qkv, seq_dim=dims.seq, head_dim=dims.head)
+
+
+def remember(q: Tensor, call: Call) -> None:
+    """Leave `call` on the q of the core attention."""
+    q.__dict__[_CALL] = call
+
+
+def recall(q: Tensor) -> Call | None:
+    """Return the record that `remember` left on `q`."""
+    call: Call | None = q.__dict__.get(_CALL)
+    return call

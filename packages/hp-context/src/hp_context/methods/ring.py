@@ -53,7 +53,7 @@ from hp_context.attention.parts import (
 )
 from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import Needs, Rows, Spread, add_to, length, take
-from hp_context.masks.mask import Mask
+from hp_context.masks import Mask
 from hp_platform import Pending, isend_irecv
 from hp_platform.groups import global_ranks
 
