@@ -148,7 +148,7 @@ def run_tests(folder: Path, package: str, env: dict[str, str]) -> tuple[bool, st
     except subprocess.TimeoutExpired:
         return False, f"not done after {_SECONDS:.0f} s"
     lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]
-    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failures = [line for line in lines if line.startswith(("FAILED packages", "ERROR packages"))]
     return done.returncode == 0, "; ".join([lines[-1], *failures[:20]])
 
 
