@@ -1,9 +1,9 @@
 """Expert parallelism for mixture-of-experts models: stateless dispatch, one host read per layer."""
 
 from hp_expert.batch import ExpertBatch, LocalRead
+from hp_expert.checkpoint import ExpertNames, expert_names
 from hp_expert.checkpoint.convert import from_hf, to_hf
 from hp_expert.checkpoint.load import load_experts
-from hp_expert.checkpoint.names import ExpertNames, expert_names
 from hp_expert.checkpoint.parts import StackedPart, stacked_parts
 from hp_expert.checkpoint.save import save_experts
 from hp_expert.data_parallel import (

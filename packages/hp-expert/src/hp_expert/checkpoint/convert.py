@@ -1,6 +1,6 @@
-"""State dicts with stacked experts to state dicts with single ones, and back.
+"""State dicts with stacked experts converted to state dicts with single experts, and back.
 
-Names and views: nothing is gathered, and a rank has what it has of the stacked tensors.
+Tensors are renamed and viewed: nothing is gathered, and a rank has its part of the stacked tensors.
 
 Shape symbols: E experts, L local experts, R rows (out), C columns (in).
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames
+from hp_expert.checkpoint import BIASES, PROJECTIONS, ExpertNames
 from hp_expert.checkpoint.parts import Piece, StackedPart, pieces, stacked_names
 from hp_expert.placement import placed_like
 
@@ -27,19 +27,18 @@ def to_hf(
     """Name the experts of a state dict one by one; other tensors get the checkpoint's names.
 
     Args:
-        state_dict: Tensors by name, such as `module.state_dict()`. Stacked tensors are plain ones
-            of some experts, or `DTensor` of which some axes of the mesh shard dim 0 and others
-            another dim.
+        state_dict: Tensors by name, such as `module.state_dict()`. Stacked tensors are plain
+            tensors of some experts, or `DTensor`s that are sharded along any dims.
         names: Names that the checkpoint uses; None: `ExpertNames()`.
         first_expert: Index of the first expert of plain tensors.
 
     Returns:
-        Views, of the experts that are here; where other dims are sharded as well, `DTensor` on the
-        axes of the mesh that shard them.
+        Views of the local experts; where other dims are sharded as well, `DTensor`s on the axes of
+        the mesh that shard them.
 
     Raises:
-        ValueError: If gate and up rows of one tensor are sharded together, or a tensor is sharded
-            in another way than by `Shard`.
+        ValueError: If gate and up rows of one tensor are sharded together, or a placement is
+            neither `Shard` nor `Replicate`.
     """
     names = names or ExpertNames()
     found: dict[str, Tensor] = {}
@@ -66,16 +65,15 @@ def from_hf(
     """Stack the experts of a state dict; the inverse of `to_hf`.
 
     Args:
-        state_dict: Tensors by the names of a checkpoint; of experts that are elsewhere, none is
-            needed.
-        like: Says which stacked tensors there shall be and how they are sharded: the state dict of
-            the module, on the meta device if wanted.
+        state_dict: Tensors by the names of a checkpoint; experts of other ranks may be missing.
+        like: Stacked tensors with the wanted names, shapes and placements: the state dict of the
+            module, which may be on the meta device.
         names: Names that the checkpoint uses; None: `ExpertNames()`.
         first_expert: Index of the first expert of plain tensors.
 
     Returns:
-        Stacked tensors in new storage, of the dtype of `like`, and the other tensors as they are:
-        also those of experts that are elsewhere.
+        Stacked tensors in new storage, of the dtype of `like`, and all other tensors as they are,
+        those of other ranks' experts included.
 
     Raises:
         ValueError: If an expert is missing or of another shape.
@@ -107,7 +105,7 @@ class _Axes(NamedTuple):
     placements: Sequence[Placement]
 
     def spread(self, piece: Piece) -> DTensor:
-        """Return a projection as a tensor whose part is here."""
+        """Return a projection as a `DTensor` with this local part."""
         *outer, columns = piece.shape
         return DTensor.from_local(
             piece.destination,
@@ -160,7 +158,7 @@ def _stacked_keys(state_dict: Mapping[str, Tensor]) -> set[str]:
 
 
 def _slice_of(key: str, tensor: Tensor, piece: Piece) -> Tensor:
-    """Take from a projection, which may be a part itself, what a piece needs."""
+    """Return the values of a piece from a projection, which may be sharded itself."""
     if tuple(tensor.shape) != piece.shape:
         raise ValueError(f"shape of {key} {tuple(tensor.shape)} must equal {piece.shape}")
     part = StackedPart.of(tensor)

@@ -1,4 +1,4 @@
-"""Reading this rank's experts, and nothing else, from safetensors files.
+"""Loading this rank's experts, and no other tensors, from safetensors files.
 
 Shape symbols: E experts, R rows (out), C columns (in).
 """
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from hp_checkpoint import Box, Checkpoint
 from hp_checkpoint.manifest import MANIFEST
 from hp_checkpoint.safetensors import FileTensor, opened_tensors
-from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames
+from hp_expert.checkpoint import BIASES, PROJECTIONS, ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, keys_of, pieces, stacked_parts
 from hp_platform.failures.agreement import agreeing
 
@@ -25,7 +25,7 @@ _SHOWN = 3
 
 
 _Read = tuple[Tensor, str, Box]
-"""Where one box of a tensor of a file goes, the name of the tensor, and the box."""
+"""Destination of a box of a tensor of a file, name of the tensor, and the box."""
 
 
 def load_experts(
@@ -37,22 +37,22 @@ def load_experts(
 ) -> None:
     """Load the experts of this rank from safetensors files, in place.
 
-    Reads the slices of this rank straight into its storage, one projection of one expert at a
-    time. Values are cast to the dtype of the parameter. A checkpoint may have an expert's
-    projections one by one or stacked (`gate_up_proj`).
+    Reads the slices of this rank into the storage of its parameters, one projection of one expert
+    at a time. Values are cast to the dtype of the parameter. A checkpoint may have the projections
+    of experts one by one or stacked (`gate_up_proj`).
 
     Args:
         target: A module with experts, sharded in any way; or parts by name, for tensors whose
-            place is known to the caller alone.
+            place in the whole only the caller knows.
         files: A directory of safetensors files, or the files.
         names: Names that the checkpoint uses, see `expert_names`; None: `ExpertNames()`.
         group: CPU group of the ranks that call together, all of which raise if one does; None: this
             rank is alone.
 
     Raises:
-        ValueError: On every rank and before any parameter is changed: if an expert is missing, too
-            many or of another shape or kind, or, in a directory with a manifest of hashes, not what
-            was saved; the message names it.
+        ValueError: On every rank and before any parameter is changed: if an expert is missing,
+            unexpected or of another shape or dtype, or, in a directory with a manifest of hashes,
+            differs from its hash; the message names it.
         hp_platform.PeerError: If that, or reading, failed on another rank.
     """
     names = names or ExpertNames()
@@ -80,7 +80,7 @@ def _paths(files: str | Path | Iterable[str | Path]) -> list[Path]:
 def _plan(
     parts: Mapping[str, StackedPart], found: Mapping[str, FileTensor], names: ExpertNames
 ) -> list[_Read]:
-    """Check everything and return what this rank reads."""
+    """Check all tensors and return the boxes that this rank reads."""
     reads: list[_Read] = []
     wanted: dict[str, tuple[int, ...]] = {}
     for name, part in parts.items():
@@ -106,14 +106,14 @@ def _plan(
 
 
 def _whole_shape(stacked: str, part: StackedPart) -> tuple[int, ...]:
-    """Shape of the stacked tensor of a file from which a part is read."""
+    """Return the shape of the stacked tensor of a file from which a part is read."""
     E, R, *columns = part.shape
     is_half = PROJECTIONS[stacked] in (("gate",), ("up",))
     return (E, 2 * R if is_half else R, *columns)
 
 
 def _stacked_reads(key: str, stacked: str, part: StackedPart) -> Iterator[_Read]:
-    """Read from a tensor that has all experts, gate rows before up rows."""
+    """Yield the reads from a tensor of all experts, gate rows before up rows."""
     for piece in pieces(stacked, part):
         (first_row, *columns), sizes = piece.box
         shift = piece.shape[0] if piece.projection == "up" else 0
@@ -138,7 +138,7 @@ def _require_no_others(
     found: Mapping[str, FileTensor],
     names: ExpertNames,
 ) -> None:
-    """Refuse experts, and tensors of experts, that the modules do not have."""
+    """Raise ValueError for experts, and tensors of experts, that the modules do not have."""
     paths = {names.prefix(name.rpartition(".")[0]) for name in parts}
     of_expert = re.compile(f"({'|'.join(map(re.escape, sorted(paths)))})[0-9]+\\.")
     others = [key for key in found if key not in wanted and of_expert.match(key)]

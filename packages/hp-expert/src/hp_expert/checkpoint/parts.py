@@ -1,4 +1,4 @@
-"""Which part of stacked tensors a rank has.
+"""Parts of stacked tensors that a rank has, and projections of single experts in them.
 
 Shape symbols: E experts, R rows (out), C columns (in).
 """
@@ -10,29 +10,29 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hp_checkpoint import Box, Part
-from hp_expert.checkpoint.names import BIASES, PROJECTIONS, ExpertNames, Projection
+from hp_expert.checkpoint import BIASES, PROJECTIONS, ExpertNames, Projection
 
 
 class StackedPart(Part):
-    """What one rank has of a stacked tensor: a box of it.
+    """The part of a stacked tensor that one rank has: a box of it.
 
     Attributes:
-        local: The values here, in the storage of the parameter; [E, R, C] or, of a bias, [E, R],
-            as far as they are here.
+        local: Local values, in the storage of the parameter: a box of [E, R, C] or, of a bias, of
+            [E, R].
         shape: Shape of the whole tensor, [E, R, C] or, of a bias, [E, R].
-        offset: Where the part begins in the whole.
+        offset: First index of the part in the whole, along each dim.
     """
 
     __slots__ = ()
 
     @classmethod
     def of(cls, tensor: Tensor, *, num_experts: int = 0, first_expert: int = 0) -> Self:
-        """Return what is here of a tensor.
+        """Return the local part of a tensor.
 
         Args:
             tensor: A `DTensor` with any sharding, or a plain tensor of some experts.
-            num_experts: Number of experts, E, for a plain tensor; 0: all are here.
-            first_expert: Index of the first one of a plain tensor.
+            num_experts: Number of experts, E, for a plain tensor; 0: the tensor has all.
+            first_expert: Index of the first expert of a plain tensor.
         """
         part = super().of(tensor)
         if isinstance(tensor, DTensor):
@@ -42,14 +42,14 @@ class StackedPart(Part):
 
 
 class Piece(NamedTuple):
-    """One projection of one expert, as far as it is here.
+    """The local part of one projection of one expert.
 
     Attributes:
-        destination: View of the part.
-        expert: Its index among all experts.
-        projection: Which one.
+        destination: View of the local values.
+        expert: Index of the expert among all experts.
+        projection: Projection of the expert.
         shape: Shape of the whole projection, [R, C] or, of a bias, [R].
-        box: Where the piece is in it.
+        box: Place of the piece in the whole projection.
     """
 
     destination: Tensor
@@ -64,7 +64,7 @@ def pieces(name: str, part: StackedPart) -> Iterator[Piece]:
 
     Args:
         name: Name of the stacked tensor, without the path of its module.
-        part: What is here of it.
+        part: Local part of the stacked tensor.
     """
     projections = PROJECTIONS[name]
     rows = part.shape[1] // len(projections)
@@ -85,14 +85,14 @@ def pieces(name: str, part: StackedPart) -> Iterator[Piece]:
 
 
 def stacked_parts(module: nn.Module) -> dict[str, StackedPart]:
-    """Return what is here of all stacked tensors of a module, by name.
+    """Return the local parts of all stacked tensors of a module, by name.
 
     Args:
-        module: Contains `GroupedExperts`, or experts of a transformers model; spread over ranks or
-            not. Plain tensors must be a run of whole experts.
+        module: Module that contains `GroupedExperts`, or experts of a transformers model; spread
+            over ranks or not. Plain tensors must be a run of whole experts.
 
     Raises:
-        ValueError: If it contains none, or plain tensors with a part of the hidden dim.
+        ValueError: If the module has no experts, or plain tensors with a part of the hidden dim.
     """
     found = {}
     for path, experts, stacked in find_experts(module):
@@ -107,10 +107,10 @@ def stacked_parts(module: nn.Module) -> dict[str, StackedPart]:
 
 
 def find_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Find the modules that have experts: path, module, names of its stacked tensors.
+    """Yield the path, module and names of stacked tensors of each module with experts.
 
     Raises:
-        ValueError: If plain tensors have a part of the hidden dim, and do not say which.
+        ValueError: If plain tensors have an unknown part of the hidden dim.
     """
     for path, experts in module.named_modules():
         own = {name: tuple(p.shape) for name, p in experts.named_parameters(recurse=False)}
@@ -127,7 +127,7 @@ def find_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
 
 
 def stacked_names(shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return which of the tensors of one module are stacked tensors of experts, by their shapes."""
+    """Return the names of a module's stacked tensors of experts, from names and shapes."""
     for required in ({"w1", "w2", "w3"}, {"gate_up_proj", "down_proj"}):
         if all(len(shapes.get(name, ())) == 3 for name in required):
             known = required | BIASES
@@ -136,12 +136,12 @@ def stacked_names(shapes: dict[str, tuple[int, ...]]) -> list[str]:
 
 
 def keys_of(name: str, part: StackedPart, names: ExpertNames) -> dict[str, tuple[int, ...]]:
-    """Return all keys that a checkpoint must have for a whole stacked tensor, and their shapes.
+    """Return the shapes of all tensors that a checkpoint must have for a whole stacked tensor.
 
     Args:
         name: Path of the module and name of the stacked tensor.
-        part: Any part of it.
-        names: Names that the checkpoint uses, which is not a stacked one.
+        part: Any part of the stacked tensor.
+        names: Names that the checkpoint uses, not stacked.
     """
     path, _, stacked = name.rpartition(".")
     projections, bias = PROJECTIONS[stacked], stacked in BIASES

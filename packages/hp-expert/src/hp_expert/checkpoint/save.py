@@ -1,4 +1,4 @@
-"""Writing each rank's experts to safetensors files, as Hugging Face's tools read them."""
+"""Saving each rank's experts to safetensors files that Hugging Face's tools read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +14,8 @@ from hp_checkpoint.files import created, write
 from hp_checkpoint.manifest import DIGEST, MANIFEST, NAME_OF, Manifest
 from hp_checkpoint.safetensors import INDEX, index_of
 from hp_checkpoint.save import Written, finish, write_file
+from hp_expert.checkpoint import ExpertNames
 from hp_expert.checkpoint.convert import to_hf
-from hp_expert.checkpoint.names import ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, find_experts
 from hp_platform import agree
 from hp_platform.failures.agreement import agreeing
@@ -32,23 +32,24 @@ def save_experts(
 ) -> None:
     """Write a checkpoint, each rank its experts: a file for each layer and rank, and the index.
 
-    Experts are not gathered; only where other dims are sharded as well, those of one layer and rank
-    are. Beside them is a manifest of their hashes, by which all are read back. The index is written
-    last: without it, the files are no checkpoint.
+    Experts are gathered only where other dims are sharded as well, and then those of one layer and
+    rank at a time. A manifest with hashes of all tensors is written beside the files, and the files
+    are read back and compared with it. The index is written last: without it, the files are not a
+    checkpoint.
 
     Args:
         module: Module that contains the experts.
-        directory: Made if it is missing; must have no safetensors files.
-        others: Whole tensors that are no experts, by their names in the module; those of rank 0
-            are written. Tied ones are written under each name.
-        names: Names that the checkpoint uses, not stacked ones; None: `ExpertNames()`.
+        directory: Directory to write to; made if it is missing; must have no safetensors files.
+        others: Whole tensors that are not experts, by their names in the module; those of rank 0
+            are written. Tied tensors are written under each name.
+        names: Names that the checkpoint uses, not stacked; None: `ExpertNames()`.
         group: CPU group of the ranks that call together, all of which raise if one does; None: this
             rank is alone.
-        writes: Whether this rank writes its experts. Of ranks that have the same, one should; those
-            of one mesh know that themselves.
+        writes: Whether this rank writes its experts. Of ranks that have the same experts, one must;
+            on a mesh this is found from the placements.
 
     Raises:
-        ValueError: If there are safetensors files, or the experts cannot be told apart.
+        ValueError: If there are safetensors files, or parts of experts are unknown.
         hp_platform.PeerError: If something failed on another rank.
     """
     names, directory = names or ExpertNames(), Path(directory).resolve()
@@ -69,7 +70,7 @@ def save_experts(
             if writes and error is None and _is_first_of_replicas(experts, stacked):
                 file = directory / f"experts-{layer:05d}-{first:05d}.safetensors"
                 written.append(_write(mine, file, head))
-        except ValueError as raised:  # of the sharding: the same on every rank
+        except ValueError as raised:  # about the sharding: the same on every rank
             error = error or raised
     try:
         if is_first and error is None and others:
@@ -85,7 +86,7 @@ def save_experts(
 
 
 def _require_fit(module: nn.Module, directory: Path, names: ExpertNames, *, is_first: bool) -> None:
-    """Refuse what cannot be saved; the first rank makes the directory."""
+    """Raise ValueError if experts cannot be saved; the first rank makes the directory."""
     if names.is_stacked:
         raise ValueError("names must not be stacked: ranks cannot write one tensor together")
     list(find_experts(module))
@@ -133,7 +134,7 @@ def _write(tensors: Mapping[str, Tensor], path: Path, head: tuple[str, int]) -> 
 
 
 def _write_index(directory: Path, manifest: Manifest) -> None:
-    """Write which file has which tensor."""
+    """Write the index: the file of each tensor."""
     files = {
         entry.tensor: manifest.files[entry.chunk.file].name
         for of_file in manifest.entries
