@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_base.errors import CheckpointError, ConfigError
 from hp_checkpoint import Box, Part
-from hp_expert.hugging_face import apply_to_transformers
+from hp_expert import apply_to_transformers
 from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve

@@ -8,8 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_expert import ExpertBatch, GroupedExperts, LocalDispatcher, routed_swiglu
-from hp_expert.experts import loop, routed_swiglu_fused
+from hp_expert import (
+    ExpertBatch,
+    GroupedExperts,
+    LocalDispatcher,
+    routed_swiglu,
+    routed_swiglu_fused,
+)
+from hp_expert.experts import loop
 from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import Backend, ExpertWeights, Projections

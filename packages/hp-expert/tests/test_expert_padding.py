@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_expert import ExpertBatch, LocalDispatcher
-from hp_expert.experts import GroupedProducts, loop
+from hp_expert import ExpertBatch, GroupedProducts, LocalDispatcher
+from hp_expert.experts import loop
 from hp_expert.experts.grouped import Grouped
 from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import Backend, ExpertWeights, Projections

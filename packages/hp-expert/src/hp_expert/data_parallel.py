@@ -19,7 +19,7 @@ any case.
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hp_expert.experts import GroupedExperts
-from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_expert.experts.module import SpreadExperts
 from hp_expert.placement import local_part
 from hp_platform import resolve_group
-
-_EXPERTS: Final = (GroupedExperts, DispatchedExperts)
 
 
 def fully_shard_experts(
@@ -84,7 +81,7 @@ def expert_parameter_names(module: nn.Module) -> list[str]:
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules()
-        if isinstance(part, _EXPERTS)
+        if isinstance(part, SpreadExperts)
         for name, _ in part.named_parameters(recurse=False)
     ]
 
@@ -120,7 +117,7 @@ def reduce_expert_gradients(
 
 
 def _experts_of(module: nn.Module) -> Iterator[nn.Module]:
-    return (part for part in list(module.modules()) if isinstance(part, _EXPERTS))
+    return (part for part in list(module.modules()) if isinstance(part, SpreadExperts))
 
 
 def _fsdp_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hp_expert.experts import GroupedExperts
-from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_expert.experts.module import SpreadExperts
 from hp_expert.placement import local_part
 from hp_expert.styles.sharding import shard_dim
 from hp_platform import float64_norms
@@ -35,12 +34,9 @@ def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
     """
     found: dict[Tensor, Groups] = {}
     for experts in module.modules():
-        if not isinstance(experts, (GroupedExperts, DispatchedExperts)) or experts.ranks is None:
+        if not isinstance(experts, SpreadExperts) or experts.ranks is None:
             continue
         ranks = experts.ranks
-        total = (
-            experts.num_experts if isinstance(experts, GroupedExperts) else experts.total_experts
-        )
         for name, parameter in experts.named_parameters(recurse=False):
             if ranks.mesh is not None and isinstance(parameter, DTensor):
                 continue
@@ -48,7 +44,7 @@ def shard_groups(module: nn.Module) -> dict[Tensor, Groups]:
             if ranks.tp is not None and shard_dim(name, "tp") is not None:
                 groups.append(ranks.tp)
             # A user's own style may leave all experts on every rank.
-            if ranks.ep is not None and parameter.shape[0] < total:
+            if ranks.ep is not None and parameter.shape[0] < experts.total_experts:
                 groups.append(ranks.ep)
             found[parameter] = tuple(groups)
     return found

@@ -10,7 +10,7 @@ not depend on the graphs: another number of tokens compiles nothing anew.
 
 from torch import Tensor, nn
 
-from hp_expert.dispatch import LocalDispatcher
+from hp_expert.batch import LocalDispatcher
 from hp_expert.dispatch.refusal import (
     dispatching,
     groups_of,
@@ -18,7 +18,7 @@ from hp_expert.dispatch.refusal import (
     rows_for,
     through_experts,
 )
-from hp_expert.experts import GroupedExperts
+from hp_expert.experts.module import GroupedExperts
 from hp_expert.routing.router import Routing, TopKRouter
 from hp_platform import doing, failing_together, mark_place, outside_graph, raise_first
 

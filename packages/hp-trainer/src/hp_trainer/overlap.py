@@ -11,8 +11,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hp_expert import AllToAllDispatcher, GroupedExperts
-from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_expert import AllToAllDispatcher, SpreadExperts
 from hp_overlap import CommComputeOverlap
 from hp_schedule import MetaStep, MetaStepType
 from hp_schedule.runtime import PipelineContext, PipelineScheduleRuntime
@@ -32,7 +31,7 @@ def overlap_experts(
             its rows then does not wait for rows of the other; None: it does.
     """
     for part in module.modules():
-        if isinstance(part, GroupedExperts | DispatchedExperts):
+        if isinstance(part, SpreadExperts):
             dispatcher = part.dispatcher
             if small_group is not None and isinstance(dispatcher, AllToAllDispatcher):
                 dispatcher = replace(dispatcher, small_group=small_group)

@@ -1,46 +1,119 @@
-"""Bringing rows to the ranks of their experts and back."""
+"""The protocol of dispatchers: rows go to the ranks of their experts and back, in stateless calls.
 
-from hp_expert.batch import LocalDispatcher
-from hp_expert.dispatch.all_to_all import AllToAllDispatcher
-from hp_expert.dispatch.bounded import (
-    BoundedAllToAllDispatcher,
-    BoundedState,
-    BufferOverflowError,
-    Mark,
-    RunAhead,
-    rows_per_pair,
-)
-from hp_expert.dispatch.cost import (
-    DispatchBytes,
-    deduplication_pays,
-    dispatch_bytes,
-    expected_rows_per_token,
-)
+Note [State travels with the call]. A dispatcher is a value without memory: everything that a later
+call must know is in the `DispatchState` that the earlier call returned. So any number of
+microbatches may be between their dispatch and their combine, in any threads, and a recompute
+changes nothing for the others.
+
+Note [Launches are nothing but exchanges]. Between its first argument and its first result, a launch
+is one lazy all-to-all: nothing has waited for its result, nor in backward for the gradient of its
+argument. Work that follows a launch, in either direction, overlaps with the exchange. This is why
+rows are sorted and gathered before the launch, in `prepare`, and summed after it, in
+`finish_combine`.
+
+Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, L local experts, R rows
+received, D width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hp_expert.batch import ExpertBatch
 from hp_expert.dispatch.deduplicated import SlotExchange
-from hp_expert.dispatch.exchange_plan import ExchangeRead
-from hp_expert.dispatch.protocol import Dispatcher, DispatchState, PreparesInTwo
-from hp_expert.dispatch.tensor_sliced import SlicedState, TensorSlicedDispatcher
-from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
+from hp_expert.permute import Permutation
 
-__all__ = [
-    "AllToAllDispatcher",
-    "BoundedAllToAllDispatcher",
-    "BoundedState",
-    "BufferOverflowError",
-    "DispatchBytes",
-    "DispatchState",
-    "Dispatcher",
-    "ExchangeRead",
-    "LocalDispatcher",
-    "Mark",
-    "PreparesInTwo",
-    "RunAhead",
-    "SlicedState",
-    "SlotExchange",
-    "TensorSlicedDispatcher",
-    "TensorSummedDispatcher",
-    "deduplication_pays",
-    "dispatch_bytes",
-    "expected_rows_per_token",
-    "rows_per_pair",
-]
+StartedT = TypeVar("StartedT")
+StateT = TypeVar("StateT")
+StateT_co = TypeVar("StateT_co", covariant=True)
+
+
+class Dispatcher(Protocol[StateT]):
+    """Four calls that carry rows to their experts and back, after one that prepares the rows.
+
+    For one batch they are called in this order; calls for several batches may interleave. A
+    module uses the dispatcher in `GroupedExperts.dispatcher`.
+    """
+
+    def prepare(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> tuple[Tensor, StateT]:
+        """Check and sort the slots of tokens.
+
+        Args:
+            x: Tokens [T, D].
+            experts: Experts of each token, int64 [T, K]; -1 for a slot that was dropped: it is not
+                sent, adds nothing, and its weight gets a gradient of exactly 0.
+            weights: Factor of each expert's output [T, K]; None: one.
+
+        Returns:
+            Rows to send, and the state for the other calls.
+
+        Raises:
+            ValueError: If the input is wrong.
+            hp_platform.PeerError: If the input of another rank is wrong.
+        """
+
+    def launch_dispatch(self, rows: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Launch the exchange of the prepared rows; return the rows to come, not to be read yet."""
+
+    def finish_dispatch(self, rows: Tensor, state: StateT) -> ExpertBatch:
+        """Wait for the rows; return them as a batch for the experts of this rank."""
+
+    def launch_combine(self, y: Tensor, state: StateT) -> Tensor:
+        """Launch the exchange back of the outputs, one per row; return rows not to be read yet."""
+
+    def finish_combine(self, rows: Tensor, state: StateT) -> Tensor:
+        """Wait for the outputs and return the sum of each token's: [T, D]."""
+
+
+AnyDispatcher: TypeAlias = Dispatcher[Any]
+"""A dispatcher with any state: callers only hand it from one call to the next."""
+MakeDispatcher = Callable[[ProcessGroup, int], Dispatcher[Any]]
+"""A function that makes a dispatcher from the ranks and the number of experts."""
+
+
+@runtime_checkable
+class PreparesInTwo(Protocol[StartedT, StateT_co]):
+    """A dispatcher whose `prepare` comes in two parts, cut where it would wait for other ranks.
+
+    Work between the two parts overlaps with the exchange of counts. Every rank that has called
+    the first must call the second.
+    """
+
+    def start_prepare(self, x: Tensor, experts: Tensor, weights: Tensor | None = None) -> StartedT:
+        """Launch the exchange of counts, and sort meanwhile; takes the arguments of `prepare`."""
+
+    def finish_prepare(self, started: StartedT) -> tuple[Tensor, StateT_co]:
+        """Wait for the counts; returns and raises as `prepare`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DispatchState:
+    """The state of one batch between its dispatch and its combine; read-only.
+
+    Attributes:
+        permutation: Permutation of the slots, or of (token, rank) pairs if rows are deduplicated,
+            to the rows that this rank sends.
+        weights: Routing weights of the slots sent; after the launch those of the slots received,
+            possibly still on their way. None: all are one.
+        order: Slot of the received rows at each position of expert order, int64; None if rows are
+            deduplicated, whose codes give it.
+        counts: Positions of each local expert, on the host; None if they stay on the device.
+        num_tokens_per_expert: Positions of each local expert, on the device, int64 [L].
+        input_splits: Number of rows sent to each rank.
+        output_splits: Number of rows received from each rank.
+        slots: Exchange of the slots of deduplicated rows; None: each row has one slot.
+    """
+
+    permutation: Permutation
+    weights: Tensor | None
+    order: Tensor | None
+    counts: tuple[int, ...] | None
+    num_tokens_per_expert: Tensor
+    input_splits: tuple[int, ...] = ()
+    output_splits: tuple[int, ...] = ()
+    slots: SlotExchange | None = None

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch, summed_dtype
+from hp_expert.dispatch import DispatchState
 from hp_expert.dispatch.cost import deduplication_pays
 from hp_expert.dispatch.deduplicated import (
     Destinations,
@@ -45,7 +46,6 @@ from hp_expert.dispatch.exchange_plan import (
     input_error,
     raise_on_all_ranks,
 )
-from hp_expert.dispatch.protocol import DispatchState
 from hp_expert.kernels import fuses
 from hp_expert.permute import (
     Permutation,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast
-from hp_expert.dispatch.protocol import AnyDispatcher
+from hp_expert.dispatch import AnyDispatcher
 from hp_platform import PeerError, doing, failing_together, is_no_failure, mark_agreed
 from hp_platform.groups import global_ranks
 

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch
+from hp_expert.dispatch import DispatchState
 from hp_expert.dispatch.all_to_all import (
     AllToAllDispatcher,
     CountedSlice,
@@ -41,7 +42,6 @@ from hp_expert.dispatch.all_to_all import (
     count_slice,
 )
 from hp_expert.dispatch.exchange_plan import ExchangePlan, input_error
-from hp_expert.dispatch.protocol import DispatchState
 from hp_platform import all_to_all_lazy, wait_tensor
 
 Gather = Callable[[Tensor, Sequence[int], ProcessGroup], Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast
-from hp_expert.dispatch.protocol import Dispatcher
+from hp_expert.dispatch import Dispatcher
 from hp_expert.dispatch.refusal import dispatching, through_experts
 from hp_expert.experts.activation import SWIGLU, Activation, require_activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
@@ -23,7 +23,26 @@ if TYPE_CHECKING:
     from hp_expert.styles.ranks import ExpertRanks
 
 
-class GroupedExperts(nn.Module):
+class SpreadExperts(nn.Module):
+    """The experts of a layer, all of them or the part of this rank, by any computation.
+
+    Attributes:
+        dispatcher: Dispatcher that brings rows to the experts' ranks and back.
+        first_expert: Global index of the first local expert.
+        ranks: The ranks that share the experts; None: the experts were not spread.
+    """
+
+    dispatcher: Dispatcher[Any]
+    first_expert: int
+    ranks: ExpertRanks | None
+
+    @property
+    def total_experts(self) -> int:
+        """Return the number of experts on all ranks."""
+        raise NotImplementedError
+
+
+class GroupedExperts(SpreadExperts):
     """Gated experts whose weights are stacked along dim 0.
 
     A module may hold a part of the experts; a style such as `hp_expert.ExpertParallel` leaves it
@@ -88,17 +107,22 @@ class GroupedExperts(nn.Module):
         self.first_expert = 0
         self.adds_output_bias = True
         self.activation = activation
-        self.ranks: ExpertRanks | None = None
+        self.ranks = None
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim, device=device, dtype=dtype))
         for name, width in ("b1", hidden), ("b2", dim), ("b3", hidden):
             value = torch.empty(num_experts, width, device=device, dtype=dtype) if bias else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
-        self.dispatcher: Dispatcher[Any] = LocalDispatcher(num_experts)
+        self.dispatcher = LocalDispatcher(num_experts)
         self.products: GroupedProducts | None = None
         self.cast_of: Callable[[Tensor, torch.dtype], Tensor | None] | None = None
         self.reset_parameters()
+
+    @property
+    def total_experts(self) -> int:
+        """Return the number of experts on all ranks, as `num_experts`."""
+        return self.num_experts
 
     def reset_parameters(self) -> None:
         """Draw each expert's weights and biases as `torch.nn.Linear` does."""

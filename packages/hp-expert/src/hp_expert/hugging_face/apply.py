@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_expert.batch import LocalDispatcher
+from hp_expert.dispatch import AnyDispatcher, MakeDispatcher
 from hp_expert.dispatch.all_to_all import AllToAllDispatcher
-from hp_expert.dispatch.protocol import AnyDispatcher, MakeDispatcher
 from hp_expert.hugging_face.layout import expert_modules, num_experts_of, refusal
 from hp_expert.hugging_face.modules import (
     DispatchedExperts,

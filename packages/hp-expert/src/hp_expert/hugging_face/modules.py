@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast_dtype
-from hp_expert.dispatch.protocol import AnyDispatcher
+from hp_expert.dispatch import AnyDispatcher
 from hp_expert.dispatch.refusal import dispatching, refuse, rows_for, through_experts
 from hp_expert.dispatch.tensor_sliced import GatherSlices, Slice, even_sizes
+from hp_expert.experts.module import SpreadExperts
 from hp_expert.experts.swiglu import routed_swiglu_fused
 from hp_expert.hugging_face.choice import (
     ReplacedChoice,
@@ -41,25 +42,18 @@ from hp_expert.hugging_face.layout import (
     refusal,
 )
 from hp_expert.routing.recompute import is_routing_saved
-from hp_expert.styles.ranks import ExpertRanks
 from hp_platform import all_gather_uneven, outside_graph
 
 
-class DispatchedExperts(nn.Module):
-    """Experts of a layer, of which this rank has a part.
+class DispatchedExperts(SpreadExperts):
+    """Experts of a model of transformers, of which this rank has a part.
 
     Attributes:
-        dispatcher: Dispatcher that brings rows to the experts' ranks and back.
-        first_expert: Global index of the first local expert.
         total_experts: Number of experts on all ranks.
-        ranks: The ranks that share the experts; None: all are local.
         same_tokens: Ranks that have the same tokens; None: this rank has its own tokens.
     """
 
-    dispatcher: AnyDispatcher
-    first_expert: int
     total_experts: int
-    ranks: ExpertRanks | None
     same_tokens: ProcessGroup | None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

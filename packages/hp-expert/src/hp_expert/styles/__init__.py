@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.dispatch.protocol import AnyDispatcher, Dispatcher
+from hp_expert.dispatch import AnyDispatcher, Dispatcher
 from hp_expert.experts.module import GroupedExperts
 from hp_expert.placement import local_part
 from hp_expert.styles.ranks import ExpertMesh, ExpertRanks

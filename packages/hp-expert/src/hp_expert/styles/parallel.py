@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from hp_expert.batch import LocalDispatcher
+from hp_expert.dispatch import Dispatcher, MakeDispatcher
 from hp_expert.dispatch.all_to_all import AllToAllDispatcher
-from hp_expert.dispatch.protocol import Dispatcher, MakeDispatcher
 from hp_expert.dispatch.tensor_sliced import TensorSlicedDispatcher
 from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
 from hp_expert.styles import DispatchedParallel

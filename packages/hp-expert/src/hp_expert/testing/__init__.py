@@ -6,7 +6,7 @@ framework: every rank calls it, in processes or threads.
 
 from torch.distributed import ProcessGroup
 
-from hp_expert.dispatch.protocol import MakeDispatcher
+from hp_expert.dispatch import MakeDispatcher
 from hp_expert.testing.conformance import (
     check_interleaving,
     check_parity,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from hp_expert.dispatch.protocol import AnyDispatcher, MakeDispatcher
+from hp_expert.dispatch import AnyDispatcher, MakeDispatcher
 from hp_expert.testing.problem import (
     ROUTINGS,
     Answer,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch.distributed import ProcessGroup
 
-from hp_expert.dispatch.protocol import AnyDispatcher, MakeDispatcher
+from hp_expert.dispatch import AnyDispatcher, MakeDispatcher
 from hp_expert.testing.conformance import agree_on, check_late, check_parity, run
 from hp_expert.testing.problem import Batch, Case, make_batch, make_matrices
 from hp_platform import launch_all_to_all

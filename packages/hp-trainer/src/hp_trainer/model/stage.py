@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_base.errors import ConfigError
-from hp_expert import GroupedExperts
-from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_expert import GroupedExperts, SpreadExperts
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.initialization import initialize_parameters
 from hp_trainer.model.layers import Linear, WeightCasts, cast_linear
@@ -148,9 +147,9 @@ class Stage(nn.Module):
             block.forward = partial(recomputed, block.forward)
 
 
-def experts_of(stage: nn.Module) -> list[GroupedExperts | DispatchedExperts]:
+def experts_of(stage: nn.Module) -> list[SpreadExperts]:
     """Return the modules whose own parameters are experts, which ranks may share out."""
-    return [m for m in stage.modules() if isinstance(m, GroupedExperts | DispatchedExperts)]
+    return [m for m in stage.modules() if isinstance(m, SpreadExperts)]
 
 
 @cache

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from hp_base.errors import ConfigError
 from hp_context import ContextParallel
 from hp_context.hugging_face.mixers import current_trial
-from hp_expert.hugging_face import apply_to_transformers
+from hp_expert import apply_to_transformers
 from hp_expert.hugging_face.layout import expert_modules
 from hp_platform.host_reads import is_dry
 from hp_trainer.config import ModelConfig
