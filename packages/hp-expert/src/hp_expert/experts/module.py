@@ -29,17 +29,14 @@ class SpreadExperts(nn.Module):
     Attributes:
         dispatcher: Dispatcher that brings rows to the experts' ranks and back.
         first_expert: Global index of the first local expert.
+        total_experts: Number of experts on all ranks.
         ranks: The ranks that share the experts; None: the experts were not spread.
     """
 
     dispatcher: Dispatcher[Any]
     first_expert: int
+    total_experts: int
     ranks: ExpertRanks | None
-
-    @property
-    def total_experts(self) -> int:
-        """Return the number of experts on all ranks."""
-        raise NotImplementedError
 
 
 class GroupedExperts(SpreadExperts):
@@ -103,7 +100,7 @@ class GroupedExperts(SpreadExperts):
     ) -> None:
         super().__init__()
         require_activation(activation)
-        self.num_experts = self.num_local_experts = num_experts
+        self.num_experts = self.total_experts = self.num_local_experts = num_experts
         self.first_expert = 0
         self.adds_output_bias = True
         self.activation = activation
@@ -118,11 +115,6 @@ class GroupedExperts(SpreadExperts):
         self.products: GroupedProducts | None = None
         self.cast_of: Callable[[Tensor, torch.dtype], Tensor | None] | None = None
         self.reset_parameters()
-
-    @property
-    def total_experts(self) -> int:
-        """Return the number of experts on all ranks, as `num_experts`."""
-        return self.num_experts
 
     def reset_parameters(self) -> None:
         """Draw each expert's weights and biases as `torch.nn.Linear` does."""

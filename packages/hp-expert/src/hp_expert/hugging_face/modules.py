@@ -49,11 +49,9 @@ class DispatchedExperts(SpreadExperts):
     """Experts of a model of transformers, of which this rank has a part.
 
     Attributes:
-        total_experts: Number of experts on all ranks.
         same_tokens: Ranks that have the same tokens; None: this rank has its own tokens.
     """
 
-    total_experts: int
     same_tokens: ProcessGroup | None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
