@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from hp_expert import deduplication_pays, dispatch_bytes, expected_rows_per_token
-from hp_plan.costs import kept as module
+from hp_plan.costs import cache as module
+from hp_plan.costs.cache import FOLDER, cached
 from hp_plan.costs.dispatch import RowCosts, row_costs
-from hp_plan.costs.kept import FOLDER, kept
-from hp_plan.costs.modules import _learned, _model, _stage, _stages
+from hp_plan.costs.modules import _kernels, _model, _stage, _stages
 from hp_plan.costs.stored import StoredKernels, StoredModel
 from hp_platform.testing import run_distributed
 from hp_trainer.config import ModelConfig
@@ -32,24 +32,24 @@ def _never() -> RowCosts:
     raise AssertionError("it was kept")
 
 
-def test_what_was_learned_is_taken_and_what_was_damaged_is_learned_again(folder: Path) -> None:
+def test_what_was_kernels_is_taken_and_what_was_damaged_is_kernels_again(folder: Path) -> None:
     learned = RowCosts({})
-    assert kept([1, "a"], RowCosts, lambda: learned) is learned
-    assert kept([1, "a"], RowCosts, _never) == learned
+    assert cached([1, "a"], RowCosts, lambda: learned) is learned
+    assert cached([1, "a"], RowCosts, _never) == learned
     with pytest.raises(AssertionError, match="it was kept"):
-        kept([2, "a"], RowCosts, _never)
+        cached([2, "a"], RowCosts, _never)
     (entry,) = folder.iterdir()
     for content in (b"{", b'{"by_ranks": 3}', b"\xff"):
         entry.write_bytes(content)
-        assert kept([1, "a"], RowCosts, lambda: learned) is learned
-        assert kept([1, "a"], RowCosts, _never) == learned
+        assert cached([1, "a"], RowCosts, lambda: learned) is learned
+        assert cached([1, "a"], RowCosts, _never) == learned
 
 
-def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -> None:
+def test_what_others_have_written_into_an_entry_is_kernels_again(folder: Path) -> None:
     key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16", 1, 1)
     _model.cache_clear()
     learned = StoredModel.of(_model(key))
-    assert kept([1], StoredModel, lambda: learned) is learned
+    assert cached([1], StoredModel, lambda: learned) is learned
     name = module._name(StoredModel.__name__, [1])
     entry = folder / name
     text = json.loads(entry.read_text())
@@ -62,7 +62,7 @@ def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -
         f'{{"x": {"[" * 1_000_000}',
     ):
         entry.write_text(content)
-        assert kept([1], StoredModel, lambda: learned) is learned
+        assert cached([1], StoredModel, lambda: learned) is learned
     for trap in ("folder", "pipe", "link"):
         entry.unlink()
         if trap == "folder":
@@ -71,7 +71,7 @@ def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -
             os.mkfifo(entry)
         else:
             entry.symlink_to("/dev/zero")
-        assert kept([1], StoredModel, lambda: learned) is learned
+        assert cached([1], StoredModel, lambda: learned) is learned
         if trap == "folder":
             entry.rmdir()
             entry.touch()
@@ -83,7 +83,7 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody has it
     learned = RowCosts({})
     for _ in range(2):
-        assert kept([1], RowCosts, lambda: learned) is learned
+        assert cached([1], RowCosts, lambda: learned) is learned
 
 
 def test_a_source_that_was_changed_is_not_answered_for(
@@ -96,12 +96,12 @@ def test_a_source_that_was_changed_is_not_answered_for(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(module, "_SOURCES", ("some_package",))
     module._code.cache_clear()
-    kept([1], RowCosts, lambda: RowCosts({}))
-    kept([1], RowCosts, _never)
+    cached([1], RowCosts, lambda: RowCosts({}))
+    cached([1], RowCosts, _never)
     (package / "room" / "code.py").write_text("x = 12\n")
     module._code.cache_clear()
     with pytest.raises(AssertionError, match="it was kept"):
-        kept([1], RowCosts, _never)
+        cached([1], RowCosts, _never)
     monkeypatch.undo()
     module._code.cache_clear()
 
@@ -109,33 +109,33 @@ def test_a_source_that_was_changed_is_not_answered_for(
 def test_a_folder_that_others_may_write_is_left_alone(folder: Path) -> None:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    kept([1], RowCosts, lambda: RowCosts({}))
+    cached([1], RowCosts, lambda: RowCosts({}))
     assert not [*folder.iterdir()]
 
 
 def test_only_so_many_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_ENTRIES", 3)
     for number in range(5):
-        kept([number], RowCosts, lambda: RowCosts({}))
+        cached([number], RowCosts, lambda: RowCosts({}))
         for entry in folder.iterdir():  # clocks of file systems are coarse
             age = entry.stat().st_mtime_ns - 10**9
             os.utime(entry, ns=(age, age))
     assert len([*folder.iterdir()]) == 3
     for number in (2, 3, 4):
-        kept([number], RowCosts, _never)
+        cached([number], RowCosts, _never)
 
 
 def test_models_and_kernels_are_the_same_when_they_were_kept() -> None:
     key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16", 1, 1)
-    first = _model(key), _learned(key)
-    for cached in (_model, _learned, _stage, _stages):
-        cached.cache_clear()
-    again = _model(key), _learned(key)
+    first = _model(key), _kernels(key)
+    for function in (_model, _kernels, _stage, _stages):
+        function.cache_clear()
+    again = _model(key), _kernels(key)
     assert again[0] is not first[0]
     # Works are told apart by identity: as many of them, at the same places.
     assert StoredModel.of(again[0]) != StoredModel.of(first[0])
     assert _as_text(StoredModel.of(again[0])) == _as_text(StoredModel.of(first[0]))
-    assert StoredKernels.of(again[1][0]) == StoredKernels.of(first[1][0])
+    assert StoredKernels.of(again[1]) == StoredKernels.of(first[1])
     assert again[1] == first[1]
 
 
@@ -162,7 +162,7 @@ def _learn_slowly(asked: int, log: Path) -> RowCosts:
 
 def _ask(log: Path) -> None:
     for asked in (1, 2):
-        kept([asked], RowCosts, partial(_learn_slowly, asked, log))
+        cached([asked], RowCosts, partial(_learn_slowly, asked, log))
 
 
 def test_ranks_that_ask_at_once_wait_for_the_one_that_learns(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_one_that_never_ends_is_not_waited_for_for_ever(
     holder = os.open(folder, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     learned = RowCosts({})
-    assert kept([1], RowCosts, lambda: learned) is learned
+    assert cached([1], RowCosts, lambda: learned) is learned
     os.close(holder)
 
 

@@ -12,10 +12,10 @@ from train_layouts import enumerate_layouts
 from hp_base.beside_tensors import GPU_MARGIN, Held
 from hp_base.errors import ConfigError
 from hp_plan.layouts import MACHINES, Machine, Spread, choose, estimate
+from hp_plan.layouts.branch_and_bound import BranchAndBound, is_duplicate
 from hp_plan.layouts.candidate import Candidate
-from hp_plan.layouts.choose import _in_words, plan_axes
+from hp_plan.layouts.choose import _identity, plan_axes
 from hp_plan.layouts.report import as_dict, details, name, reasons
-from hp_plan.layouts.searching import Search, is_repeated
 from hp_plan.price.gather import fits, planned
 from hp_plan.price.prices import Prices
 from hp_schedule import Precedence
@@ -43,7 +43,7 @@ def test_no_layout_is_faster_than_its_bounds(machine: Machine) -> None:
     axes = (*(axis for axis in plan_axes(config, 4) if axis.key not in keys), *few)
     for tied in (False, True):
         config = with_keys(config, {"model.tie_embeddings": tied})
-        search = Search(axes, Prices(machine, VOCAB, Spread()))
+        search = BranchAndBound(axes, Prices(machine, VOCAB, Spread()))
         layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=(GATHER, *axes))
         for _, layout in itertools.islice(layouts, 0, None, 149):
             of_stages = placement(layout.pipeline, num_ranks=layout.mesh.pp)
@@ -71,20 +71,20 @@ def test_layouts_come_in_the_order_of_their_times_and_none_is_left_out(machine: 
     axes = plan_axes(config, 4)
     config = with_keys(config, {"mesh.gather": "stage"})
     meshes = [mesh for _, mesh in enumerate_meshes(config, num_processes=range(4, 5), axes=axes)]
-    search = Search(axes, Prices(machine, VOCAB, Spread()))
+    search = BranchAndBound(axes, Prices(machine, VOCAB, Spread()))
     times, layouts = zip(*search.by_time(meshes), strict=True)
     assert list(times) == sorted(times)
     everything = enumerate_layouts(config, num_processes=range(4, 5), axes=(GATHER, *axes))
-    assert set(layouts) == {layout for _, layout in everything if not is_repeated(layout)}
+    assert set(layouts) == {layout for _, layout in everything if not is_duplicate(layout)}
     for seconds, layout in [*zip(times, layouts, strict=True)][::29]:
         found = estimate(layout, machine, vocab_size=VOCAB)
         assert seconds == pytest.approx(found.seconds, rel=1e-9)
 
 
-def test_what_layouts_need_is_known_before_they_are_laid_out() -> None:
+def test_what_layouts_need_is_known_before_they_are_simulated() -> None:
     config = with_keys(config_of(), {"mesh.gather": "stage"})
     axes = plan_axes(config, 4)
-    search = Search(axes, Prices(H100, VOCAB, Spread()))
+    search = BranchAndBound(axes, Prices(H100, VOCAB, Spread()))
     layouts = enumerate_layouts(config, num_processes=range(4, 5), axes=axes)
     for _, layout in itertools.islice(layouts, 0, None, 61):
         plan = planned(layout, H100, vocab_size=VOCAB)
@@ -112,7 +112,7 @@ def test_the_best_layout_is_the_best_of_all(num: int) -> None:
         best: dict[object, float] = {}
         for layout, one in found.items():
             if fits(layout, one.memory.total, machine):
-                words = _in_words(layout)
+                words = _identity(layout)
                 best[words] = min(one.seconds, best.get(words, one.seconds))
         least = sorted(best.values())[:8]
         assert choice.is_complete
@@ -120,14 +120,14 @@ def test_the_best_layout_is_the_best_of_all(num: int) -> None:
         seconds = [estimate(one, H100, vocab_size=VOCAB).seconds for one in even]
         assert sorted(seconds) == pytest.approx(least)
         assert [one.seconds for one in choice.best] == sorted(one.seconds for one in choice.best)
-        assert choice.num_laid_out < len(found) / 4
+        assert choice.num_simulated < len(found) / 4
         for one in choice.best:
             rules.check(one.config)
             assert one.config.world_size == num
 
 
 def test_the_next_best_are_found_as_well_where_ranks_share_a_core() -> None:
-    """What their steps take at least is known before they are laid out, and not in which order."""
+    """What their steps take at least is known before they are simulated, and not in which order."""
     config = with_keys(config_of(), {"train.global_batch_size": 4})
     machine, axes = MACHINES["cpu"].with_values(cores=1), plan_axes(config, 2)
     layouts = enumerate_layouts(config, num_processes=range(2, 3), axes=axes)
@@ -136,7 +136,7 @@ def test_the_next_best_are_found_as_well_where_ranks_share_a_core() -> None:
     found = sorted({one.seconds for one in best.best})  # some are one schedule by two names
     assert found == pytest.approx(sorted(set(every))[: len(found)])
     assert best.is_complete
-    assert best.num_laid_out < len(every) / 10
+    assert best.num_simulated < len(every) / 10
 
 
 def test_stages_that_take_longer_give_layers_away() -> None:
@@ -166,7 +166,7 @@ def test_blocks_are_gathered_where_a_stage_does_not_fit() -> None:
     assert {t.purpose: t.bytes for t in parts.transfers}["parameters"] == 1.5 * sent
     tight = H100.with_values(memory=(parts.memory.total + whole.memory.total) / 2)
     found = {
-        machine: list(Search((), Prices(machine, VOCAB, Spread())).by_time([by_stage]))
+        machine: list(BranchAndBound((), Prices(machine, VOCAB, Spread())).by_time([by_stage]))
         for machine in (H100, tight)
     }
     assert {layout for _, layout in found[H100]} == {by_stage, by_block}
@@ -232,10 +232,10 @@ def test_layouts_that_cannot_hold_what_is_under_way_are_left_out() -> None:
     )
     tight = H100.with_values(memory=(eager_bytes + thrifty_bytes) / 2)
     axes = (Axis("pipeline.schedule", ("interleaved_1f1b", "v_min")),)
-    search = Search(axes, Prices(tight, VOCAB, Spread()))
+    search = BranchAndBound(axes, Prices(tight, VOCAB, Spread()))
     assert [layout for _, layout in search.by_time([thrifty])] == [thrifty]
     assert search.smallest == eager
-    assert search.num_laid_out == 1
+    assert search.num_simulated == 1
 
 
 def test_a_model_that_fits_only_in_few_layouts_is_found_one() -> None:

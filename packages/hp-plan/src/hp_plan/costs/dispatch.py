@@ -1,20 +1,20 @@
-"""Bytes that hp-expert's dispatcher sends of a token, by number of ranks. No torch, if cached."""
+"""Bytes that hp-expert's dispatcher sends for a token, by number of ranks; no torch if cached."""
 
 from functools import lru_cache
 
 from msgspec import Struct
 
-from hp_plan.costs.kept import kept
+from hp_plan.costs.cache import cached
 
 
 class RowCost(Struct, frozen=True):
     """The bytes of a token in one layer of experts.
 
     Attributes:
-        rows: Ranks that it goes to on average.
+        rows: Ranks that a token goes to, on average.
         plain: Bytes in forward and backward with a row for each expert.
-        deduplicated: The same with a row for each rank.
-        pays: Whether the dispatcher takes the latter.
+        deduplicated: Bytes in forward and backward with a row for each rank.
+        pays: Whether the dispatcher sends a row for each rank.
     """
 
     rows: float
@@ -24,10 +24,10 @@ class RowCost(Struct, frozen=True):
 
 
 class RowCosts(Struct, frozen=True):
-    """The same by the number of ranks that share the experts.
+    """The bytes of a token by the number of ranks that share the experts.
 
     Attributes:
-        by_ranks: Number of ranks -> what it takes, for each divisor of the number of experts.
+        by_ranks: Costs by number of ranks, for each divisor of the number of experts.
     """
 
     by_ranks: dict[int, RowCost]
@@ -37,7 +37,7 @@ class RowCosts(Struct, frozen=True):
 def row_costs(
     num_experts: int, top_k: int, row_bytes: int, weight_bytes: int
 ) -> dict[int, RowCost]:
-    """Ask hp-expert, or who has asked before.
+    """Return costs by number of ranks: those of hp-expert, or cached ones.
 
     Args:
         num_experts: Experts of a layer.
@@ -46,7 +46,7 @@ def row_costs(
         weight_bytes: Bytes of a routing weight.
     """
     asked = num_experts, top_k, row_bytes, weight_bytes
-    return kept(asked, RowCosts, lambda: _learned(*asked)).by_ranks
+    return cached(asked, RowCosts, lambda: _learned(*asked)).by_ranks
 
 
 def _learned(num_experts: int, top_k: int, row_bytes: int, weight_bytes: int) -> RowCosts:

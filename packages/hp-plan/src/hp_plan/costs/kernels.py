@@ -1,11 +1,11 @@
 """Kernels that each block of a model launches, learned on a device that computes nothing.
 
-The model runs forward and backward on `hp_dry.DryDevice`, one rank with one layer of each
-kind, once with two sequences and once with three, or where a loss goes in tiles from three on, with
-three and four: what differs grows with tokens, what stays is read or written whatever their number,
-as weights are. Experts get the same number of tokens; where they are computed one by one, as in
-fp32, each has products of its own. Each part of a block is cut from the graph of the others, so
-that its backward is run, and counted, by itself.
+The model runs forward and backward on `hp_dry.DryDevice`, as one rank with one layer of each kind,
+once with two sequences and once with three; with three and four if the loss goes in tiles from
+three on. The difference is what grows with tokens; the rest, such as weights, is read or written
+whatever their number. All experts get the same number of tokens; where experts are computed one by
+one, as in fp32, each has products of its own. Each part of a block has an autograd graph of its
+own, so that its backward runs, and is counted, by itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hp_context import Attention, SlidingWindow
 from hp_dry import DryDevice
 from hp_dry.trace import Launch, Trace
-from hp_expert import MoE
-from hp_plan.costs.routed import evenly
+from hp_expert import ExchangeRead, LocalRead, MoE
+from hp_plan.costs.routing import ALL_LAYERS, Skew, rows_per_rank
 from hp_plan.costs.work import Kernel, KernelKind, Kernels
 from hp_platform.host_reads import answering
 from hp_trainer.config import ModelConfig
@@ -38,6 +39,9 @@ from hp_trainer.model.transformer import build_stage
 BEFORE, LOSS = "before", "loss"
 _PARTS = (".attend", ".feed")
 _PRODUCTS = frozenset(("mm", "addmm", "addmm_", "bmm", "baddbmm"))
+EVEN = Skew("uniform")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -45,17 +49,17 @@ class _Part:
     """A part of a stage while it runs.
 
     Attributes:
-        name: Name under which it is counted.
-        launches: What its forward launched.
-        ends: Ends of its graph: what it returned, and what it handed to parts inside it.
+        name: Name under which launches are counted.
+        launches: Launches of the forward.
+        ends: Ends of its graph: its outputs, and inputs of parts inside it.
     """
 
     name: str
     launches: list[Launch] = field(default_factory=list)
     ends: list[Tensor] = field(default_factory=list)
 
-    def cut(self, values: Any) -> Any:
-        """The same with tensors at which another graph begins; parameters are such already."""
+    def cut(self, values: R) -> R:
+        """End the graph at the tensors in some values; return the values with leaves instead."""
 
         def change(x: Tensor) -> Tensor:
             if x.grad_fn is None:
@@ -63,7 +67,8 @@ class _Part:
             self.ends.append(x)
             return x.detach().requires_grad_()
 
-        return _mapped(values, change)
+        changed: R = tree_map_only(Tensor, change, values)
+        return changed
 
 
 class _Parts:
@@ -79,11 +84,11 @@ class _Parts:
         self._open: list[_Part] = []
         self._done: list[_Part] = []
 
-    def cut(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose launches are counted under a name."""
+    def cut(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
+        """Return a function whose launches are counted under a name."""
 
         @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
             outer, part = self._open[-1], _Part(name)
             outer.launches += self._new()
             self._open.append(part)
@@ -95,7 +100,7 @@ class _Parts:
         return call
 
     def run(self, forward: Callable[[], Tensor]) -> dict[str, Launches]:
-        """Run all parts forward, then each backward; returns what was launched for each."""
+        """Run all parts forward, then each backward; return the launches of each."""
         self._new()
         self._done.clear()
         self._open = [_Part(BEFORE)]
@@ -113,29 +118,17 @@ class _Parts:
         return found
 
     def _new(self) -> list[Launch]:
-        """Launches since the last call."""
+        """Return the launches since the last call."""
         events = self._trace.events[self._seen :]
         self._seen = len(self._trace.events)
         return [event for event in events if isinstance(event, Launch) and event.num_kernels]
 
 
 class Launches(NamedTuple):
-    """The launches of a part."""
+    """The launches of a part, forward and backward."""
 
     forward: list[Launch]
     backward: list[Launch]
-
-
-def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with other tensors."""
-    if isinstance(values, Tensor):
-        return change(values)
-    if isinstance(values, dict):
-        return {key: _mapped(each, change) for key, each in values.items()}
-    if isinstance(values, list | tuple):
-        changed = [_mapped(each, change) for each in values]
-        return type(values)(*changed) if hasattr(values, "_fields") else type(values)(changed)
-    return values
 
 
 def learn(
@@ -155,24 +148,24 @@ def learn(
         layers: Indices of the layers to run.
         seq_len: Positions of a sequence.
         dtype: Dtype of activations, as `train.dtype` names it.
-        sizes: Ranks that a model is cut over that cuts itself, by axis.
+        sizes: Ranks by axis, for a model that cuts itself over ranks.
 
     Returns:
         Kernels of each part by its name: `"before"`, `"layers.3.attend"`, `"layers.3.feed"`,
-        `"layers.3.dense"` for what a layer of experts has besides routed experts, `"layers.3"` for
-        what is in none of them, `"loss"`; what is between the last block and the loss
-        is counted as in front of the first.
+        `"layers.3.dense"` for parts of a layer of experts besides routed experts, `"layers.3"` for
+        the rest of a block, `"loss"`; `"before"` includes the part between the last block and the
+        loss.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
     with DryDevice() as device, answering(evenly):
         stage = build(layers=layers, first=True, last=True)
         _stand_alone(stage, sizes)
         stage.to_empty(device="cuda")
-        if dtype == "float64":  # no weight is narrower than what is computed in
+        if dtype == "float64":  # no weight is narrower than activations
             stage.to(torch.float64)
         share_casts(stage)
         run = partial(_loss, stage, model, seq_len=seq_len)
-        # What later runs find: casts and gradients; where segments of a mask begin, by sizes.
+        # Later runs find casts, gradients, and the segments of masks by size.
         run(2).backward()
         lose, stage.linear_cross_entropy = stage.linear_cross_entropy, _no_loss
         run(3)
@@ -190,7 +183,7 @@ def learn(
                     part.forward = parts.cut(f"{name}.feed", part.forward)
             block.forward = parts.cut(name, block.forward)
         stage.linear_cross_entropy = parts.cut(LOSS, lose)
-        # From some number of tokens on, a loss goes in tiles: by other operators.
+        # From some number of tokens on, a loss goes in tiles, by other operators.
         for fewest in (2, 3):
             fewer, more = (parts.run(partial(run, fewest + further)) for further in (0, 1))
             if _names(fewer) == _names(more):
@@ -218,15 +211,45 @@ def learn(
     return found
 
 
+def routed(read: ExchangeRead | LocalRead, copy: Tensor, skew: Skew, *, layer: str) -> Tensor:
+    """Return the numbers that the host reads of a routing, where no router runs.
+
+    Args:
+        read: Read of a layer of experts; see `hp_platform.host_reads`.
+        copy: Host tensor that the numbers would be copied to.
+        skew: Shares of the experts.
+        layer: Name of the layer.
+    """
+    num_ranks = read.num_ranks if isinstance(read, ExchangeRead) else 1
+    slots = skew.slots(
+        layer,
+        num_tokens=read.num_tokens,
+        top_k=read.top_k,
+        num_experts=read.num_experts,
+        num_ranks=num_ranks,
+    )
+    if isinstance(read, LocalRead):
+        return read.numbers(slots, like=copy)
+    rows = rows_per_rank(slots, read.num_tokens, read.top_k, num_ranks)
+    return read.numbers(slots, rows, like=copy)
+
+
+def evenly(copy: Tensor, purpose: object) -> Tensor:
+    """Answer reads of a routing with equal shares, and all other reads with zeros."""
+    if isinstance(purpose, ExchangeRead | LocalRead):
+        return routed(purpose, copy, EVEN, layer=ALL_LAYERS)
+    return copy
+
+
 def named_blocks(stage: Stage) -> dict[str, nn.Module]:
-    """The blocks of a stage by their global names."""
+    """Return the blocks of a stage by their global names."""
     names = {id(module): name for name, module in stage.named_modules()}
     names |= {id(block): f"layers.{index}" for index, block in stage.layers.items()}
     return {names[id(block)]: block for block in stage.blocks}
 
 
 def _dense_parts(block: nn.Module) -> list[nn.Module]:
-    """Say what layers of experts have that every rank has: routers, and experts of all tokens."""
+    """Return the parts of layers of experts that every rank has: routers and shared experts."""
     layers = [part for part in block.modules() if isinstance(part, MoE)]
     return [part for moe in layers for part in (moe.router, moe.shared) if part is not None]
 
@@ -240,14 +263,14 @@ def _stand_alone(stage: Stage, sizes: Mapping[str, int]) -> None:
 
 
 def _loss(stage: Stage, model: ModelConfig, num_sequences: int, *, seq_len: int) -> Tensor:
-    """Loss of a microbatch."""
+    """Return the loss of a microbatch."""
     tokens = torch.zeros(num_sequences, seq_len, dtype=torch.int64, device="cuda")
     output = forward(stage, model, tokens)
     return loss_of(output, tokens) if output.ndim else output
 
 
 def forward(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
-    """Forward of a microbatch of tokens, int64 [B, S], which are their own targets."""
+    """Run the forward of a microbatch of tokens, int64 [B, S], which are their own targets."""
     num_sequences, seq_len = tokens.shape
     key = DropoutKey(0, 0, torch.arange(num_sequences), torch.arange(seq_len))
     counts = (tokens.numel(),) * model.num_mtp_modules
@@ -257,12 +280,12 @@ def forward(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
     return output
 
 
-def _no_loss(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+def _no_loss(x: Tensor, *_args: object, **_kwargs: object) -> Tensor:
     return x.sum()
 
 
 def _names(found: Mapping[str, Launches]) -> dict[str, list[set[str]]]:
-    """Operators of each part, forward and backward."""
+    """Return the names of the operators of each part, forward and backward."""
     return {name: [{each.what for each in way} for way in ways] for name, ways in found.items()}
 
 
@@ -276,9 +299,18 @@ def _kernels(
     tokens: int,
     ranks: int,
 ) -> Counter[Kernel]:
-    """Compare what some tokens launch in a part of a block with what those of a sequence more do.
+    """Split the launches of a part into those per token and a fixed rest.
 
-    Prices divide all but launches by the number of ranks that share it.
+    Prices divide all but launches by the number of ranks that share the part.
+
+    Args:
+        fewer: Launches for `tokens` tokens.
+        more: Launches for one sequence more.
+        module: Block of the part, if it may have attention.
+        is_expert: Whether the part is routed experts.
+        seq_len: Positions of a sequence.
+        tokens: Number of tokens.
+        ranks: Ranks that share the part.
     """
     parts = [] if module is None else list(module.modules())
     seen = [seen_positions(part, seq_len) for part in parts if isinstance(part, Attention)]
@@ -291,7 +323,7 @@ def _kernels(
         launches = (second.num_kernels - first.num_kernels) / seq_len
         # Operators of attention count all scores, and compute those that a query sees.
         share = seen[0] / seq_len if kind == "attention" and seen else 1.0
-        # What only moves bytes takes as long together.
+        # Kernels that only move bytes are priced alike, so one stands for all.
         found[kind if kind == "memory" else place] += Kernel(
             kind=kind,
             launches=first.num_kernels - launches * tokens,
@@ -305,7 +337,7 @@ def _kernels(
 
 
 def seen_positions(attention: Attention, seq_len: int) -> float:
-    """Positions that a query sees on average: its window, or half of them."""
+    """Return the positions that a query sees on average: its window, or half of the sequence."""
     if isinstance(attention.mask, SlidingWindow):
         return float(min(attention.mask.left + 1 + attention.mask.right, seq_len))
     return seq_len / 2 if attention.mask.causal else float(seq_len)
@@ -321,7 +353,7 @@ def _kind(launch: Launch) -> KernelKind:
 
 
 def _by_name(launches: list[Launch]) -> list[Launch]:
-    """All of an operator as one launch."""
+    """Return one launch for each operator, the sum of all of its launches."""
     found: defaultdict[str, list[Launch]] = defaultdict(list)
     for each in launches:
         found[each.what].append(each)

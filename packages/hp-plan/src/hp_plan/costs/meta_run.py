@@ -1,15 +1,15 @@
 """Work of each block of a model, learned by running the model once without memory.
 
-Everything is seen where it happens: operations of matrices as they are dispatched, what autograd
-keeps as it is saved, exchanges of tensor-parallel ranks where they are placed. Only two things do
-not run, and say instead what their kernels do: attention proper, which keeps its arguments, its
-output and the logarithm of its denominators; and routed experts, which keep two of their hidden
-rows. In front of and behind blocks is what the first and the last stage have besides.
+Each kind of work is recorded where it happens: matrix products when they are dispatched, kept bytes
+when autograd saves a tensor, exchanges of tensor-parallel ranks where they are placed. Only two
+kinds of modules do not run, and have their work computed instead: attention proper, which keeps its
+arguments, its output and the logarithm of its denominators; and routed experts, which keep two of
+their hidden rows. Work in front of and behind blocks is that of the first and the last stage.
 
-Note [Costs of a stage that cuts itself]. Tensor-parallel ranks of hp-train's models share out all
-that a layer computes and keeps, and prices divide by their number. A model of transformers says by
-itself what is cut, and most of it stays whole on every rank. So it runs as one of those ranks, and
-what it has is multiplied by their number.
+Note [Costs of a stage that cuts itself]. Tensor-parallel ranks of hp-train's models share all that
+a layer computes and keeps, and prices divide by their number. A model of transformers is cut by its
+own plan, and most of it stays whole on every rank. So it runs as one of those ranks, and its work
+is multiplied by their number.
 
 Shape symbols: B sequences, S positions, N query heads, H width of a query head, K experts per
 token, F hidden width of an expert, V vocabulary.
@@ -20,16 +20,17 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hp_base.errors import ConfigError
 from hp_context import Attention
-from hp_expert import MoE
+from hp_expert import MoE, Routing
 from hp_plan.costs.kernels import forward, named_blocks, seen_positions
 from hp_plan.costs.work import BlockWork, ModelWork, Weight, Work, alike
 from hp_platform._internals.modes import FakeTensorMode
@@ -52,7 +53,9 @@ from hp_trainer.model.transformer import build_stage
 
 _SEQUENCES = 2
 _OF_RANK = frozenset(("flops", "scores", "kept", "heads", "routed", "logits"))
-"""What prices divide by the number of tensor-parallel ranks."""
+"""Attributes of `Work` that prices divide by the number of tensor-parallel ranks."""
+P = ParamSpec("P")
+R = TypeVar("R")
 BEFORE, AFTER, LOSS, TILED = "before", "after", "loss", "tiled loss"
 
 
@@ -64,18 +67,18 @@ def run(
     dtype: str,
     sizes: Mapping[str, int],
 ) -> ModelWork:
-    """Run forward and loss of a model; of layers of the same kind, the first stands for all.
+    """Run forward and loss of a model, with the first layer of each kind for all of that kind.
 
     Args:
         model: Configuration of the model.
         vocab_size: Rows of the embedding, V.
         seq_len: Positions of a sequence, S.
         dtype: Dtype of activations, as `train.dtype` names it.
-        sizes: Ranks that a model is cut over that cuts itself, by axis.
+        sizes: Ranks by axis, for a model that cuts itself over ranks.
 
     Raises:
         hp_base.errors.ConfigError: When `model.factory` makes no stage, or one that cannot be cut
-            so.
+            over these ranks.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
     same = alike(model)
@@ -93,11 +96,11 @@ def run(
     outside = _outside(stage)
     first, last = outside, dict[str, Declared]()
     if model.num_layers > 1:
-        with contextlib.suppress(ConfigError):  # one that cannot be cut is one stage
+        with contextlib.suppress(ConfigError):  # a model that cannot be cut is one stage
             first = _outside(build(layers=range(1), first=True, last=False))
             last = _outside(build(layers=range(model.num_layers)[-1:], first=False, last=True))
     if isinstance(stage, Countable):
-        # The recorder is made of what stands alone.
+        # The recorder is made later, of the stage that this call changes.
         stage.stand_alone(sizes, lambda elements: recorder.exchange(elements))  # noqa: PLW0108
     with FakeTensorMode(allow_non_fake_inputs=True):
         stage.to_empty(device="cpu")
@@ -111,7 +114,7 @@ def run(
             recorder.enter(AFTER)
     work = partial(recorder.work, tokens=_SEQUENCES * seq_len)
     before = work(BEFORE, _weights({n: d for n, d in outside.items() if n in first}, cast))
-    # Ranks that share out a table add up what each has found in its rows.
+    # Ranks that share the rows of a table sum the embeddings that each has found.
     summed = model.dim if any(w.spec.tp_dim is not None for w in before.weights) else 0
     after = work(AFTER, _weights({n: d for n, d in outside.items() if n not in first}, cast))
     works = {
@@ -140,27 +143,27 @@ def _weights(found: Mapping[str, Declared], cast: Collection[str]) -> tuple[Weig
 
 
 def _names_of_cast(whole: nn.Module, casting: Sequence[nn.Module]) -> set[str]:
-    """Parameters that some modules of a whole cast, by their names in it."""
+    """Return the names in a module of the parameters that some modules inside it cast."""
     cast = {id(weight) for part in casting for weight in part.parameters(recurse=False)}
     return {name for name, weight in whole.named_parameters() if id(weight) in cast}
 
 
 def _outside(stage: Stage) -> dict[str, Declared]:
-    """Parameters of a stage that are in none of its blocks."""
+    """Return the parameters of a stage that are in none of its blocks."""
     inside = {id(parameter) for block in stage.blocks for parameter in block.parameters()}
     found = _parameters(stage)
     return {name: found[name] for name, p in stage.named_parameters() if id(p) not in inside}
 
 
 class _Recorder:
-    """Counts what happens in each part of a stage.
+    """Records the work of each part of a stage.
 
     Attributes:
-        counter: Counts operations of matrices while it is entered.
+        counter: Mode that counts operations of matrix products.
 
     Args:
-        stage: Its exchanges, attention and experts are replaced by what counts them.
-        num_ranks: Tensor-parallel ranks that it has cut itself over.
+        stage: Stage, whose exchanges, attention and experts are replaced by functions that count.
+        num_ranks: Number of tensor-parallel ranks that the stage is cut over; 1 if prices divide.
     """
 
     def __init__(self, stage: Stage, *, num_ranks: int) -> None:
@@ -191,38 +194,38 @@ class _Recorder:
                 _replace_forward(part, partial(self._mix, part))
 
     def watch(self, name: str, block: nn.Module, *, is_layer: bool) -> None:
-        """Count what a block does under its name, and that of its parts under theirs."""
+        """Record the work of a block under its name, and of its parts under theirs."""
         if isinstance(block, Block):
             block.attend = self._scoped(f"{name}.attend", block.attend)
             block.feed = self._scoped(f"{name}.feed", block.feed)
         own = name if isinstance(block, Block) else f"{name}.feed"
-        _replace_forward(block, self._scoped(own, block.forward, is_layer=is_layer))
+        block.forward = self._scoped(own, block.forward, is_layer=is_layer)
 
     def work(self, name: str, weights: tuple[Weight, ...] = (), *, tokens: int) -> Work:
-        """Return what was counted in a part, for one of so many tokens."""
-        counts: dict[str, Any] = {n: count / tokens for n, count in self._counts[name].items()}
+        """Return the work that was recorded in a part, per token of a number of tokens."""
+        counts = {n: count / tokens for n, count in self._counts[name].items()}
         if self._num_ranks > 1:  # see Note [Costs of a stage that cuts itself]
             counts |= {n: counts[n] * self._num_ranks for n in _OF_RANK & counts.keys()}
             counts.pop("losses", None)
         key = weights, tuple(sorted(counts.items()))
-        return self._found.setdefault(key, Work(weights, **counts))  # equal parts are one
+        return self._found.setdefault(key, Work.counted(counts, weights))  # equal parts are one
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count what autograd keeps, once."""
+        """Count the memory of a tensor that autograd keeps, once."""
         self._known.add(*self._casts.made)
         if self._known.add(tensor):
             self._counts[self._now]["kept"] += tensor.untyped_storage().nbytes()
         return tensor
 
     def lose(self, output: Tensor, targets: Tensor) -> None:
-        """Compute the loss of a model of one's own, which may return logits."""
+        """Compute the loss of the output of a stage, which may be logits."""
         self.enter(LOSS)
         if output.ndim:
             self._counts[LOSS]["logits"] = output.shape[2] * targets.numel()
         loss_of(output, targets)
 
     def enter(self, name: str) -> str:
-        """Count under another name; returns that before."""
+        """Record under another name from now on; return the former name."""
         flops = self.counter.get_total_flops()
         self._counts[self._now]["flops"] += flops - self._flops
         self._flops = flops
@@ -230,12 +233,12 @@ class _Recorder:
         return before
 
     def _scoped(
-        self, name: str, function: Callable[..., Any], *, is_layer: bool = False
-    ) -> Callable[..., Any]:
+        self, name: str, function: Callable[Concatenate[Tensor, P], R], *, is_layer: bool = False
+    ) -> Callable[Concatenate[Tensor, P], R]:
         @wraps(function)
-        def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def call(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
             outer = self.enter(name)
-            # Tables that all blocks read are not what one of them keeps.
+            # Tensors that all blocks read are not counted as kept by one block.
             self._known.add(*(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)))
             try:
                 return function(x, *args, **kwargs)
@@ -253,7 +256,7 @@ class _Recorder:
         casts: WeightCasts | None,
         is_split: bool,
     ) -> Tensor:
-        """See `hp_trainer.model.loss.linear_cross_entropy`: both ways of it."""
+        """Compute `hp_trainer.model.loss.linear_cross_entropy` both by tiles and at once."""
         del is_split
         outer = self.enter(TILED)
         self._known.add(targets)
@@ -275,14 +278,14 @@ class _Recorder:
         return x
 
     def _gather(self, x: Tensor) -> Tensor:
-        """Ranks keep all positions of what they gather."""
+        """Count a gather, of which each rank keeps all positions."""
         self._counts[self._now]["whole"] += x.numel() * x.element_size()
         return self._count("gathered", x)
 
     def _attend(
-        self, core: Attention, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None
+        self, core: Attention, q: Tensor, k: Tensor, v: Tensor, attn_mask: object = None
     ) -> Tensor:
-        """[B, S, N, H] of q, k and v to that of the output."""
+        """Count attention of q, k and v, [B, S, N, H]; return an output of its shape."""
         del attn_mask
         return self._attend_seeing(q, k, v, seen_positions(core, q.shape[1]))
 
@@ -306,8 +309,8 @@ class _Recorder:
         *,
         replay: Tensor | None = None,
         padding: Tensor | None = None,
-    ) -> Any:
-        """See `hp_expert.MoE.forward`."""
+    ) -> tuple[Tensor, Routing]:
+        """Count routed experts in place of `hp_expert.MoE.forward`."""
         routing = moe.router(x, replay=replay, padding=padding)
         x_TD = x.reshape(-1, x.shape[-1])
         T, K = routing.experts.shape
@@ -322,18 +325,18 @@ class _Recorder:
         return (y if moe.shared is None else y + moe.shared(x)), routing
 
     def exchange(self, elements: float) -> None:
-        """Count what tensor-parallel ranks put together."""
+        """Count elements that tensor-parallel ranks exchange."""
         self._counts[self._now]["summed"] += elements
 
     def _mix_others(
         self, x: Tensor, experts: Tensor, elements: int, *, kept: int, share: int
     ) -> Tensor:
-        """See `Counted.mix`; `share` ranks with the same tokens send a part of them each."""
+        """Count experts, see `Counted.mix`; each of `share` ranks sends a part of the tokens."""
         T, K = experts.shape
         counts = self._counts[self._now]
         counts["flops"] += 2.0 * T * K * elements / share
         counts["rows"] += T * K
-        if share > 1:  # rows are put together behind, and their gradients and weights in front
+        if share > 1:  # outputs are gathered in forward, gradients and weights in backward
             self.exchange(T * (2 * x.shape[1] + K) / 2)
         hidden = x.new_empty(-(-T // share), K, kept)
         counts["routed"] += hidden.nbytes
@@ -341,33 +344,35 @@ class _Recorder:
 
 
 class _Storages:
-    """Memory that was seen before; held, so that none takes the place of another."""
+    """Memory that was seen before, kept alive so that no id is used twice."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._held: dict[int, torch.UntypedStorage] = {}
+        self._seen: dict[int, torch.UntypedStorage] = {}
         self.add(*tensors)
 
     def add(self, *tensors: Tensor) -> bool:
-        """Remember the memory of tensors; return whether some of it is new."""
+        """Add the memory of tensors; return whether some of it is new."""
         storages = [tensor.untyped_storage() for tensor in tensors]
-        found = [storage for storage in storages if id(storage) not in self._held]
-        self._held |= {id(storage): storage for storage in found}
+        found = [storage for storage in storages if id(storage) not in self._seen]
+        self._seen |= {id(storage): storage for storage in found}
         return bool(found)
 
 
-def _replace_forward(module: nn.Module, function: Callable[..., Any]) -> None:
+def _replace_forward(module: nn.Module, function: Callable[..., object]) -> None:
     module.forward = function
 
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], with_output: bool, *kept: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, shape: tuple[int, ...], with_output: bool, *kept: Tensor
+    ) -> Tensor:
         y = kept[0].new_empty(shape)
         ctx.save_for_backward(*kept, *([y] if with_output else []))
         return y
 
 
 def _keep(shape: tuple[int, ...], *kept: Tensor, with_output: bool = False) -> Tensor:
-    """An output in whose graph some tensors are kept, and maybe itself."""
+    """Return an output whose graph keeps some tensors, and maybe the output."""
     y: Tensor = _Keep.apply(shape, with_output, *kept)
     return y

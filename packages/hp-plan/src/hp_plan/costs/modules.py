@@ -6,34 +6,31 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
 
 from hp_base.dtypes import BYTES
-from hp_plan.costs.kept import kept
+from hp_plan.costs.cache import cached
 from hp_plan.costs.stored import Key, StoredKernels, StoredModel
 from hp_plan.costs.work import BlockWork, Kernel, Kernels, ModelWork, Work, alike, together
 from hp_trainer.config import Config, ModelConfig
 from hp_trainer.layout.schedules import layers_of_stages, placement
 from hp_trainer.layout.vocabulary import logit_tile
 
-T = TypeVar("T", StoredModel, StoredKernels)
-
 
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
-    """A pipeline stage; names of parameters are those of the whole model."""
+    """Return the work of a pipeline stage; names of parameters are those of the whole model."""
     key, tiled = _key(config, vocab_size), is_tiled(config, vocab_size)
     return _stage(key, config.train.recompute, layers, first=first, last=last, tiled=tiled)
 
 
 def whole_model(config: Config, vocab_size: int) -> Work:
-    """All of it in one stage."""
+    """Return the work of a model in one stage."""
     return stage(config, vocab_size, layers=range(config.model.num_layers), first=True, last=True)
 
 
 def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, ...]:
-    """The stages of a pipeline; those with layers of the same kinds are one and the same.
+    """Return the work of the stages of a pipeline.
 
-    Names of their parameters are those of the first of them.
+    Stages with layers of the same kinds are one object, with the parameter names of the first.
     """
     key, tiled = _key(config, vocab_size), is_tiled(config, vocab_size)
     layers = tuple(layers_of_stages(config, num_stages))
@@ -41,24 +38,24 @@ def stages(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Work, .
 
 
 def kernels(config: Config, vocab_size: int, *, num_stages: int) -> tuple[Kernels, ...]:
-    """Return what the stages of a pipeline have a GPU launch; see `hp_plan.costs.kernels`."""
+    """Return the kernels of the stages of a pipeline; see `hp_plan.costs.kernels`."""
     cut = tuple(layers_of_stages(config, num_stages))
     return _stage_kernels(_key(config, vocab_size), config.train.recompute, cut)
 
 
 def require_stages(config: Config) -> None:
-    """See whether a model can be cut into stages.
+    """Refuse a model that cannot be cut into stages.
 
     Raises:
         hp_base.errors.ConfigError: When it cannot.
     """
-    from hp_plan.costs import learning  # noqa: PLC0415 - imports torch
+    from hp_trainer.model.transformer import build_stage  # noqa: PLC0415 - imports torch
 
-    learning.require_stages(config.model)
+    build_stage(config.model, config.model.vocab_size, layers=range(1), first=True, last=False)
 
 
 def is_tiled(config: Config, vocab_size: int) -> bool:
-    """Say if a loss holds a tile of the logits at once, see `hp_trainer.layout.vocabulary`."""
+    """Tell whether a loss computes logits by tiles, see `hp_trainer.layout.vocabulary`."""
     last = placement(config.pipeline, num_ranks=config.mesh.pp)[-1]
     tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
     cut = 1 if config.model.transformers else config.mesh.tp_sizes[last]
@@ -67,12 +64,12 @@ def is_tiled(config: Config, vocab_size: int) -> bool:
 
 
 def kept_once(config: Config, *, tp: int, padded: float) -> float:
-    """Bytes per token that the largest block keeps while backward computes it again.
+    """Return the bytes per token that the largest block keeps while backward recomputes it.
 
     Args:
         config: Configuration of the run.
-        tp: Ranks that share them.
-        padded: Rows of a buffer for experts, by those that are routed.
+        tp: Tensor-parallel ranks that share the tokens.
+        padded: Rows of a buffer for experts, divided by the routed ones.
     """
     return _kept_once(_key(config, config.model.vocab_size or 1), tp, padded)
 
@@ -93,31 +90,28 @@ def _key(config: Config, vocab_size: int) -> Key:
 
 @lru_cache(maxsize=64)
 def _model(key: Key) -> ModelWork:
-    return _known(StoredModel, key).model
+    def learn() -> StoredModel:
+        from hp_plan.costs.meta_run import run  # noqa: PLC0415 - imports torch
 
+        model, vocab_size, seq_len, dtype, tp, ep = key
+        sizes = {"tp": tp, "ep": ep}
+        return StoredModel.of(run(model, vocab_size, seq_len=seq_len, dtype=dtype, sizes=sizes))
 
-def _known(kind: type[T], key: Key) -> T:
-    """Return what this run learns, or others have; a model of one's own is code that may change."""
-
-    def learn() -> T:
-        from hp_plan.costs.learning import learned  # noqa: PLC0415 - imports torch
-
-        return learned(kind, key)
-
-    return learn() if key[0].is_own else kept(key, kind, learn)
+    # A model of one's own is code that may change.
+    return (learn() if key[0].is_own else cached(key, StoredModel, learn)).model
 
 
 @lru_cache(maxsize=4096)  # thousands of layouts cut a model in few ways
 def _block(key: Key, recompute: str, name: str) -> Work:
-    """A block under its name, less what backward computes again."""
+    """Return the work of a block under its name, with recomputation as the config asks for."""
     block, model = _model(key).blocks[name], key[0]
     size = BYTES[key[3]]
     attend, feed, rest = block.attend, block.feed, block.rest
-    # Backward stops to run a part again when it has what it needs: before a sum that ends the part.
+    # Recomputation stops once backward has all it needs: before a sum at the end of the part.
     ends_in_sum = feed.summed > 0 and not model.is_own
     size *= key[4]  # see Note [Costs of a stage that cuts itself]
     if recompute == "full":
-        # Dropout at the end of a layer needs what it drops from.
+        # Dropout at the end of a layer needs its input.
         last = ends_in_sum and not model.dropout
         whole = _repeated(together((attend, feed, rest)), model.dim, size, but_last_sum=last)
         return whole.under(f"{name}.")
@@ -133,7 +127,7 @@ def _block(key: Key, recompute: str, name: str) -> Work:
 
 
 def _products(model: ModelConfig, name: str) -> tuple[float, float]:
-    """Elements per token that attention proper returns, and the products of experts."""
+    """Return the elements per token of the outputs of attention and of the products of experts."""
     width = model.num_heads * (
         model.v_head_dim
         if model.attention == "mla"
@@ -146,7 +140,7 @@ def _products(model: ModelConfig, name: str) -> tuple[float, float]:
 
 
 def _repeated(work: Work, dim: int, size: int, *, but_last_sum: bool) -> Work:
-    """A part that runs again in backward: it keeps its input of width `dim` and nothing else."""
+    """Return a part that runs again in backward: it keeps only its input of width `dim`."""
     again = replace(work, summed=work.summed - dim) if but_last_sum and work.summed else work
     return replace(work, kept=float(dim * size), whole=0.0, routed=0.0, again=again)
 
@@ -182,19 +176,29 @@ def _stages(key: Key, recompute: str, cut: tuple[range, ...], *, tiled: bool) ->
 
 
 def _kinds(key: Key, layers: Sequence[int]) -> tuple[BlockWork, ...]:
-    """Blocks that are equal are one kind."""
+    """Return the kinds of layers: the blocks that they are equal to."""
     return tuple(_model(key).blocks[f"layers.{index}"] for index in layers)
 
 
 @lru_cache(maxsize=64)
-def _learned(key: Key) -> tuple[dict[str, Kernels], dict[int, int]]:
-    """Kernels of parts by name, and the layer that each one is like."""
-    return _known(StoredKernels, key).kernels, alike(key[0])
+def _kernels(key: Key) -> dict[str, Kernels]:
+    """Return the kernels of the parts of a model, with one layer of each kind."""
+
+    def learn() -> StoredKernels:
+        from hp_plan.costs import kernels  # noqa: PLC0415 - imports torch
+
+        model, vocab_size, seq_len, dtype, tp, ep = key
+        layers, sizes = sorted({*alike(model).values()}), {"tp": tp, "ep": ep}
+        return StoredKernels.of(
+            kernels.learn(model, vocab_size, layers, seq_len=seq_len, dtype=dtype, sizes=sizes)
+        )
+
+    return (learn() if key[0].is_own else cached(key, StoredKernels, learn)).kernels
 
 
 @lru_cache(maxsize=1024)
 def _stage_kernels(key: Key, recompute: str, cut: tuple[range, ...]) -> tuple[Kernels, ...]:
-    learned, same = _learned(key)
+    learned, same = _kernels(key), alike(key[0])
     found = []
     for index, layers in enumerate(cut):
         names = [f"layers.{same[layer]}" for layer in layers]
@@ -204,14 +208,14 @@ def _stage_kernels(key: Key, recompute: str, cut: tuple[range, ...]) -> tuple[Ke
         if index == len(cut) - 1:
             behind = (n for n in learned if n.startswith("mtp.") and n.endswith("block"))
             parts += [_block_kernels(learned, recompute, name) for name in behind]
-            if "loss" in learned:  # of logits that a stage returns it is counted in front
+            if "loss" in learned:  # else the stage returns logits, and "before" has the loss
                 parts.append(learned["loss"])
         found.append(Kernels.of(parts))
     return tuple(found)
 
 
 def _block_kernels(learned: dict[str, Kernels], recompute: str, name: str) -> Kernels:
-    """A block with what its backward runs again."""
+    """Return the kernels of a block, with those that its backward runs again."""
     parts = {kind: learned[name + kind] for kind in _PARTS_OF_BLOCKS if name + kind in learned}
     again: Counter[Kernel] = Counter()
     for kind, part in parts.items():
@@ -223,7 +227,7 @@ def _block_kernels(learned: dict[str, Kernels], recompute: str, name: str) -> Ke
 
 
 _KEPT_KINDS = ("attention", "grouped")
-"""Of kernels that "selective" does not run again."""
+"""Kinds of kernels that "selective" does not run again."""
 
 _PARTS_OF_BLOCKS = {
     "": "full",
@@ -231,11 +235,11 @@ _PARTS_OF_BLOCKS = {
     ".feed": "feed_forward",
     ".dense": "feed_forward",
 }
-"""What `train.recompute` calls them."""
+"""Value of `train.recompute` that runs each part of a block again."""
 
 
 def model_flops(config: Config, *, vocab_size: int) -> float:
-    """Return operations of forward and backward per token; backward is two forwards.
+    """Return the operations of forward and backward per token; backward counts as two forwards.
 
     Args:
         config: Config of the run.

@@ -6,28 +6,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from hp_trainer.config import ModelConfig
 from hp_trainer.layout.parameter import ParameterSpec
 from hp_trainer.layout.vocabulary import WIDE_BYTES
 
 KernelKind = Literal["product", "grouped", "attention", "memory"]
-"""Products of matrices, those of experts, attention proper, and what only moves bytes."""
+"""Matrix products, grouped products of experts, attention proper, and kernels that move bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Something that a GPU launches for a microbatch, once or several times.
+    """Kernels that a GPU launches for a microbatch, priced as one.
 
     Attributes:
-        kind: What limits it besides memory.
-        launches: Kernels, copies and fills, however many tokens there are.
-        launches_per_token: Those besides that grow with them.
-        flops: Operations of matrices per token.
+        kind: Kind of operation, which has a rate besides that of memory.
+        launches: Number of kernels, copies and fills that does not depend on tokens.
+        launches_per_token: Further launches per token.
+        flops: Operations of matrix products per token.
         bytes: Bytes read and written per token, every operand once.
-        fixed_bytes: Bytes read and written however many tokens there are, such as weights.
-        is_expert: Whether these are weights of routed experts.
+        fixed_bytes: Bytes read and written whatever the number of tokens, such as weights.
+        is_expert: Whether the weights are those of routed experts.
     """
 
     kind: KernelKind = "memory"
@@ -39,7 +39,7 @@ class Kernel:
     is_expert: bool = False
 
     def __add__(self, other: "Kernel") -> "Kernel":
-        """Both, one after the other; of the kind of the second."""
+        """Return both, one after the other, with the kind of the second."""
         return replace(
             other,
             launches=self.launches + other.launches,
@@ -55,8 +55,8 @@ class Kernels(NamedTuple):
 
     Attributes:
         forward: Kernels of forward.
-        backward: Kernels of backward, without what runs again.
-        again: What backward runs again.
+        backward: Kernels of backward, without those of recomputation.
+        again: Kernels of forward that backward runs again.
     """
 
     forward: Counter[Kernel]
@@ -65,7 +65,7 @@ class Kernels(NamedTuple):
 
     @classmethod
     def of(cls, parts: Iterable["Kernels"]) -> "Kernels":
-        """All of some parts."""
+        """Return the kernels of some parts together."""
         found = cls(Counter(), Counter(), Counter())
         for part in parts:
             for mine, others in zip(found, part, strict=True):
@@ -80,8 +80,8 @@ class Weight:
     Attributes:
         name: Name within its module.
         shape: Shape of the whole parameter.
-        spec: What it is.
-        is_cast: Whether it is computed with in the dtype of activations, and gathered in it.
+        spec: Declaration of the parameter.
+        is_cast: Whether it is cast to the dtype of activations, and gathered in that dtype.
     """
 
     name: str
@@ -91,31 +91,31 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A module, or several of them one after the other. Told apart by identity, as a cached key.
+    """The work of a module, or of several in sequence. Compared by identity, as a key of caches.
 
     Attributes:
-        weights: Its parameters, in the order of `torch.nn.Module.parameters`.
+        weights: Parameters, in the order of `torch.nn.Module.parameters`.
         flops: Operations of the forward per token; a multiplication and its addition are two.
-        scores: Those of them that are attention proper.
+        scores: Operations of attention proper, which `flops` includes.
         kept: Bytes per token that autograd keeps from forward to backward.
-        gathered: Elements per token that tensor-parallel ranks put together in forward, at the
-            entry of what they cut.
-        summed: Elements per token that they sum in forward, at its end.
-        whole: Bytes per token that each of them keeps of all positions, where there are several.
+        gathered: Elements per token that tensor-parallel ranks gather in forward, in front of
+            layers that are cut.
+        summed: Elements per token that tensor-parallel ranks sum in forward, behind such layers.
+        whole: Bytes per token of all positions that each of several tensor-parallel ranks keeps.
         heads: Elements per token that context-parallel ranks exchange for attention.
         attentions: Number of layers whose attention has that exchange.
         rows: Rows of width D per token that travel to experts and back, in one direction.
-        routed: Bytes per token of `kept` that are of such rows.
+        routed: Bytes per token of such rows, which `kept` includes.
         balances: Number of layers that sum the loads of experts over ranks that share a sequence.
-        losses: Number of losses, of which ranks that cut the vocabulary sum the parts.
-        logits: Logits of a token, where this has the loss.
-        again: What backward runs again of the forward, operations and exchanges; None: nothing.
+        losses: Number of losses whose parts tensor-parallel ranks sum.
+        logits: Logits of a token, if the loss is part of this.
+        again: Work of the forward that backward runs again; None: there is none.
     """
 
     weights: tuple[Weight, ...] = ()
@@ -132,27 +132,38 @@ class Work:
     balances: float = 0.0
     losses: float = 0.0
     logits: float = 0.0
-    again: "Work | None" = None
+    again: "Work | None" = field(default=None, kw_only=True)
+
+    @classmethod
+    def counted(
+        cls,
+        counts: Mapping[str, float],
+        weights: tuple[Weight, ...] = (),
+        *,
+        again: "Work | None" = None,
+    ) -> "Work":
+        """Return work with the counts of its attributes; those that are missing are 0."""
+        return cls(weights, *(counts.get(name, 0.0) for name in _SUMMED), again=again)
 
     @property
     def exchanged(self) -> tuple[float, ...]:
-        """Return what `EXCHANGED` names."""
+        """Return the amounts that `EXCHANGED` names."""
         cut = self.gathered + self.summed
         return (cut, self.heads, self.attentions, self.rows, self.balances, self.losses)
 
     def kept_bytes(self, tokens: int, *, tp: int = 1, padded: float = 1.0) -> float:
-        """Bytes that a microbatch keeps from forward to backward on a rank.
+        """Return the bytes that a microbatch keeps from forward to backward on a rank.
 
         Args:
             tokens: Number of tokens of the microbatch that attention sees on the rank.
-            tp: Ranks that share them.
-            padded: Rows of a buffer for experts, by those that are routed.
+            tp: Tensor-parallel ranks that share the tokens.
+            padded: Rows of a buffer for experts, divided by the routed ones.
         """
         kept = self.kept + (padded - 1) * self.routed
         return (kept / tp + (self.whole if tp > 1 else 0.0)) * tokens
 
     def cast_bytes(self, *, size: int, tp: int = 1, expert_ranks: int = 1) -> float:
-        """Bytes of what is cast to the dtype of activations, which all microbatches share.
+        """Return the bytes of weights cast to the dtype of activations, once for all microbatches.
 
         Args:
             size: Bytes of an element of activations.
@@ -168,32 +179,32 @@ class Work:
         return together((self, other))
 
     def under(self, prefix: str) -> "Work":
-        """The same with a prefix before the names."""
+        """Return the same work with a prefix before the names of weights."""
         weights = tuple(replace(w, name=prefix + w.name) for w in self.weights)
         return replace(self, weights=weights)
 
 
 @lru_cache(maxsize=4096)
 def _cast_elements(work: Work) -> tuple[int, int]:
-    """Elements of dense matrices that are cast, and of experts."""
+    """Return the elements of weights that are cast: of dense matrices, and of experts."""
     cast = [weight for weight in work.weights if weight.is_cast]
     dense = sum(w.size for w in cast if not w.spec.is_expert)
     return dense, sum(w.size for w in cast if w.spec.is_expert)
 
 
 def together(parts: Iterable[Work]) -> Work:
-    """All of some parts, one after the other."""
+    """Return the work of some parts in sequence."""
     found = list(parts)
     weights = tuple(chain.from_iterable(part.weights for part in found))
-    sums: dict[str, Any] = {name: sum(getattr(p, name) for p in found) for name in _SUMMED}
+    sums = {name: sum(getattr(p, name) for p in found) for name in _SUMMED}
     again = [part.again for part in found if part.again is not None]
-    return Work(weights, **sums, again=together(again) if again else None)
+    return Work.counted(sums, weights, again=together(again) if again else None)
 
 
 _SUMMED = tuple(each.name for each in fields(Work) if each.name not in ("weights", "again"))
 
 EXCHANGED = ("summed", "heads", "attentions", "rows", "balances", "losses")
-"""What ranks exchange inside layers: as much is what they gather and what they sum."""
+"""Exchanges of ranks inside layers; "summed" includes gathers, which take as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +212,9 @@ class BlockWork:
     """The work of a block, by its parts.
 
     Attributes:
-        attend: Up to the first residual connection; of a block of one's own, nothing.
-        feed: What follows it; of a block of one's own, all of it.
-        rest: What runs only once, whatever backward runs again.
+        attend: Work up to the first residual connection; empty for a block of one's own.
+        feed: Work behind that; all of a block of one's own.
+        rest: Work that is never run again.
     """
 
     attend: Work
@@ -216,13 +227,13 @@ class ModelWork:
     """The work of a model, by its parts.
 
     Attributes:
-        before: What the first stage has in front of its blocks.
-        blocks: The blocks, by global name; those of multi-token prediction are behind the others.
-        after: What the last stage has behind its blocks, up to the output matrix.
-        loss: The product with the output matrix, and the loss of all logits at once.
-        tiled_loss: The same by tiles of logits, see `hp_trainer.layout.vocabulary`; of a model of
-            one's own, which has its own loss, all logits at once.
-        tied: Parameters of `before` that the last stage has too.
+        before: Work of the first stage in front of its blocks.
+        blocks: Work of blocks, by global name; those of multi-token prediction come last.
+        after: Work of the last stage behind its blocks, up to the output matrix.
+        loss: Product with the output matrix, and the loss of all logits at once.
+        tiled_loss: Loss by tiles of logits, see `hp_trainer.layout.vocabulary`; `loss` again for a
+            model of one's own, which has its own loss.
+        tied: Parameters of `before` that the last stage has as well.
     """
 
     before: Work
@@ -234,7 +245,7 @@ class ModelWork:
 
 
 def alike(model: ModelConfig) -> dict[int, int]:
-    """The first layer of the kind of each; of a model of one's own nothing is known of kinds."""
+    """Return the first layer of the kind of each layer; in a model of one's own, each is a kind."""
     firsts: dict[object, int] = {}
     found = {}
     for index in range(model.num_layers):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from hp_base.errors import ConfigError
 from hp_plan.costs import modules
 from hp_plan.costs.machine import Machine
-from hp_plan.layouts.searching import Search
+from hp_plan.layouts.branch_and_bound import BranchAndBound
 from hp_plan.price.estimate import Estimate, Plan
 from hp_plan.price.gather import fits, room
 from hp_plan.price.prices import Prices
@@ -27,24 +27,25 @@ class Choice:
     """Layouts of a number of devices, compared.
 
     Attributes:
-        best: Those that fit into memory, the fastest first.
-        too_large: The one that lacks least of those that do not fit; None if all looked at fit.
-        num_meshes: Those that the rules allow.
-        num_priced: Layouts whose stages were priced.
-        num_laid_out: Layouts whose schedules were walked step by step.
-        is_complete: Whether no other one is among the best; else there were too many to lay out.
+        best: Fastest layouts that fit into memory, the fastest first.
+        too_large: Layout that lacks least memory of those that do not fit; None: all that were
+            looked at fit.
+        num_meshes: Number of meshes that the rules allow.
+        num_priced: Number of layouts whose stages were priced.
+        num_simulated: Number of layouts whose schedules were simulated.
+        is_complete: Whether the best are proven to be the best; if not, the search ended early.
     """
 
     best: tuple[Estimate, ...]
     too_large: Estimate | None
     num_meshes: int
     num_priced: int
-    num_laid_out: int
+    num_simulated: int
     is_complete: bool
 
 
 def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
-    """Say what layouts are made of: every divisor of the number of devices for every mesh axis."""
+    """Return the axes of layouts; mesh axes take every divisor of the number of devices."""
     divisors = tuple(n for n in range(1, num_devices + 1) if num_devices % n == 0)
     of_experts = divisors if config.model.has_experts else (1,)
     sizes_of = dict.fromkeys(_MESH, divisors) | dict.fromkeys(("ep", "etp"), of_experts)
@@ -64,7 +65,7 @@ def plan_axes(config: Config, num_devices: int) -> tuple[Axis, ...]:
 
 
 def _can_be_cut(config: Config, axis: str, size: int) -> bool:
-    """Say if so many ranks can share a model of transformers, which says so when it is made."""
+    """Tell whether a number of ranks can share a model of transformers, by making its stages."""
     mesh = replace(config.mesh, **{"pp": 1, "tp": 1, "ep": 1, axis: size})
     if axis == "ep" and config.model.num_experts % size:
         return False
@@ -78,7 +79,7 @@ def _can_be_cut(config: Config, axis: str, size: int) -> bool:
 
 
 def _recomputes(config: Config) -> tuple[str, ...]:
-    """Return what of blocks may run again; not what the rules refuse of all layouts alike."""
+    """Return the values of `train.recompute`, without those that the rules refuse in any layout."""
     ways = ["none", "full", config.train.recompute]
     if not config.model.is_own and config.train.compile == "none":
         ways.insert(1, "selective")
@@ -97,20 +98,21 @@ def choose(
 ) -> Choice:
     """Find the fastest layouts that fit into memory, of those whose stages have the same sizes.
 
-    They keep all microbatches under way: another mesh or recomputation has always been faster.
+    Layouts keep the activations of all microbatches under way: another mesh or recomputation has
+    always been faster than to give some up.
 
-    Layouts are laid out in the order of a bound that none of them can undercut, until the next
-    bound is above what was found; so none that was left out can be better, unless there are so many
-    that the search ends before. Layouts of a mesh are not looked at before its own bound comes up.
+    The search is a best-first branch and bound: it ends when the least lower bound that is left is
+    above the slowest layout to return, or when `most` layouts are simulated. In the first case no
+    other layout can be faster.
 
     Args:
-        config: Everything but the layout and the microbatch size comes from it.
+        config: Config of the run, all of it but the layout and the microbatch size.
         num_devices: Number of devices; all of them are used.
-        machine: What they do.
+        machine: Rates of the devices.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
-        count: How many to find.
-        most: How many to lay out at most.
-        spread: Where the experts of a token are; see `Plan`.
+        count: Number of layouts to find.
+        most: Maximum number of layouts to simulate.
+        spread: Spread of a token's experts over ranks; see `Plan`.
 
     Raises:
         ConfigError: When no layout is allowed, or none fits.
@@ -126,21 +128,21 @@ def choose(
     meshes = [mesh for _, mesh in enumerate_meshes(config, num_processes=processes, axes=axes)]
     if not meshes:
         raise ConfigError(f"no layout of {num_devices} processes is allowed for this config")
-    search = Search(axes, Prices(machine, vocab_size, spread or Spread()), most=most)
+    search = BranchAndBound(axes, Prices(machine, vocab_size, spread or Spread()), most=most)
 
-    laid_out = partial(Plan, machine=machine, vocab_size=vocab_size, prices=search.prices)
+    plan_of = partial(Plan, machine=machine, vocab_size=vocab_size, prices=search.prices)
     found: list[Estimate] = []
     large: list[Estimate] = []
     for least, layout in search.by_time(meshes):
         if len(found) >= count and found[count - 1].seconds <= least:
             break
-        estimate = laid_out(layout).estimate()
+        estimate = plan_of(layout).estimate()
         if fits(layout, estimate.memory.total, machine):
             _put(found, estimate)
         else:
             large.append(estimate)
     if not large and (smallest := search.nearest()) is not None:
-        large.append(laid_out(smallest).estimate())
+        large.append(plan_of(smallest).estimate())
     nearest = min(large, key=lambda estimate: estimate.memory.total, default=None)
     if not found:
         assert nearest is not None
@@ -148,30 +150,30 @@ def choose(
             f"no layout of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
             f"must be at most the memory of a device ({room(nearest.config, machine) / 1e9:.1f} GB)"
         )
-    best = [_evened(estimate, laid_out) for estimate in found[:count]]
+    best = [_evened(estimate, plan_of) for estimate in found[:count]]
     return Choice(
         best=tuple(sorted(best, key=lambda estimate: estimate.seconds)),
         too_large=nearest,
         num_meshes=len(meshes),
         num_priced=search.num_priced,
-        num_laid_out=search.num_laid_out,
+        num_simulated=search.num_simulated,
         is_complete=search.is_complete,
     )
 
 
-def _evened(best: Estimate, laid_out: Callable[[Config], Plan]) -> Estimate:
+def _evened(best: Estimate, plan_of: Callable[[Config], Plan]) -> Estimate:
     """Move layers one by one from the stage that takes longest to the one that takes least.
 
     The last stage also has the output matrix and the loss, the first the embedding.
     """
-    sizes, plan = [len(layers) for layers in layers_of_stages(best.config)], laid_out(best.config)
+    sizes, plan = [len(layers) for layers in layers_of_stages(best.config)], plan_of(best.config)
     while plan.layout.pp > 1 and max(sizes) > 1:
         took = [price.forward + price.input_grad + price.weight_grad for price in plan.prices]
         most = max(range(len(sizes)), key=lambda stage: (sizes[stage] > 1, took[stage]))
         sizes[most] -= 1
         sizes[took.index(min(took))] += 1
         pipeline = replace(best.config.pipeline, stage_layers=tuple(sizes))
-        plan = laid_out(replace(best.config, pipeline=pipeline))
+        plan = plan_of(replace(best.config, pipeline=pipeline))
         found = plan.estimate()
         if found.seconds >= best.seconds or not fits(
             found.config, found.memory.total, plan.machine
@@ -182,18 +184,18 @@ def _evened(best: Estimate, laid_out: Callable[[Config], Plan]) -> Estimate:
 
 
 def _put(found: list[Estimate], estimate: Estimate) -> None:
-    """Put an estimate where its time belongs, instead of one that is the same in words."""
-    twins = [other for other in found if _in_words(other.config) == _in_words(estimate.config)]
+    """Insert an estimate by its time; of two of the same layout the faster stays."""
+    twins = [other for other in found if _identity(other.config) == _identity(estimate.config)]
     if any(other.seconds <= estimate.seconds for other in twins):
         return
     found[:] = [other for other in found if other not in twins]
     insort(found, estimate, key=lambda each: each.seconds)
 
 
-def _in_words(config: Config) -> tuple[object, ...]:
-    """Return what tells a layout from others: with one pipeline rank, not the name of its schedule.
+def _identity(config: Config) -> tuple[object, ...]:
+    """Return the keys by which layouts differ; with one pipeline rank, not the schedule's name.
 
-    Of gathers by stage and by block the faster one is the layout's, as `mesh.gather = "auto"` is.
+    Whether FSDP gathers by stage or block is left out, since `mesh.gather = "auto"` chooses.
     """
     return (
         replace(config.mesh, gather="auto"),

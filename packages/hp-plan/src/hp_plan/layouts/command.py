@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from hp_base.command_line import say
 from hp_base.environment import require_unstarted
@@ -166,21 +166,23 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     return 0
 
 
-def lengths_plugin(asked: str) -> Any:
-    """Load what prices steps of documents of many lengths, of hp-packing.
+def lengths_plugin(asked: str) -> ModuleType:
+    """Load the module of hp-packing that prices steps of documents of many lengths.
 
     Args:
-        asked: What the option names, for the message.
+        asked: Value of the option, for the message.
 
     Raises:
         ConfigError: When hp-packing is not installed.
     """
-    return plugin("hp_plan.lengths", "steps", asked_by=f"--lengths ({asked})", package="hp-packing")
+    asked_by = f"--lengths ({asked})"
+    module: ModuleType = plugin("hp_plan.lengths", "steps", asked_by=asked_by, package="hp-packing")
+    return module
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A search makes much and drops little: looking for cycles takes a quarter of its time."""
+    """Switch off the garbage collector, which takes a quarter of a search and frees little."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -212,12 +214,12 @@ def _lines(
 
 def _as_dict(
     choice: Choice, configured: Estimate | None, found: SearchResult | None
-) -> dict[str, Any]:
-    result: dict[str, Any] = {
+) -> dict[str, object]:
+    result: dict[str, object] = {
         "best": [as_dict(estimate) for estimate in choice.best],
         "meshes": choice.num_meshes,
         "priced": choice.num_priced,
-        "laid_out": choice.num_laid_out,
+        "simulated": choice.num_simulated,
         "complete": choice.is_complete,
     }
     if configured is not None:
@@ -247,7 +249,7 @@ def _machine(config: Config, options: argparse.Namespace) -> Machine:
 
 
 def known_machine(name: str) -> Machine:
-    """A machine by its name, or by a file that says of which name it is and what differs."""
+    """Return a machine by its name, or read a file with the name of one and values that differ."""
     if name in MACHINES:
         return MACHINES[name]
     if not name.endswith(".toml"):
@@ -263,7 +265,7 @@ def known_machine(name: str) -> Machine:
 
 
 def known_vocab_size(config: Config) -> int:
-    """Rows of the embedding: those of the config, or of its tokenizer."""
+    """Return the rows of the embedding: of the config, or of its tokenizer."""
     if config.model.vocab_size:
         return config.model.vocab_size
     if not config.data.tokenizer:
@@ -274,7 +276,7 @@ def known_vocab_size(config: Config) -> int:
 
 
 def _spread(config: Config, num_devices: int, skew: str) -> Spread:
-    """Compute how unevenly ranks are busy, for all numbers of ranks that may share the experts."""
+    """Return the load of the busiest rank, for all numbers of ranks that may share the experts."""
     given, model = parse_skew(skew, config.model), config.model
     if skew == "uniform":
         return Spread()
@@ -286,7 +288,7 @@ def _spread(config: Config, num_devices: int, skew: str) -> Spread:
 def _search(
     plan: Plan, best: Estimate, *, asked: PipelineConfig, seconds: float
 ) -> SearchResult | None:
-    """A schedule for the stages of a layout that need not have a name, and may give up as asked."""
+    """Search a schedule for the stages of a layout, with the retention that the config asks for."""
     config, machine = best.config, plan.machine
     if config.mesh.pp == 1 or KINDS[config.pipeline.schedule].returns:
         return None  # nothing to order, or a chain that the search does not know

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 from hp_plan.costs.machine import Machine
 from hp_plan.layouts.choose import Choice
@@ -73,8 +72,8 @@ def reasons(choice: Choice, machine: Machine) -> list[str]:
     best = choice.best[0]
     of = f"all layouts of {choice.num_meshes} meshes"
     if not choice.is_complete:
-        of = f"the {choice.num_laid_out} most promising layouts of {choice.num_meshes} meshes"
-    lines = [f"best of {of}, {choice.num_priced:,} priced, {choice.num_laid_out} laid out:"]
+        of = f"the {choice.num_simulated} most promising layouts of {choice.num_meshes} meshes"
+    lines = [f"best of {of}, {choice.num_priced:,} priced, {choice.num_simulated} simulated:"]
     share = best.memory.total / machine.memory
     lines.append(f"  it fits: {in_bytes(best.memory.total)} are {share:.0%} of a device")
     for title, other in _rivals(choice):
@@ -133,7 +132,7 @@ def name(estimate: Estimate) -> str:
 _GIVEN_UP = {"keep": "", "recompute": "run again", "offload": "copied to the host"}
 
 
-def as_dict(estimate: Estimate) -> Mapping[str, Any]:
+def as_dict(estimate: Estimate) -> Mapping[str, object]:
     """A layout for programs: keys of the config, seconds and bytes."""
     config, memory = estimate.config, estimate.memory
     mesh = {f"mesh.{key}": getattr(config.mesh, key) for key in config.mesh.__struct_fields__}

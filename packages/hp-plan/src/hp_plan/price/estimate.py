@@ -3,14 +3,13 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from statistics import fmean
 
 from hp_plan.costs import modules
 from hp_plan.costs.machine import Machine
 from hp_plan.costs.memory import Memory
 from hp_plan.costs.work import Work
-from hp_plan.price.prices import Prices, aligned, cores_of, costs_of, ways
+from hp_plan.price.prices import Prices, aligned, all_exchanges, cores_of, costs_of
 from hp_plan.price.traffic import (
     Spread,
     Transfer,
@@ -210,9 +209,8 @@ class Plan:
             reduced = 1.0 if config.mesh.reduce_once else float(self.num_microbatches)
         shards = [_sum("", gathers, gathered), _sum("", reduces, reduced)]
         inside: dict[str, list[Transfer]] = defaultdict(list)
-        for transfer in chain.from_iterable(
-            ways(config, stages, place, machine, spread=self._prices.spread)
-        ):
+        spread = self._prices.spread
+        for transfer in all_exchanges(config, stages, place, machine, spread=spread):
             inside[transfer.purpose].append(transfer)
         return [
             pipeline_transfer(config, place, edges, num_microbatches=self.num_microbatches),

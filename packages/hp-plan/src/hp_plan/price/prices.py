@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hp_plan.costs import modules
 from hp_plan.costs.machine import Machine
@@ -36,6 +36,8 @@ from hp_schedule import Costs
 from hp_trainer.config import Config, PipelineConfig
 from hp_trainer.layout.ranks import Layout, StageLayout
 from hp_trainer.layout.schedules import KINDS, count_microbatches, layers_of_stages
+
+_EVEN = Spread()
 
 
 class StagePrice(NamedTuple):
@@ -188,7 +190,7 @@ class Prices:
         return price.by_block(reductions(config)) if config.mesh.gather == "block" else price
 
     def _waits(self, config: Config, stage: Work, place: StageLayout) -> list[float]:
-        """Seconds of what `ways` has: sums of what takes so long for each thing exchanged."""
+        """Return the seconds of exchanges in forward, in backward and in recomputation."""
         key = (place, config.train.microbatch_size)
         each = self._each.get(key)
         if each is None:
@@ -209,9 +211,9 @@ class Prices:
             if ranks.get(name, place.ep * place.etp) == 1:
                 found.append([0.0, 0.0])
                 continue
-            one: dict[str, Any] = {name: 1.0}
-            way = partial(_way, config, [Work(**one)], place, self.machine, spread=self.spread)
-            ends = [way(backward=False)]
+            one = [Work.counted({name: 1.0})]
+            way = partial(exchanges, config, one, place, self.machine, spread=self.spread)
+            ends = [way()]
             if name in _UNLIKE_BACKWARD:
                 ends.append(way(backward=True))
             sums = [sum(transfer.seconds for transfer in end) for end in ends]
@@ -303,38 +305,46 @@ _UNLIKE_BACKWARD = ("rows", "balances", "losses")
 """What of `EXCHANGED` has other exchanges in backward than in forward."""
 
 
-def ways(
+def all_exchanges(
     config: Config,
     stages: Sequence[Work],
     place: StageLayout,
     machine: Machine,
     *,
     spread: Spread,
-) -> list[list[Transfer]]:
-    """Return what ranks exchange inside the layers of some stages for a microbatch.
+) -> list[Transfer]:
+    """Return the exchanges inside the layers of some stages for a microbatch.
 
-    Returns:
-        In forward, in backward, and in what backward runs again.
+    They are those of forward, of backward, and of the forward that backward runs again.
     """
     again = [stage.again for stage in stages if stage.again is not None]
-    way = partial(_way, config, place=place, machine=machine, spread=spread)
-    return [
-        way(stages, backward=False),
-        way(stages, backward=True),
-        way(again, backward=False),
-    ]
+    way = partial(exchanges, config, place=place, machine=machine, spread=spread)
+    return [*way(stages), *way(stages, backward=True), *way(again)]
 
 
-def _way(
+def exchanges(
     config: Config,
     works: Sequence[Work],
     place: StageLayout,
     machine: Machine,
     *,
-    spread: Spread,
-    backward: bool,
+    spread: Spread = _EVEN,
+    backward: bool = False,
+    tokens: int | None = None,
 ) -> list[Transfer]:
-    tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+    """Return the exchanges of ranks inside layers, in one direction.
+
+    Args:
+        config: Configuration of the layout.
+        works: Layers.
+        place: Ranks that share the layers.
+        machine: Links of the machine.
+        spread: Spread of a token's experts over ranks.
+        backward: Whether the direction is backward.
+        tokens: Tokens that attention sees on a rank; None: those of a microbatch.
+    """
+    if tokens is None:
+        tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
     found: list[Transfer] = []
     if place.tp * place.cp > 1:
         found += activation_transfers(

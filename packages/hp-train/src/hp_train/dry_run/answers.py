@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hp_expert import ExchangeRead, LocalRead
-from hp_plan.costs.routed import routed
+from hp_plan.costs.kernels import routed
 from hp_plan.costs.routing import ALL_LAYERS, Skew
 from hp_platform.threads.places import current_place
 from hp_schedule.runtime import HeaderRead

@@ -1,9 +1,9 @@
-"""Costs that this user has learned before, by other runs: taken, torch need not be imported.
+"""A cache of learned costs on disk, for all runs of a user; a hit needs no import of torch.
 
-An entry is a file of JSON, named by a digest of all that decides about what is in it: what was
-asked, and the sources and versions of what has answered. What cannot be read is learned again, and
-what cannot be written is not kept. The ranks of a run all ask for the same: while one of this
-user's processes learns, others wait for what it will have written.
+An entry is a JSON file, named by a digest of everything that its content depends on: the key, and
+the sources and versions of the packages that learn. An unreadable entry is a miss, and failed
+writes are ignored. The ranks of a run all ask for the same: while one process of this user learns,
+others wait for its entry.
 """
 
 import fcntl
@@ -37,21 +37,21 @@ _SOURCES = (
 _PACKAGES = ("torch", "triton")
 _MOST_BYTES = 1 << 24
 _MOST_ENTRIES = 256
-_WAIT_SECONDS = 20.0  # for what others learn; one of them may have been stopped
-_LOOK_SECONDS = 0.02
+_WAIT_SECONDS = 20.0  # at most, for another process that learns: it may have been stopped
+_POLL_SECONDS = 0.02
 
 T = TypeVar("T")
 
 
-def kept(asked: object, kind: type[T], learn: Callable[[], T]) -> T:
-    """Return what was learned before, or is now.
+def cached(key: object, kind: type[T], learn: Callable[[], T]) -> T:
+    """Return the entry of a key; on a miss, learn and store it.
 
     Args:
-        asked: All that decides about it besides the code, as JSON can have it.
-        kind: What it is, of types that JSON can be converted to.
-        learn: Learns it.
+        key: Everything that the result depends on besides the code, of types that JSON has.
+        kind: Type of the result, of types that JSON can be converted to.
+        learn: Function that computes the result.
     """
-    name = _name(kind.__name__, asked)
+    name = _name(kind.__name__, key)
     found = _read(name, kind)
     if found is not None:
         return found
@@ -73,7 +73,7 @@ def _read(name: str, kind: type[T]) -> T | None:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Have the folder to oneself, where there is one."""
+    """Lock the folder, if there is one."""
     with suppress(OSError):
         make_own(user_cache(FOLDER))
     with opened_own(user_cache(FOLDER)) as folder:
@@ -83,7 +83,7 @@ def _turn() -> Iterator[None]:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         yield
 
 
@@ -100,7 +100,7 @@ def _store(name: str, content: bytes) -> None:
 
 
 def _make_room(folder: int) -> None:
-    """Remove the oldest entries of too many."""
+    """Remove the oldest entries above the maximum number."""
     entries = [
         (os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime_ns, name)
         for name in names_in(folder)
@@ -110,14 +110,14 @@ def _make_room(folder: int) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def _name(kind: str, asked: object) -> str:
-    text = msgspec.json.encode([kind, asked, _code()])
+def _name(kind: str, key: object) -> str:
+    text = msgspec.json.encode([kind, key, _code()])
     return f"{hashlib.blake2b(text, digest_size=16).hexdigest()}.json"
 
 
 @cache
 def _code() -> str:
-    """Digest of the versions and sources of what learns: a file that was changed has another."""
+    """Return a digest of the versions and sources of the packages that learn."""
     parts: list[object] = [sys.version, *map(_version, _PACKAGES)]
     for name in _SOURCES:
         spec = find_spec(name)
@@ -134,7 +134,7 @@ def _version(package: str) -> str:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Sources below a folder, with their sizes and the times of their last changes."""
+    """Yield the sources below a folder, with their sizes and times of last change."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():

@@ -1,10 +1,12 @@
-"""All layouts of some meshes in the order of their times, without a look at most of them. No torch.
+"""Best-first branch and bound: layouts in ascending order of step time. No torch.
 
-Meshes that differ in what is sharded stand for each other, a mesh with microbatches of a size for
-all its pipelines, and stages at their places for all orders of their steps. Each has a time that
-nothing it stands for undercuts, and is only looked into when that is the least of all. The last
-bound of a layout is that of paths: what was the longest way through the steps of its schedule with
-other costs takes no longer than the longest with its own.
+A node of the search tree is a set of layouts with a lower bound on the seconds of their steps. The
+levels below the root: a family of meshes that differ only in sharding; the family with a microbatch
+size; a mesh with its microbatches and recomputation; stages placed on ranks; one layout, a leaf. A
+priority queue gives the node with the least bound, which is branched into its children, so most
+sets are never branched. A leaf is simulated when its bound comes up. Its last bound before that is
+a critical path: the length, with its own costs, of a path through its schedule that was the longest
+with the costs of another layout.
 """
 
 from collections import Counter
@@ -36,27 +38,28 @@ from hp_trainer.layout.schedules import KINDS, count_microbatches, placement, sp
 _PLAINEST = PipelineConfig(schedule="1f1b", stages_per_rank=1)
 _MOST_PATHS = 12
 _EXACT = 1e-9
-"""Share of a time below which two are the same."""
+"""Relative difference below which two times are the same."""
 
-_Narrower = Callable[[], "Iterator[_Found]"]
-_Found = tuple[float, "_Narrower | Config"]
-"""A bound, and what makes that of which it is into less; a config: it is a layout's time."""
+_Branch = Callable[[], "Iterator[_Node]"]
+_Node = tuple[float, "_Branch | Config"]
+"""A lower bound in seconds and the function that yields the children of the node; or the seconds of
+a simulated layout and its config."""
 
 
 @dataclass(slots=True)
 class _Steps:
-    """The steps of a schedule, and longest paths through them that were found."""
+    """The steps of a schedule, and critical paths through them, with the costs of some layouts."""
 
     order: Precedence
     paths: dict[Path, None] = field(default_factory=dict)
 
 
-class _Computing(NamedTuple):
-    """Seconds of a step that nothing of what is computed undercuts.
+class _ComputeBounds(NamedTuple):
+    """Lower bounds on the seconds of a step, from compute alone.
 
     Attributes:
-        by_places: For the busiest rank, by the places of the stages of pipelines.
-        through: Seconds of one microbatch, forward and back.
+        by_places: Seconds of the busiest rank, by the ranks of the stages.
+        through: Seconds of one microbatch, forward and back through all stages.
     """
 
     by_places: Mapping[tuple[int, ...], float]
@@ -64,86 +67,86 @@ class _Computing(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """With the most even pipeline."""
+        """Return the seconds of the busiest rank with the most even pipeline."""
         return min(self.by_places.values(), default=inf)
 
     @property
     def least(self) -> float:
-        """Of both."""
+        """Return the larger bound."""
         return max(self.busy, self.through)
 
 
-class Search:
-    """Layouts of meshes in the order of their times.
+class BranchAndBound:
+    """Best-first branch and bound over the layouts of meshes.
 
     Attributes:
-        smallest: The layout that needs least of those left out since they do not fit into a
-            device's memory.
-        num_priced: Layouts that were told apart by a bound of their own.
-        num_laid_out: Those whose schedules were walked step by step.
-        is_complete: Whether no more were to be laid out than may be.
+        smallest: Layout that needs least memory of those pruned because they do not fit; None:
+            none was pruned as a leaf.
+        num_priced: Number of leaves that got a bound of their own.
+        num_simulated: Number of leaves whose schedules were simulated.
+        is_complete: Whether the search ended before `most` leaves were simulated.
 
     Args:
         axes: Axes along which layouts differ.
-        prices: Prices them.
-        most: Schedules to walk at most.
+        prices: Prices of stages.
+        most: Maximum number of leaves to simulate.
     """
 
     def __init__(self, axes: tuple[Axis, ...], prices: Prices, *, most: int = 1 << 20) -> None:
         self.smallest: Config | None = None
-        self.num_priced = self.num_laid_out = 0
+        self.num_priced = self.num_simulated = 0
         self.is_complete = True
         self._axes = {axis.key: axis for axis in axes}
         self._least_bytes = float("inf")
-        self._hopeless: tuple[float, Config | None] = float("inf"), None
+        self._least_hopeless: tuple[float, Config | None] = float("inf"), None
         self.prices, self._most = prices, most
         self._steps: dict[object, _Steps] = {}
         self._pipelines: dict[int, list[tuple[PipelineConfig, tuple[int, ...]]]] = {}
-        self._computes: dict[object, _Computing] = {}
+        self._compute_bounds: dict[object, _ComputeBounds] = {}
         self._known_shares: dict[object, set[tuple[tuple[int, int], ...]]] = {}
 
     def by_time(self, meshes: Sequence[Config]) -> Iterator[tuple[float, Config]]:
-        """Yield times of a step and layouts that fit, in ascending order.
+        """Yield the seconds of a step and the config of layouts that fit, in ascending order.
 
-        Where devices share cores, what is yielded are bounds: their steps are slower while others
-        run. At the end of what may be laid out, those follow that are laid out already.
+        If devices share cores, the seconds are lower bounds: steps are slower while others run.
+        After `most` simulations, the layouts that are simulated already follow.
         """
         order = counter()
-        waiting: list[tuple[float, int, _Narrower | Config]] = [
-            (bound, next(order), narrower) for bound, narrower in self._families(meshes)
+        queue: list[tuple[float, int, _Branch | Config]] = [
+            (bound, next(order), branch) for bound, branch in self._families(meshes)
         ]
-        heapify(waiting)
-        while waiting:
-            least, _, found = heappop(waiting)
-            if isinstance(found, Config):
-                yield least, found
-            elif self.num_laid_out >= self._most:
+        heapify(queue)
+        while queue:
+            least, _, node = heappop(queue)
+            if isinstance(node, Config):
+                yield least, node
+            elif self.num_simulated >= self._most:
                 self.is_complete = False
             else:
-                for bound, narrower in found():
-                    heappush(waiting, (max(least, bound), next(order), narrower))
+                for bound, child in node():
+                    heappush(queue, (max(least, bound), next(order), child))
 
     def nearest(self) -> Config | None:
-        """The layout that lacks least of those that do not fit, of those looked at."""
-        if self.smallest is None and self._hopeless[1] is not None:
-            for _, places in self._of_pipelines(self._hopeless[1]):
+        """Return the pruned layout that needs least memory; None: none was pruned."""
+        if self.smallest is None and self._least_hopeless[1] is not None:
+            for _, places in self._placements(self._least_hopeless[1]):
                 assert callable(places)
-                for _, narrower in places():
-                    assert callable(narrower)
-                    list(narrower())  # finds that it does not fit
+                for _, leaf in places():
+                    assert callable(leaf)
+                    list(leaf())  # sets `smallest`, as it does not fit
         return self.smallest
 
-    def _families(self, meshes: Sequence[Config]) -> Iterator[_Found]:
-        """Meshes in families: what they share out, they share out alike, whatever is sharded.
+    def _families(self, meshes: Sequence[Config]) -> Iterator[_Node]:
+        """Yield families of meshes that differ only in sharding, and so compute the same.
 
-        A microbatch takes them equally long, and a token of one takes least where that is largest.
+        A token takes least compute in the largest microbatch.
         """
         families: dict[MeshConfig, list[Config]] = {}
         for mesh in meshes:
             dp = mesh.mesh.dp_replicate * mesh.mesh.dp_shard
             families.setdefault(replace(mesh.mesh, dp_replicate=dp, dp_shard=1), []).append(mesh)
         for family, members in families.items():
-            # What is computed again comes on top.
+            # Recomputation only adds compute.
             least = min(self._repeats(members[0]), key=lambda recompute: recompute != "none")
             found = [
                 _with_train(replace(members[0], mesh=family), microbatch_size=size, recompute=least)
@@ -156,43 +159,43 @@ class Search:
             ]
             if sizes:
                 shortest = sizes
-                if self.prices.machine.launch_seconds:  # else logits of large ones are made twice
+                if self.prices.machine.launch_seconds:  # else large ones compute logits twice
                     shortest = [max(sizes, key=lambda one: one.train.microbatch_size)]
                 bound = min(self._computing(one).busy for one in shortest)
                 yield bound, partial(self._sizes, sizes, members)
 
-    def _sizes(self, sizes: Sequence[Config], members: Sequence[Config]) -> Iterator[_Found]:
-        """A family of meshes with microbatches of each size."""
+    def _sizes(self, sizes: Sequence[Config], members: Sequence[Config]) -> Iterator[_Node]:
+        """Yield a family of meshes with each microbatch size."""
         for size in sizes:
             yield self._computing(size).least, partial(self._batches, size, members)
 
-    def _batches(self, size: Config, members: Sequence[Config]) -> Iterator[_Found]:
-        """The meshes of a family with microbatches of a size, first with all that they keep."""
+    def _batches(self, size: Config, members: Sequence[Config]) -> Iterator[_Node]:
+        """Yield the meshes of a family with a microbatch size, without recomputation first."""
         for member in members:
             found = replace(member, train=size.train)
             if rules.allows_batch(found):
-                yield self.bound_of_batch(found), partial(self._repeating, found)
+                yield self.bound_of_batch(found), partial(self._recomputations, found)
 
-    def _repeating(self, found: Config) -> Iterator[_Found]:
-        """The same microbatches, and those with something computed again; those that may fit."""
+    def _recomputations(self, found: Config) -> Iterator[_Node]:
+        """Yield a mesh without and with each recomputation; prune those that cannot fit."""
         yield from self._if_it_may_fit(found, 0.0)
         for recompute in self._repeats(found):
             if recompute != found.train.recompute:
                 more = _with_train(found, recompute=recompute)
                 yield from self._if_it_may_fit(more, self.bound_of_batch(more))
 
-    def _if_it_may_fit(self, found: Config, bound: float) -> Iterator[_Found]:
+    def _if_it_may_fit(self, found: Config, bound: float) -> Iterator[_Node]:
         needed = self.least_bytes(found)
         if needed <= self.prices.machine.memory:
-            yield bound, partial(self._of_pipelines, found)
-        elif needed < self._hopeless[0]:
-            self._hopeless = needed, found
+            yield bound, partial(self._placements, found)
+        elif needed < self._least_hopeless[0]:
+            self._least_hopeless = needed, found
 
     def least_bytes(self, config: Config) -> float:
-        """Return what the rank that needs most needs at least, with all pipelines of a mesh.
+        """Return a lower bound on the memory of the fullest rank, for all pipelines of a mesh.
 
-        That is the mean of what all need of weights, and to keep one microbatch, which all of its
-        stages do when its backward begins.
+        It is the mean of all ranks: of their weights, and of one microbatch, whose activations are
+        in all stages when its backward begins.
         """
         stages, place = self._as_one(config)
         tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
@@ -203,52 +206,52 @@ class Search:
         return machine.context_memory + (1 + machine.fragmentation) * tensors
 
     def _as_one(self, config: Config) -> tuple[tuple[Work, ...], StageLayout]:
-        """All layers as one stage, and the ranks that would share it in a pipeline."""
+        """Return all layers as one stage, and the ranks that would share a stage."""
         stages = modules.stages(config, self.prices.vocab_size, num_stages=1)
         return stages, StageLayout.of(config.mesh, tp=config.mesh.tp, ep=config.mesh.ep)
 
     def bound_of_batch(self, config: Config) -> float:
-        """Of all pipelines of a mesh with microbatches of a size.
+        """Return a lower bound on the seconds of a step, for all pipelines of a mesh.
 
-        Besides what they compute, a rank gathers and reduces the mean of all parameters at least.
+        Beside compute, the busiest rank gathers and reduces at least the mean of all parameters.
         """
         stages, place = self._as_one(config)
         gathered = sum(self.prices.gather(config, stages[0], place)) / config.mesh.pp
         return max(self._computing(config).least, gathered) + self._last(config)
 
     def _last(self, config: Config) -> float:
-        """Seconds behind the pipeline, of which each rank takes the mean of all at least."""
+        """Return a lower bound on the seconds after the pipeline: the mean of all ranks."""
         return sum(self.prices.ends(config, *self._as_one(config)).values()) / config.mesh.pp
 
-    def _computing(self, config: Config) -> _Computing:
-        """Say what all pipelines of a mesh compute with microbatches of a size, if no rank waits.
+    def _computing(self, config: Config) -> _ComputeBounds:
+        """Return bounds from compute alone, for all pipelines of a mesh.
 
-        Layers are not cut: some rank has no less than the busiest one of the most even pipeline.
-        And a microbatch goes forward and back through all stages.
+        Layers are whole: some rank has no less than the busiest one of the most even pipeline. And
+        a microbatch goes forward and back through all stages.
         """
         place = self._as_one(config)[1]
         place = replace_place(place, dp_replicate=place.dp, dp_shard=1)
         key = place, config.mesh.pp, config.train.microbatch_size, config.train.recompute
-        if key not in self._computes:
-            self._computes[key] = self._computed(config, place)
-        return self._computes[key]
+        if key not in self._compute_bounds:
+            self._compute_bounds[key] = self._computed(config, place)
+        return self._compute_bounds[key]
 
-    def _computed(self, config: Config, place: StageLayout) -> _Computing:
+    def _computed(self, config: Config, place: StageLayout) -> _ComputeBounds:
         plainest, number = replace(config, pipeline=_PLAINEST), config.model.num_layers
         vocab_size, pp = self.prices.vocab_size, config.mesh.pp
         layers = modules.stages(plainest, vocab_size, num_stages=number)
         prices = self.prices.stages(plainest, layers, (place,) * number)
-        kinds = [prices.index(price) for price in prices]  # of layers that are alike
+        kinds = [prices.index(price) for price in prices]  # equal layers are of one kind
         busiest = {
             stage_to_rank: max(
-                _least_of([(prices[kind], times) for kind, times in held])
-                for held in self._shares(tuple(kinds), stage_to_rank, pp)
+                _least_seconds([(prices[kind], times) for kind, times in share])
+                for share in self._shares(tuple(kinds), stage_to_rank, pp)
             )
             for stage_to_rank in {places for _, places in self._possible(config)}
         }
         whole = self.prices.stages(plainest, self._as_one(plainest)[0], (place,))[0]
         times = config.train.global_batch_size / config.batch_unit
-        return _Computing(
+        return _ComputeBounds(
             {places: times * most for places, most in busiest.items()},
             whole.forward + whole.input_grad,
         )
@@ -256,31 +259,31 @@ class Search:
     def _shares(
         self, kinds: tuple[int, ...], stage_to_rank: tuple[int, ...], pp: int
     ) -> set[tuple[tuple[int, int], ...]]:
-        """Return what ranks have of layers of each kind; each combination once."""
+        """Return the numbers of layers of each kind that ranks have; each combination once."""
         key = kinds, stage_to_rank
         if key not in self._known_shares:
-            held: list[Counter[int]] = [Counter() for _ in range(pp)]
+            shares: list[Counter[int]] = [Counter() for _ in range(pp)]
             cut = split_layers(len(kinds), len(stage_to_rank))
             for rank, layers in zip(stage_to_rank, cut, strict=True):
-                held[rank].update(kinds[layer] for layer in layers)
-            self._known_shares[key] = {tuple(sorted(mine.items())) for mine in held}
+                shares[rank].update(kinds[layer] for layer in layers)
+            self._known_shares[key] = {tuple(sorted(mine.items())) for mine in shares}
         return self._known_shares[key]
 
-    def _of_pipelines(self, found: Config) -> Iterator[_Found]:
-        """The pipelines of a mesh with microbatches of one size, by where their stages are."""
+    def _placements(self, found: Config) -> Iterator[_Node]:
+        """Yield the pipelines of a mesh, grouped by the ranks of their stages."""
         placed: dict[tuple[tuple[int, ...], int], list[PipelineConfig]] = {}
         for pipeline, stage_to_rank in self._possible(found):
-            if not is_repeated(replace(found, pipeline=pipeline)):
+            if not is_duplicate(replace(found, pipeline=pipeline)):
                 placed.setdefault((stage_to_rank, self.prices.parts(pipeline)), []).append(pipeline)
         last = self._last(found)
         for (stage_to_rank, _), pipelines in placed.items():
             bound = self._computing(found).by_places[stage_to_rank] + last
-            yield bound, partial(self._of_places, found, stage_to_rank, pipelines)
+            yield bound, partial(self._leaves, found, stage_to_rank, pipelines)
 
-    def _of_places(
+    def _leaves(
         self, found: Config, stage_to_rank: tuple[int, ...], pipelines: Sequence[PipelineConfig]
-    ) -> Iterator[_Found]:
-        """Pipelines that have the same stages, in parts that cost the same, at the same places."""
+    ) -> Iterator[_Node]:
+        """Yield the layouts with given stages on given ranks, which differ only in schedules."""
         candidate = Candidate(self.prices, replace(found, pipeline=pipelines[0]), stage_to_rank)
         for pipeline in pipelines:
             self.num_priced += 1
@@ -288,23 +291,23 @@ class Search:
             if candidate.is_sharded and not KINDS[pipeline.schedule].splits_backward:
                 yield candidate.bound_by_block, partial(self._by_block, candidate, pipeline)
 
-    def _by_block(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Found]:
+    def _by_block(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Node]:
         """A layout that gathers block by block."""
         mesh = replace(candidate.layout.mesh, gather="block")
-        if not is_repeated(replace(candidate.layout, mesh=mesh, pipeline=pipeline)):
+        if not is_duplicate(replace(candidate.layout, mesh=mesh, pipeline=pipeline)):
             yield from self._fitting(candidate.by_block, pipeline)
 
-    def _fitting(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Found]:
-        """A layout, if it fits."""
+    def _fitting(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Node]:
+        """Yield a layout with its bound, if it fits."""
         layout = replace(candidate.layout, pipeline=pipeline)
         if rules.allows_pipeline(layout) and self._fits(candidate, layout):
-            yield candidate.bound, partial(self._timed, candidate, layout)
+            yield candidate.bound, partial(self._simulated, candidate, layout)
 
     def _fits(self, candidate: Candidate, layout: Config) -> bool:
-        """Tell whether a layout's ranks hold what is under way."""
+        """Tell whether activations of microbatches under way fit on all ranks of a layout."""
         pp, number = layout.mesh.pp, count_microbatches(layout)
         walk = partial(self._walk, layout.pipeline, pp, is_sharded=candidate.is_sharded)
-        # With few microbatches there are no more at once, and far fewer steps.
+        # Few microbatches reach no higher peak than many, in far fewer steps.
         needed = candidate.least_needed(walk(min(number, 2 * pp)).order.peaks)
         if fits(layout, needed, self.prices.machine):
             needed = candidate.needed(walk(number).order.peaks)
@@ -313,8 +316,16 @@ class Search:
             self._least_bytes, self.smallest = needed, layout
         return is_there
 
-    def _timed(self, candidate: Candidate, layout: Config, known: float = 0.0) -> Iterator[_Found]:
-        """The time of a layout; or a better bound, of paths that were longest for others."""
+    def _simulated(
+        self, candidate: Candidate, layout: Config, known: float = 0.0
+    ) -> Iterator[_Node]:
+        """Yield the time of a layout; before that a tighter bound, of known critical paths.
+
+        Args:
+            candidate: Layouts that share stages with this one.
+            layout: Layout to simulate.
+            known: Bound of critical paths that was tried before, in seconds.
+        """
         steps = self._walk(
             layout.pipeline,
             layout.mesh.pp,
@@ -324,9 +335,9 @@ class Search:
         costs = candidate.costs(steps.order)
         least = max((length(path, costs) for path in steps.paths), default=0.0)
         if least > known * (1 + _EXACT):
-            yield least + candidate.last, partial(self._timed, candidate, layout, least)
+            yield least + candidate.last, partial(self._simulated, candidate, layout, least)
             return
-        self.num_laid_out += 1
+        self.num_simulated += 1
         seconds, path = steps.order.longest(costs)
         steps.paths[path] = None
         if len(steps.paths) > _MOST_PATHS:
@@ -334,7 +345,7 @@ class Search:
         yield seconds + candidate.last, layout
 
     def _walk(self, pipeline: PipelineConfig, pp: int, number: int, *, is_sharded: bool) -> _Steps:
-        """The steps of a schedule with a number of microbatches."""
+        """Return the steps of a schedule with a number of microbatches."""
         key = (pipeline.schedule, pipeline.stages_per_rank, pp, number, is_sharded)
         if key not in self._steps:
             schedule = plain_schedule(pipeline, pp, number, is_sharded=is_sharded)
@@ -342,14 +353,14 @@ class Search:
         return self._steps[key]
 
     def _choices(self, key: str, only: object) -> Sequence[object]:
-        """Values of an axis; where it is none, the only one."""
+        """Return the values of an axis; the only value of a key that is none."""
         return self._axes[key].choices if key in self._axes else (only,)
 
     def _repeats(self, found: Config) -> Sequence[object]:
         return self._choices("train.recompute", found.train.recompute)
 
     def _possible(self, found: Config) -> list[tuple[PipelineConfig, tuple[int, ...]]]:
-        """Pipelines that have a layer for each stage, and where these are."""
+        """Return pipelines with at least a layer for each stage, and the ranks of the stages."""
         pp = found.mesh.pp
         if pp not in self._pipelines:
             names = self._choices("pipeline.schedule", found.pipeline.schedule)
@@ -366,8 +377,8 @@ class Search:
         return self._pipelines[pp]
 
 
-def _least_of(parts: Sequence[tuple[StagePrice, int]]) -> float:
-    """Seconds of parts of a stage, each so many times: of the device or its host, and exchanges."""
+def _least_seconds(parts: Sequence[tuple[StagePrice, int]]) -> float:
+    """Return the seconds of stages, each a number of times: of device or host, and exchanges."""
     device = sum(times * price.device for price, times in parts)
     host = sum(times * price.host for price, times in parts)
     return max(device, host) + sum(times * price.exchanges for price, times in parts)
@@ -377,11 +388,11 @@ def _with_train(config: Config, **keys: object) -> Config:
     return replace(config, train=replace(config.train, **keys))
 
 
-def is_repeated(config: Config) -> bool:
-    """Tell whether another layout runs the very same steps in the very same order."""
+def is_duplicate(config: Config) -> bool:
+    """Tell whether another layout runs the same steps in the same order."""
     mesh, pipeline = config.mesh, config.pipeline
     if mesh.pp > 1:
         return pipeline.stages_per_rank == 1 and bool(KINDS[pipeline.schedule].with_one_stage)
-    # One rank waits for nobody; but the order decides how often it gathers a stage's parameters.
+    # A single rank never waits, but the order decides how often it gathers a stage's parameters.
     decides = Layout.of(mesh).stages[0].is_sharded and mesh.gather == "stage"
     return not decides and pipeline.schedule != "1f1b"
