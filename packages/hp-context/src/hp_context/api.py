@@ -1,14 +1,15 @@
 """`ContextParallel`: run a core attention over a sequence that is split across ranks.
 
-Note [What the modes do around the core attention]
-    Ulysses: the hooks exchange q, k and v before the core and its output afterwards.
-    All-gather K/V: an `hp_context.Attention` gets its mask as a `GatheredMask`, which computes the
-    blocks of this rank; any other core gets all keys and values, gathered by the hook before it,
-    and the rows of the mask that belong to its queries.
-    Ring: an `hp_context.Attention` gets a `RingMask`, which computes the same blocks as keys come.
-    Hybrid: the exchange of Ulysses over the inner ranks, then one of the two over the outer ones.
-    Whatever belongs to a call travels in its arguments, so that microbatches, threads and
-    recomputation do not meet.
+Ulysses: the hooks exchange q, k and v before the core and its output afterwards.
+
+All-gather K/V: an `hp_context.Attention` gets its mask as a `GatheredMask`, which computes the
+blocks of this rank; any other core gets all keys and values, gathered by the hook before it, and
+the rows of the mask that belong to its queries.
+
+Ring: an `hp_context.Attention` gets a `RingMask`, which computes the same blocks as keys come.
+Hybrid: the exchange of Ulysses over the inner ranks, then one of the two over the outer ones.
+Whatever belongs to a call travels in its arguments, so that microbatches, threads and recomputation
+do not meet.
 
 Shape symbols: B batch, S whole sequence, N ranks, s = S / N, H query heads, h = H / N, G
 key/value heads, D head size.

@@ -4,10 +4,6 @@
 expert's plain local tensor for the whole parameter. Here the groups over which a parameter is
 sharded are known: of a `DTensor` from its placements, of a plain tensor of experts from the style
 that has spread them.
-
-Note [Same bits]. Powers are summed in fp64, in the order of the parameters. Powers of ranks are
-gathered and summed in rank order instead of being reduced, so that every rank gets the same bits
-whatever algorithm a collective uses. Every rank counts a replicated parameter once, on its own.
 """
 
 import math
@@ -190,7 +186,12 @@ def _merge(powers: Tensor, norm_type: float) -> Tensor:
 
 
 def _over(power: Tensor, group: ProcessGroup, norm_type: float) -> Tensor:
-    """Merge the powers of ranks, in rank order; see Note [Same bits]."""
+    """Merge the powers of ranks, in rank order.
+
+    Powers are summed in fp64, in the order of the parameters. Powers of ranks are gathered and
+    summed in rank order instead of being reduced, so that every rank gets the same bits whatever
+    algorithm a collective uses. Every rank counts a replicated parameter once, on its own.
+    """
     everyone = [torch.empty_like(power) for _ in range(group.size())]
     dist.all_gather(everyone, power, group=group)
     return _merge(torch.stack(everyone), norm_type)

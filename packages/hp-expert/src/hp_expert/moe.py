@@ -1,11 +1,11 @@
 """A mixture-of-experts layer: router, experts, and an optional shared expert.
 
-Note [Outside the graph]. A layer reads on the host how many rows each expert and each rank gets,
-and sizes its tensors by these numbers, which no graph of `torch.compile` can contain. So graphs are
-cut exactly here: the router and everything around the layer are compiled, and the part between the
-routing and the sum of the outputs runs without a compiler. There is one such part in each layer,
-and two with a shared expert, which is compiled as well and runs while rows travel. These parts do
-not depend on the graphs: another number of tokens compiles nothing anew.
+A layer reads on the host how many rows each expert and each rank gets, and sizes its tensors by
+these numbers, which no graph of `torch.compile` can contain. So graphs are cut exactly here: the
+router and everything around the layer are compiled, and the part between the routing and the sum of
+the outputs runs without a compiler. There is one such part in each layer, and two with a shared
+expert, which is compiled as well and runs while rows travel. These parts do not depend on the
+graphs: another number of tokens compiles nothing anew.
 """
 
 from torch import Tensor, nn

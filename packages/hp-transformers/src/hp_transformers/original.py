@@ -1,12 +1,12 @@
 """The other files of the model that a run starts from: copied into the run, handed on by an export.
 
-Note [files that come along]. A model is more than its weights: its tokenizer, its tokens that end a
-text, its chat template, its licence. When a run is made, all small files of the folder that it
-starts from are copied into its directory, with their hashes, and a list of the tensors of the
-folder with files and dtypes. An export reads these copies and nothing else, since a stranger's
-checkpoint may name any folder of yours. The folder of the model may be a stranger's as well: links
-in it are followed within the folder, and within the cache of Hugging Face's hub for that model,
-which is made of links; files that links outside lead to are left out.
+A model is more than its weights: its tokenizer, its tokens that end a text, its chat template, its
+licence. When a run is made, all small files of the folder that it starts from are copied into its
+directory, with their hashes, and a list of the tensors of the folder with files and dtypes. An
+export reads these copies and nothing else, since a stranger's checkpoint may name any folder of
+yours. The folder of the model may be a stranger's as well: links in it are followed within the
+folder, and within the cache of Hugging Face's hub for that model, which is made of links; files
+that links outside lead to are left out.
 """
 
 import hashlib

@@ -5,13 +5,6 @@ that are there are one call: for every document, run of positions and sequence o
 results of several parts of the keys are put together by their log-sum-exp, as those of blocks are,
 and gradients follow from the final output and log-sum-exp: see Note [Backward by blocks].
 
-Note [Where segments begin is copied once]
-    What a call is told of its segments are numbers that follow from the mask and from positions.
-    They are worked out on the host, remembered with the plan, and copied to the device through
-    pinned memory, which nobody waits for: once for all layers, forward and backward. Another
-    stream gets a copy of its own, since it does not wait for the first. Plans of microbatches that
-    are done go when there are too many.
-
 Shape symbols: B batch, s queries of a sequence, T = B * s, K keys of a sequence, U keys of all
 sequences, H query heads, G key/value heads (G divides H), D head size of queries and keys, E head
 size of values.
@@ -86,7 +79,14 @@ class _Copies:
         self._total = 0
 
     def get(self, call: Call, device: torch.device) -> _OnDevice:
-        """Return a call on a device; Note [Where segments begin is copied once]."""
+        """Return a call on a device.
+
+        What a call is told of its segments are numbers that follow from the mask and from
+        positions. They are worked out on the host, remembered with the plan, and copied to the
+        device through pinned memory, which nobody waits for: once for all layers, forward and
+        backward. Another stream gets a copy of its own, since it does not wait for the first. Plans
+        of microbatches that are done go when there are too many.
+        """
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (call, device, device_number(), stream)
         found = self._known.get(key)

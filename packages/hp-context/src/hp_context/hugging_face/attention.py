@@ -1,11 +1,5 @@
 """Attention by the calling convention of transformers, over a sequence that is split across ranks.
 
-Note [Masks come from position ids]
-    A rank has its part of the position ids. Once in a forward, in its first layer, the ranks gather
-    them: the whole of them tells where documents begin, and that they are positions of the whole
-    sequence in the layout that attention computes with. The same exchange tells all ranks if one
-    of them cannot go on. No other layer, and no recompute, exchanges or reads anything.
-
 Shape symbols: B sequences of a batch, S whole sequence, N ranks, s = S / N, H query heads, G
 key/value heads, D head size of queries and keys, E head size of values.
 """
@@ -156,7 +150,14 @@ class SpreadAttention:
         query: Tensor,
         same: Mapping[str, object],
     ) -> CallMask:
-        """Exchange position ids and errors; see Note [Masks come from position ids]."""
+        """Exchange position ids and errors.
+
+        A rank has its part of the position ids. Once in a forward, in its first layer, the ranks
+        gather them: the whole of them tells where documents begin, and that they are positions of
+        the whole sequence in the layout that attention computes with. The same exchange tells all
+        ranks if one of them cannot go on. No other layer, and no recompute, exchanges or reads
+        anything.
+        """
         whole = gather_position_ids(
             position_ids,
             error=error,

@@ -1,19 +1,5 @@
 """Modules of a model that mix positions besides its attention, found by trying the model once.
 
-Note [A model is tried, not looked up]
-    Tokens of a rank's part go through all of a model but its attention as if they were the whole
-    sequence. That is right as long as everything but attention treats positions one by one: a
-    convolution, a scan, a shift, a sum over the sequence, or a module that counts positions by
-    itself would see this rank's part alone, and nothing would tell. No list of names can know
-    them all, so the model runs once, before its first forward, on two short sequences. They have
-    some tokens in common, at other places, with their position ids; all others differ. Attention
-    is taken out: its place takes a function that gives each position its own value. Then whatever
-    is computed for a common token must be alike in both sequences, wherever it stands.
-
-    It is compared wherever a tensor enters or leaves a module, and made equal there, so that
-    neither rounding nor a change of experts adds up from layer to layer, and what differs first
-    is the work of the module whose code ran just before.
-
 Shape symbols: S positions of the trial, H query heads, G key/value heads, E head size of values.
 """
 
@@ -55,7 +41,20 @@ def current_trial() -> "Trial | None":
 
 
 def find_mixer(model: nn.Module) -> str | None:
-    """Try a model; see Note [A model is tried, not looked up].
+    """Find what of a model mixes positions besides its attention, by trying the model once.
+
+    Tokens of a rank's part go through all of a model but its attention as if they were the whole
+    sequence. That is right as long as everything but attention treats positions one by one: a
+    convolution, a scan, a shift, a sum over the sequence, or a module that counts positions by
+    itself would see this rank's part alone, and nothing would tell. No list of names can know them
+    all, so the model runs once, before its first forward, on two short sequences. They have some
+    tokens in common, at other places, with their position ids; all others differ. Attention is
+    taken out: its place takes a function that gives each position its own value. Then whatever is
+    computed for a common token must be alike in both sequences, wherever it stands.
+
+    It is compared wherever a tensor enters or leaves a module, and made equal there, so that
+    neither rounding nor a change of experts adds up from layer to layer, and what differs first is
+    the work of the module whose code ran just before.
 
     Every rank that holds a part of the model calls: sharded weights are gathered as in a forward.
 

@@ -5,13 +5,6 @@ Flash attention takes bfloat16 and float16 without a mask tensor and shares key/
 itself. Efficient attention takes the rest but needs as many key/value heads as query heads: it
 runs once per member of the groups that share them, on views, so that nothing is repeated.
 
-Note [What the operators take for granted]
-    Read in aten/src/ATen/native/transformers/cuda of torch; none of it is checked there. Backward
-    of efficient attention reads the output as if it were contiguous in [B, Q, H, E], whatever its
-    strides, and the log-sum-exp in steps of 32 queries. Backward of both reads the random state
-    with dropout only. A build for AMD has other operators under these names: nothing here applies
-    to it.
-
 Shape symbols: B batch, H query heads, G key/value heads, Q queries, K keys, D head size of queries
 and keys, E head size of values.
 """
@@ -131,7 +124,11 @@ def efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv; the last two summed in float32.
 
-    See Note [What the operators take for granted].
+    torch's kernels take for granted, and do not check, what follows (read in
+    aten/src/ATen/native/transformers/cuda). Backward of efficient attention reads the output as if
+    it were contiguous in [B, Q, H, E], whatever its strides, and the log-sum-exp in steps of 32
+    queries. Backward of both reads the random state with dropout only. A build for AMD has other
+    operators under these names: nothing here applies to it.
     """
     padding = -q.size(2) % _LSE_MULTIPLE
     padded = torch.nn.functional.pad(lse, (0, padding), value=torch.inf)

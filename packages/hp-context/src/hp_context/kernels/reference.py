@@ -4,11 +4,10 @@ Query heads that share a key/value head are folded into rows, [B, G, (H/G)*Q, D]
 values are not repeated. Queries are taken a few at a time, so that no more scores exist at once
 than `TILE` says, or those of one query.
 
-Note [Soft caps, dropout and blocks]
-    A soft cap acts on single scores: c * tanh(score / c). Dropout acts on single weights, after
-    the softmax, whose log-sum-exp is of all scores. Neither asks what other blocks hold, so both
-    go with the merge of blocks and with backward by blocks: a dropped weight gives nothing to the
-    output and takes nothing of its gradient.
+A soft cap acts on single scores: c * tanh(score / c). Dropout acts on single weights, after the
+softmax, whose log-sum-exp is of all scores. Neither asks what other blocks hold, so both go with
+the merge of blocks and with backward by blocks: a dropped weight gives nothing to the output and
+takes nothing of its gradient.
 
 Shape symbols: B batch, Q queries, K keys, H query heads, G key/value heads, D head size of
 queries and keys, E head size of values, R = H / G * Q rows.

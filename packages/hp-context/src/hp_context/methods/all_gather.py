@@ -5,19 +5,11 @@ values, packed into one tensor, and computes the blocks of its queries. Backward
 again instead of keeping them, walks the same blocks, and sends the gradients of keys and values to
 the ranks that they belong to.
 
-Note [Gradients go home by all-to-all]
-    Each rank has gradients for the keys of all ranks. A reduce-scatter would sum them in the
-    order of the backend, and Gloo runs it as an all-reduce of the whole. An all-to-all followed by
-    a sum over ranks, in rank order, moves the same bytes as a good reduce-scatter and gives the
-    same bits on every run. It is done in float32 or wider. Keys that a rank's queries do not see
-    have no gradient there, and none is sent.
-
-Note [Strides of heads]
-    Key/value heads do not know of each other, so they may be gathered in several strides: attention
-    over one stride runs while the next ones are on their way, and in backward the gradients of a
-    stride go home while the next is computed. Every head is computed as without strides, to the
-    same bits (on a CPU, where the queries of a run fill its vectors: torch rounds what is left over
-    in another way). The first gather of each direction and the last way home hide behind nothing.
+Key/value heads do not know of each other, so they may be gathered in several strides: attention
+over one stride runs while the next ones are on their way, and in backward the gradients of a stride
+go home while the next is computed. Every head is computed as without strides, to the same bits (on
+a CPU, where the queries of a run fill its vectors: torch rounds what is left over in another way).
+The first gather of each direction and the last way home hide behind nothing.
 
 Shape symbols: B batch, S whole sequence, N ranks, s = S / N, H query heads, G key/value heads, D
 head size of queries and keys, E head size of values. Queries and keys are [B, H, s, D] and
@@ -154,7 +146,14 @@ class Routes:
         )
 
     def summed(self, received: Tensor) -> Tensor:
-        """Sum gradients from all ranks: [s, ...]; Note [Gradients go home by all-to-all]."""
+        """Sum gradients from all ranks: [s, ...].
+
+        Each rank has gradients for the keys of all ranks. A reduce-scatter would sum them in the
+        order of the backend, and Gloo runs it as an all-reduce of the whole. An all-to-all followed
+        by a sum over ranks, in rank order, moves the same bytes as a good reduce-scatter and gives
+        the same bits on every run. It is done in float32 or wider. Keys that a rank's queries do
+        not see have no gradient there, and none is sent.
+        """
         total = received.new_zeros((length(self._mine), *received.shape[1:]))
         parts = received.split(list(map(length, self._sent)))
         for rows, part in zip(self._sent, parts, strict=True):

@@ -5,24 +5,12 @@ object that applies context parallelism, which several microbatches, threads and
 share. Attention takes the record if the tensor is still the one that was launched, unwritten;
 otherwise it exchanges the tensor that it was given.
 
-Note [Two nodes]
-Autograd sees
-
-    q, k, v  --_Launch, one each-->  edges of no elements  --_Arrive, one for all-->  q', k', v'
-
-In backward `_Arrive` launches the exchanges of dv', dk', dq' in this order, and each `_Launch`
-waits for its own and returns it as one more gradient of q, k or v, added to those of other
-consumers. Of the nodes that are ready autograd runs the youngest first. Hence `_Launch` must be
-made right after its projection: then the order is wait dv, backward of v's projection, wait dk, ...
-with dk and dq on their way meanwhile. Were it made before attention, all three waits would come
-first; with a launch in each node in place of `_Arrive`, each wait would follow its launch at once.
-
-Note [Nothing stays in flight]. The record is the only owner of a forward exchange and the graph the
-only owner of a backward one, and no record refers back to its tensor. If attention is not reached,
-because of an exception or a recomputation that stops early, the record goes with the tensor; the
-buffers then live until the operation has completed (`hp_platform.Pending`), and no longer. No edge
-is a view of the tensor: a view would keep its base alive, and the base the record. (Only a leaf
-that requires grad is held by its edge, for autograd to reach its `grad`, until attention takes it.)
+The record is the only owner of a forward exchange and the graph the only owner of a backward one,
+and no record refers back to its tensor. If attention is not reached, because of an exception or a
+recomputation that stops early, the record goes with the tensor; the buffers then live until the
+operation has completed (`hp_platform.Pending`), and no longer. No edge is a view of the tensor: a
+view would keep its base alive, and the base the record. (Only a leaf that requires grad is held by
+its edge, for autograd to reach its `grad`, until attention takes it.)
 
 Shape symbols: N ranks, S whole sequence, s = S / N, H heads of a tensor, h heads sent to each rank.
 """
@@ -146,7 +134,20 @@ def take(x: Tensor, exchange: Exchange) -> InFlight | Fallback:
 
 
 def arrive(records: list[InFlight]) -> list[Tensor]:
-    """Wait for the exchanges and return their results. Differentiable (Note [Two nodes])."""
+    """Wait for the exchanges and return their results. Differentiable.
+
+    Autograd sees
+
+        q, k, v  --_Launch, one each-->  edges of no elements  --_Arrive, one for all-->  q', k', v'
+
+    In backward `_Arrive` launches the exchanges of dv', dk', dq' in this order, and each `_Launch`
+    waits for its own and returns it as one more gradient of q, k or v, added to those of other
+    consumers. Of the nodes that are ready autograd runs the youngest first. Hence `_Launch` must be
+    made right after its projection: then the order is wait dv, backward of v's projection, wait dk,
+    ... with dk and dq on their way meanwhile. Were it made before attention, all three waits would
+    come first; with a launch in each node in place of `_Arrive`, each wait would follow its launch
+    at once.
+    """
     if not records:
         return []
     return list(_Arrive.apply(records, *(record.edge for record in records)))

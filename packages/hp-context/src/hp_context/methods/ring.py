@@ -4,30 +4,15 @@ From "Ring Attention with Blockwise Transformers" (Liu, Zaharia and Abbeel 2023,
 balanced by the head-tail layout ("zigzag"). A rank holds its own keys and values and those of one
 other rank at a time, where the all-gather K/V mode holds all of them.
 
-Note [Ring hops]
-    In step t rank r has the keys of rank r - t. It computes the blocks that its queries see of
-    them, and passes them on to rank r + 1 unless no rank from there on sees any. What sets out at
-    all is what any other rank sees. Both follow from the mask, so every rank knows of all routes
-    beforehand: under a sliding window keys go as far as the window reaches, under a contiguous
-    causal layout to the last rank and not round.
+Where a call has a layout of its own (`Deal`), a document is on any ranks. In step t a rank then
+sends those of its own keys that rank r + t sees straight to that rank, and none through others;
+gradients come straight home, where they are added in the order of steps. Steps in which nobody
+needs anything are left out.
 
-Note [Gradients travel behind the keys]
-    Backward sends the keys on their routes again. Each rank on the way adds its share of the
-    gradients to what it got from the rank before, in float32 or wider, and passes the sum on; the
-    last one sends it home, where the share of the owner is added. The sum has one order on every
-    run. It is sent while the next step computes; the last way home has nothing to hide behind.
-
-Note [Straight to those that need them]
-    Where a call has a layout of its own (`Deal`), a document is on any ranks. In step t a rank then
-    sends those of its own keys that rank r + t sees straight to that rank, and none through others;
-    gradients come straight home, where they are added in the order of steps. Steps in which nobody
-    needs anything are left out.
-
-Note [A step is one operation]
-    What a rank sends and receives in a step is posted as one (`hp_platform.isend_irecv`), in the
-    same order of steps on all ranks; threads that share a group must keep to one order of calls, as
-    with any collective. Nothing is left in flight: a step is waited for even where an
-    exception ends the loop, since the next call would take its message for its own.
+What a rank sends and receives in a step is posted as one (`hp_platform.isend_irecv`), in the same
+order of steps on all ranks; threads that share a group must keep to one order of calls, as with any
+collective. Nothing is left in flight: a step is waited for even where an exception ends the loop,
+since the next call would take its message for its own.
 
 Shape symbols: B batch, s queries of this rank, K keys of a rank that travel, N ranks, H query
 heads, G key/value heads, D head size of queries and keys, E head size of values.
@@ -68,7 +53,7 @@ class RingMask(PartsMask):
         spread: See `PartsMask`.
         mode: See `PartsMask`.
         share: See `PartsMask`.
-        straight: See Note [Straight to those that need them].
+        straight: Whether keys go straight to the ranks that see them, and through no others.
     """
 
     def __init__(
@@ -100,7 +85,13 @@ class Route(NamedTuple):
 
 
 def routes(runs: tuple[Rows, ...], mask: Mask) -> tuple[Route, ...]:
-    """Return the route of the keys of each rank; Note [Ring hops].
+    """Return the route of the keys of each rank.
+
+    In step t rank r has the keys of rank r - t. It computes the blocks that its queries see of
+    them, and passes them on to rank r + 1 unless no rank from there on sees any. What sets out at
+    all is what any other rank sees. Both follow from the mask, so every rank knows of all routes
+    beforehand: under a sliding window keys go as far as the window reaches, under a contiguous
+    causal layout to the last rank and not round.
 
     Args:
         runs: Positions of each rank.
@@ -205,7 +196,12 @@ class Ring:
 
 
 class Sums:
-    """The gradients of the keys that travel: Note [Gradients travel behind the keys].
+    """The gradients of the keys that travel.
+
+    Backward sends the keys on their routes again. Each rank on the way adds its share of the
+    gradients to what it got from the rank before, in float32 or wider, and passes the sum on; the
+    last one sends it home, where the share of the owner is added. The sum has one order on every
+    run. It is sent while the next step computes; the last way home has nothing to hide behind.
 
     Args:
         ring: The hops of the keys.

@@ -1,15 +1,13 @@
 """The protocol of dispatchers: rows go to the ranks of their experts and back, in stateless calls.
 
-Note [State travels with the call]. A dispatcher is a value without memory: everything that a later
-call must know is in the `DispatchState` that the earlier call returned. So any number of
-microbatches may be between their dispatch and their combine, in any threads, and a recompute
-changes nothing for the others.
+A dispatcher is a value without memory: everything that a later call must know is in the
+`DispatchState` that the earlier call returned. So any number of microbatches may be between their
+dispatch and their combine, in any threads, and a recompute changes nothing for the others.
 
-Note [Launches are nothing but exchanges]. Between its first argument and its first result, a launch
-is one lazy all-to-all: nothing has waited for its result, nor in backward for the gradient of its
-argument. Work that follows a launch, in either direction, overlaps with the exchange. This is why
-rows are sorted and gathered before the launch, in `prepare`, and summed after it, in
-`finish_combine`.
+Between its first argument and its first result, a launch is one lazy all-to-all: nothing has waited
+for its result, nor in backward for the gradient of its argument. Work that follows a launch, in
+either direction, overlaps with the exchange. This is why rows are sorted and gathered before the
+launch, in `prepare`, and summed after it, in `finish_combine`.
 
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, L local experts, R rows
 received, D width.

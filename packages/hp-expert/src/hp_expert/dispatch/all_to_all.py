@@ -1,11 +1,10 @@
 """The dispatcher that exchanges rows between ranks by all-to-all.
 
-Note [One host read]. An exchange needs the number of rows for each rank as Python numbers. Counts
-sent, counts received and each rank's verdict on its own input are in one small exchange, which
-overlaps with the local sort and gather, and reach the host in one read. Nothing else waits for the
-device.
+An exchange needs the number of rows for each rank as Python numbers. Counts sent, counts received
+and each rank's verdict on its own input are in one small exchange, which overlaps with the local
+sort and gather, and reach the host in one read. Nothing else waits for the device.
 
-Note [Small exchanges]. Beside rows, ranks exchange small tensors: counts, codes, routing weights
+Beside rows, ranks exchange small tensors: counts, codes, routing weights
 and their gradients. On the group of the rows a small exchange waits until all rows launched before
 it have arrived, those of another microbatch included, and delays the rows that are launched after
 it. On a group of its own (`small_group`) it takes only its own time.
@@ -71,7 +70,7 @@ class AllToAllDispatcher:
         deduplicate: Whether a token's row goes to a rank once, however many of the token's experts
             are there, instead of once for each. "auto": if `deduplication_pays`.
         small_group: Group of the same ranks in the same order for all exchanges but those of rows,
-            see Note [Small exchanges]; None: `group`.
+            so that those need not wait for rows; None: `group`.
     """
 
     group: ProcessGroup

@@ -1,14 +1,5 @@
 """The dispatcher without host reads: buffers of a fixed size, checked once per step.
 
-Note [Bounded buffers]. Every rank sends every other rank C rows, whatever the routing: slots sorted
-by expert, then padding. All shapes are known beforehand, so nothing waits for the device, and CUDA
-graphs can contain a dispatch. Where a rank has more than C slots for another one, the rest does not
-fit: it reports this in the exchange before the rows, and every rank makes its outputs NaN, so that
-no sum with missing slots, nor its gradient, is taken for a result. The host learns of it in
-`check`. Routing of NaN means nothing: where the first weight is NaN, as all weights are after an
-overflow in an earlier layer, at most one row too many is reported, so that `rows_needed` is of
-proper routing.
-
 Shape symbols: T tokens, K experts per token, S = T * K slots, E experts, W ranks, L = E / W local
 experts, C rows per pair of ranks, N = W * C rows of a buffer, D width.
 """
@@ -162,7 +153,16 @@ class BoundedState:
 
 @dataclass(frozen=True, slots=True)
 class BoundedAllToAllDispatcher:
-    """`AllToAllDispatcher` with buffers of a fixed size; see Note [Bounded buffers].
+    """`AllToAllDispatcher` with buffers of a fixed size.
+
+    Every rank sends every other rank C rows, whatever the routing: slots sorted by expert, then
+    padding. All shapes are known beforehand, so nothing waits for the device, and CUDA graphs can
+    contain a dispatch. Where a rank has more than C slots for another one, the rest does not fit:
+    it reports this in the exchange before the rows, and every rank makes its outputs NaN, so that
+    no sum with missing slots, nor its gradient, is taken for a result. The host learns of it in
+    `check`. Routing of NaN means nothing: where the first weight is NaN, as all weights are after
+    an overflow in an earlier layer, at most one row too many is reported, so that `rows_needed` is
+    of proper routing.
 
     One object may serve all layers of a model. Call `check` once per step, on every rank. Rows are
     not deduplicated.

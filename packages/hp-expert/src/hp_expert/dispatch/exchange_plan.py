@@ -10,11 +10,6 @@ Note [All or none]. A rank that raised on its own would leave the others waiting
 rank therefore sends a verdict on its input with its counts, at no extra cost; all ranks see the
 same verdicts and either all go on or all raise.
 
-Note [Blocks of one size]. Ranks that were given different numbers of experts, or other input that
-differs, must raise instead of waiting for each other: so every rank sends every other rank a block
-of numbers that begins with its header and has the same size for up to about 500 counts (and for up
-to 1000, ...).
-
 Where tokens were cut into slices first, a rank sends the counts of all slices of its tokens.
 
 Shape symbols: T tokens, K experts per token, D width, E experts, W ranks, Z slices, L = E / W local
@@ -209,7 +204,13 @@ def input_error(x: Tensor, experts: Tensor, weights: Tensor | None) -> Exception
 
 
 def block_size(num_numbers: int) -> int:
-    """Return the size of a block of at least so many numbers; see Note [Blocks of one size]."""
+    """Return the size of a block of at least so many numbers.
+
+    Ranks that were given different numbers of experts, or other input that differs, must raise
+    instead of waiting for each other: so every rank sends every other rank a block of numbers that
+    begins with its header and has the same size for up to about 500 counts (and for up to 1000,
+    ...).
+    """
     return -(-num_numbers // _GRAIN) * _GRAIN
 
 

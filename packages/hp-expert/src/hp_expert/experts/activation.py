@@ -1,9 +1,5 @@
 """Gated activations between the projections of experts, and their gradients.
 
-Note [Gate, then product]. Every activation here is gate(g) times a function of u. Backward needs
-gate(g) twice, for the product and for the gradient of u, so it is computed once and passed on. All
-gradients may be written into the memory of their inputs.
-
 Shape symbols: R rows, H hidden width.
 """
 
@@ -16,7 +12,12 @@ from torch import Tensor
 
 
 class Activation(Protocol):
-    """A gated activation; see Note [Gate, then product]."""
+    """A gated activation.
+
+    Every activation here is gate(g) times a function of u. Backward needs gate(g) twice, for the
+    product and for the gradient of u, so it is computed once and passed on. All gradients may be
+    written into the memory of their inputs.
+    """
 
     def gate(self, gate: Tensor) -> Tensor:
         """Return the gating factor [R, H] in new memory."""

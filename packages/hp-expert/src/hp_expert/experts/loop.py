@@ -1,12 +1,5 @@
 """Experts one after the other: on CPU faster than a grouped product, for every dtype and size.
 
-Note [Chunks]. Each product is of one expert; everything else is computed for a run of experts at
-once, a chunk of about `_ROWS` positions. A chunk is long enough that calls cost little beside their
-work, and short enough that the result of one call is still in the cache when the next call reads
-it. Tensors for backward are kept chunk by chunk, and only one other tensor has P rows, the one that
-is summed over slots: for every very large tensor the system maps fresh pages, and touching them
-costs more than computing their values.
-
 Shape symbols: N rows, P positions in expert order, R of them in one chunk, L local experts,
 H hidden width, D width, K and M the dims of a product.
 """
@@ -129,7 +122,14 @@ def _pieces(batch: ExpertBatch, experts: ExpertWeights) -> list[tuple[int, slice
 
 
 def _chunks(batch: ExpertBatch) -> list[tuple[slice, ExpertRun]]:
-    """Return the positions and the experts of each chunk; see Note [Chunks].
+    """Return the positions and the experts of each chunk.
+
+    Each product is of one expert; everything else is computed for a run of experts at once, a chunk
+    of about `_ROWS` positions. A chunk is long enough that calls cost little beside their work, and
+    short enough that the result of one call is still in the cache when the next call reads it.
+    Tensors for backward are kept chunk by chunk, and only one other tensor has P rows, the one that
+    is summed over slots: for every very large tensor the system maps fresh pages, and touching them
+    costs more than computing their values.
 
     Without rows there is one empty chunk, so that kernels are loaded (Note [Few variants]).
     """

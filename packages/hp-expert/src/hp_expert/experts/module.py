@@ -124,7 +124,7 @@ class GroupedExperts(SpreadExperts):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
-    # Its host read cuts graphs: Note [Outside the graph] of hp_expert.moe.
+    # Its host read cuts graphs, see `hp_expert.moe`.
     @outside_graph
     def forward(
         self, rows: Tensor | ExpertBatch, num_tokens_per_expert: Tensor | None = None

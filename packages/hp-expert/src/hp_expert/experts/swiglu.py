@@ -4,10 +4,10 @@ out[n] = sum over the slots of row n of weight * SwiGLU_e(rows[n]), where
 SwiGLU_e(x) = (silu(x @ w1_e^T + b1_e) * (x @ w3_e^T + b3_e)) @ w2_e^T + b2_e
 (Shazeer 2020, arXiv:2002.05202).
 
-Note [What is kept for backward]. The rows as they arrived, their routing, and the pre-activations
-of gate and up. Backward gathers the rows again and recomputes the activation h. The gradient of a
-routing weight needs no expert output: with d = dout @ w2 it is
-<dout, h @ w2^T + b2> = <d, h> + <dout, b2>, and d is needed in any case.
+Kept for backward are the rows as they arrived, their routing, and the pre-activations of gate and
+up. Backward gathers the rows again and recomputes the activation h. The gradient of a routing
+weight needs no expert output: with d = dout @ w2 it is <dout, h @ w2^T + b2> = <d, h> + <dout, b2>,
+and d is needed in any case.
 
 Shape symbols: N rows, F slots per row, P positions (see `hp_expert.batch`), L local experts,
 D width, H hidden width.
@@ -191,7 +191,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing, placed=None)
         ctx.places = None if placed is None else (placed.partial, placed.padded)
         ctx.backend, ctx.options = backend, options
-        # The saved ones may be copies of the parameters; see Note [Now or later].
+        # The saved ones may be copies of the parameters; see `hp_expert.experts.weight_gradient`.
         ctx.parameters = parameters
         return out
 

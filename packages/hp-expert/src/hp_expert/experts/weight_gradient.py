@@ -28,9 +28,9 @@ class ExpertRun(NamedTuple):
 class WeightGradient:
     """The gradient of the weight of each expert e, collected as products left_e^T @ right_e.
 
-    Note [Now or later]. Before it computes anything, backward asks `put_off_weight_grad` of
-    hp-platform. If the gradient is not deferred, products are computed when their factors are
-    passed; else the factors are kept until the queue asks for the gradient.
+    Before it computes anything, backward asks `put_off_weight_grad` of hp-platform. If the gradient
+    is not deferred, products are computed when their factors are passed; else the factors are kept
+    until the queue asks for the gradient.
 
     Args:
         weight: Parameter as it was passed to the Function, [L, X, Y] or, for a bias, [L, X].

@@ -47,7 +47,7 @@ def apply_to_transformers(
             experts. None: this rank keeps all experts, and this package computes them.
         dispatcher: Function that makes the dispatcher from a group and the number of experts.
         same_tokens: Ranks that run the model on the same tokens, such as tensor-parallel ranks:
-            each sends a part of them to experts, see Note [Ranks with the same tokens]. None:
+            each sends a part of them to experts, see `hp_expert.hugging_face.modules`. None:
             every rank has its own tokens.
 
     Returns:

@@ -1,10 +1,5 @@
 """The choice of experts inside a block of a transformers model, replaced by another one.
 
-Note [How a choice is replaced]. Every router of transformers scores the experts and chooses by one
-`torch.topk` over all of them; the rest differs from model to model. Inside a block whose choice is
-replaced, that call returns the given experts and their scores, through which gradients flow as they
-do through the highest scores. Everything else is the model's own code.
-
 Shape symbols: T tokens, E experts, K experts per token.
 """
 
@@ -49,7 +44,12 @@ _open = _Open()
 
 
 class ReplacedChoice(TorchFunctionMode):
-    """The choice of one layer in one call; see Note [How a choice is replaced].
+    """The choice of one layer in one call.
+
+    Every router of transformers scores the experts and chooses by one `torch.topk` over all of
+    them; the rest differs from model to model. Inside a block whose choice is replaced, that call
+    returns the given experts and their scores, through which gradients flow as they do through the
+    highest scores. Everything else is the model's own code.
 
     A recompute under `save_routing` takes the experts that its forward took.
 

@@ -3,11 +3,10 @@
 A module keeps its place, names, parameters, configuration and hooks; only its class changes, to a
 subclass of the class, as `torch.distributed.fsdp.fully_shard` changes it.
 
-Note [Ranks with the same tokens]. Experts that ranks share must compute each token once. Where
-several of those ranks run the model on the same tokens, as tensor-parallel ranks of transformers
-do, each sends a part of the tokens to the experts, and the outputs are gathered afterwards. The
-gradient of a token is on the rank that has sent it; in backward the gradients are gathered before
-the model's own layers.
+Experts that ranks share must compute each token once. Where several of those ranks run the model on
+the same tokens, as tensor-parallel ranks of transformers do, each sends a part of the tokens to the
+experts, and the outputs are gathered afterwards. The gradient of a token is on the rank that has
+sent it; in backward the gradients are gathered before the model's own layers.
 
 Shape symbols: T tokens, t of them on a rank, K experts per token, E experts, L local experts, D
 width, H hidden width.

@@ -1,6 +1,6 @@
 """The kernels behind `triton_activation`, in Triton.
 
-See Note [One program per row] and Note [Wide offsets].
+Programs and offsets are those of `hp_expert.kernels.triton_kernels`.
 
 Loaded numbers are widened to fp32 or more, and results are rounded once, when they are stored.
 

@@ -1,15 +1,13 @@
 """The kernels behind `triton_rows`, in Triton.
 
-Note [One program per row]. A program moves one row, or BLOCK columns of one. Every access is then a
-run of neighbouring words of 16 bytes (if D * b is a multiple of 16), whatever the permutation. An
-output has one writer, and a sum has one order, that of the choices: no atomics, and the same bits
-in every run. Products are not contracted into fused multiply-adds, so that sums have the bits of
-torch's kernels on CUDA.
+A program moves one row, or BLOCK columns of one. Every access is then a run of neighbouring words
+of 16 bytes (if D * b is a multiple of 16), whatever the permutation. An output has one writer, and
+a sum has one order, that of the choices: no atomics, and the same bits in every run. Products are
+not contracted into fused multiply-adds, so that sums have the bits of torch's kernels on CUDA.
 
-Note [Wide offsets]. R * D reaches 2 ** 31 at 262144 rows of 8192, so offsets are 64 bits wide. A
-product has the width of its factors, and indices may be int32: loaded indices and the number of a
-program are widened before any arithmetic. `nox -s cubins` proves that no part of an address
-overflows in 32 bits.
+R * D reaches 2 ** 31 at 262144 rows of 8192, so offsets are 64 bits wide. A product has the width
+of its factors, and indices may be int32: loaded indices and the number of a program are widened
+before any arithmetic. `nox -s cubins` proves that no part of an address overflows in 32 bits.
 """
 
 import triton

@@ -1,11 +1,10 @@
 """The kernels behind `triton_routing`, in Triton.
 
-Note [One program per run of tokens]. A program has the logits of BLOCK_T tokens in registers, all E
-of each, and computes the whole routing from them: logits are read once, and every output has one
-writer. Only loads are added by atomics: they are whole numbers, whose sum does not depend on the
-order.
+A program has the logits of BLOCK_T tokens in registers, all E of each, and computes the whole
+routing from them: logits are read once, and every output has one writer. Only loads are added by
+atomics: they are whole numbers, whose sum does not depend on the order.
 
-Note [Not a number]. As in torch, a score of NaN beats all others, of several the first one. So a
+As in torch, a score of NaN beats all others, of several the first one. So a
 token gets experts that exist, each of them once, whatever its scores are, and weights of NaN that
 show the step to be broken. Triton's maxima ignore NaN, so NaN is replaced by infinity before them.
 
@@ -99,7 +98,7 @@ def route(  # noqa: PLR0917  # Triton's launch passes them by position
     ranked = score
     if bias is not None:
         ranked += tl.load(bias + expert, mask=expert < E, other=0.0)[None, :].to(score.dtype)
-    is_number = ranked == ranked  # noqa: PLR0124  # see Note [Not a number]
+    is_number = ranked == ranked  # noqa: PLR0124  # no NaN, see the module's docstring
     ranked = tl.where(is_number, ranked, float("inf"))
     ranked = tl.where((expert < E)[None, :], ranked, nothing)
     if LIMITED < GROUPS:

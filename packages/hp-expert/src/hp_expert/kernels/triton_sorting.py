@@ -1,4 +1,4 @@
-"""Slots sorted by expert in three launches; see Note [A sort by counting].
+"""Slots sorted by expert in three launches; see `hp_expert.kernels.triton_sorting_kernels`.
 
 It reads 8 bytes of each slot in each of two passes, and writes 24. The reference is the computation
 by torch in `hp_expert.permute`.

@@ -1,9 +1,9 @@
 """The kernels behind `triton_sorting`, in Triton.
 
-Note [A sort by counting]. Keys are few, so slots are counted instead of compared. Slots are cut
-into blocks; `count` counts the keys of each block, `scan` adds up blocks, and so finds the position
-of the first slot of each key, of all blocks and in each block, and `place` writes every slot to its
-position. Slots of one key stay in order, an output has one writer, and there are no atomics.
+Keys are few, so slots are counted instead of compared. Slots are cut into blocks; `count` counts
+the keys of each block, `scan` adds up blocks, and so finds the position of the first slot of each
+key, of all blocks and in each block, and `place` writes every slot to its position. Slots of one
+key stay in order, an output has one writer, and there are no atomics.
 
 E experts have E + 2 keys: key E is of experts that do not exist, key E + 1 of dropped slots. DIV
 neighbouring experts may share a key, such as those of a rank.

@@ -1,8 +1,8 @@
 """Losses that keep experts equally busy, and logits small.
 
-Note [Which ranks count]. The loss of a token counts once. Ranks with their own tokens (data, expert
-and context parallel) each add the loss of these. Tensor-parallel ranks with the same tokens all
-compute the same loss and the same complete gradients: neither is summed over them.
+The loss of a token counts once. Ranks with their own tokens (data, expert and context parallel)
+each add the loss of these. Tensor-parallel ranks with the same tokens all compute the same loss and
+the same complete gradients: neither is summed over them.
 
 Shape symbols: B sequences, S positions, T tokens, E experts, K experts per token.
 """

@@ -5,9 +5,9 @@ computed. That is once per token in training, however often its forward runs: wi
 activation checkpointing, and in schedules that first run a forward without gradients. A forward
 without a backward is not counted, such as in evaluation.
 
-Note [No buffers]. `DistributedDataParallel` copies the buffers of rank 0 to all others before each
-forward, so the counters of routers are plain tensors. Checkpoints do not contain them, but they are
-written after an optimizer step, when the counters were taken and are zero.
+`DistributedDataParallel` copies the buffers of rank 0 to all others before each forward, so the
+counters of routers are plain tensors. Checkpoints do not contain them, but they are written after
+an optimizer step, when the counters were taken and are zero.
 
 Shape symbols: T tokens, E experts, K experts per token, B sequences, N slots of a sequence.
 """

@@ -3,13 +3,6 @@
 Activation checkpointing runs a part of the model twice. If a router decided again, a last bit that
 differs (another kernel, a changed bias, noise) would send tokens to other experts: the gradients
 would be those of another function, or the numbers of rows would not fit.
-
-Note [One record per checkpoint]. Decisions belong to one call of `checkpoint`: its two contexts
-share a list of their own. The contexts that are open in a thread form a stack. A decision is taken
-from the innermost context that repeats, or made if none repeats, and all contexts inside of that
-one record it: an inner checkpoint that an outer one runs again records the decisions that the outer
-one repeats, and repeats them later. Where one of these contexts counts operators, the operators of
-a repeated decision run as well.
 """
 
 import threading
@@ -54,7 +47,14 @@ def save_routing(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
 
 
 def decide(owner: object, make: Callable[[], T]) -> T:
-    """Make a decision, or take the one that the forward made; see Note [One record per checkpoint].
+    """Make a decision, or take the one that the forward made.
+
+    Decisions belong to one call of `checkpoint`: its two contexts share a list of their own. The
+    contexts that are open in a thread form a stack. A decision is taken from the innermost context
+    that repeats, or made if none repeats, and all contexts inside of that one record it: an inner
+    checkpoint that an outer one runs again records the decisions that the outer one repeats, and
+    repeats them later. Where one of these contexts counts operators, the operators of a repeated
+    decision run as well.
 
     Args:
         owner: Object that decides, usually a router; a recompute must decide in the same order.

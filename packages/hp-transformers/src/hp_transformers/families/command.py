@@ -116,8 +116,7 @@ def export_hf(
     """Write the weights of a checkpoint as a folder that transformers loads.
 
     One chunk of the checkpoint is in memory at a time, and is compared with its hash. All other
-    files of the model that the run started from come along: see Note [files that come along] in
-    :mod:`hp_transformers.original`.
+    files of the model that the run started from come along: see `hp_transformers.original`.
 
     Args:
         run: Run directory.

@@ -1,10 +1,9 @@
 """Weights of ours into the files of a Hugging Face model, each rank its own parts.
 
-Note [Files that many ranks write]. Which tensor lies where in which file follows from names, shapes
-and dtype alone. The first rank makes the files, in full size; then every rank writes the boxes that
-it has to their places. Nothing is gathered, and no rank holds more than one of its own tensors
-twice. The index, or the header of a file without one, is written last: without it the folder is no
-model.
+Which tensor lies where in which file follows from names, shapes and dtype alone. The first rank
+makes the files, in full size; then every rank writes the boxes that it has to their places. Nothing
+is gathered, and no rank holds more than one of its own tensors twice. The index, or the header of a
+file without one, is written last: without it the folder is no model.
 """
 
 import json

@@ -1,17 +1,5 @@
 """The loss by which transformers balances experts, of a model that is cut over ranks.
 
-Note [Balance of a stranger's model]. With `output_router_logits` a model adds to its loss a
-coefficient times E x sum of c[e] p[e] / n^2, over the rows of router logits of all layers and
-tokens of one call: c counts how often an expert is chosen, p sums its probabilities, and n is the
-number of rows. Here the call is a microbatch, in whatever stages and ranks it is. Counts have no
-gradient, and the loss is linear in the probabilities. So a layer needs nothing of other layers,
-stages and ranks but the sum of counts, and needs that in backward alone. Counts travel with
-hidden states from stage to stage, in extra columns; the last stage sums them over ranks with
-other positions, and the sums travel back in the same columns of the gradient. The modules that
-return router logits, the coefficient and the form of the loss are learned by one run on the meta
-device and one comparison of functions; the only name that is relied on is
-`load_balancing_loss_func`.
-
 Shape symbols: B sequences, S positions, D width of the stream, T tokens, K experts of a token, E
 experts.
 """
@@ -94,7 +82,18 @@ class Balance:
 
 
 class Balancing:
-    """The loss of one microbatch in one stage; see Note [Balance of a stranger's model].
+    """The loss of one microbatch in one stage.
+
+    With `output_router_logits` a model adds to its loss a coefficient times E x sum of c[e] p[e] /
+    n^2, over the rows of router logits of all layers and tokens of one call: c counts how often an
+    expert is chosen, p sums its probabilities, and n is the number of rows. Here the call is a
+    microbatch, in whatever stages and ranks it is. Counts have no gradient, and the loss is linear
+    in the probabilities. So a layer needs nothing of other layers, stages and ranks but the sum of
+    counts, and needs that in backward alone. Counts travel with hidden states from stage to stage,
+    in extra columns; the last stage sums them over ranks with other positions, and the sums travel
+    back in the same columns of the gradient. The modules that return router logits, the coefficient
+    and the form of the loss are learned by one run on the meta device and one comparison of
+    functions; the only name that is relied on is `load_balancing_loss_func`.
 
     Attributes:
         before: Counts of stages before this one, int64 [E]; None on the first.

@@ -1,12 +1,5 @@
 """Documents of a packed sequence, as models of transformers learn of them.
 
-Note [Documents of a stranger's model]. Transformers recognises packed sequences by positions that
-begin with 0 in every document: the functions that make masks for attention look for that. A model
-that takes positions may still make masks without them, and a layer that carries a state from token
-to token has no mask. Neither raises an error, so both are looked for: by running the model on the
-meta device up to its first layer, and by the classes and convolutions of its layers. A model that
-passes both checks is run on real documents, see Note [Documents are tried].
-
 Shape symbols: B sequences, S positions.
 """
 
@@ -76,7 +69,12 @@ class _AtFirstLayerError(Exception):
 def _why_not(folder: str, trust: bool) -> str:
     """Return the reason why a model does not keep documents apart; empty: it does, or may.
 
-    See Note [Documents of a stranger's model].
+    Transformers recognises packed sequences by positions that begin with 0 in every document: the
+    functions that make masks for attention look for that. A model that takes positions may still
+    make masks without them, and a layer that carries a state from token to token has no mask.
+    Neither raises an error, so both are looked for: by running the model on the meta device up to
+    its first layer, and by the classes and convolutions of its layers. A model that passes both
+    checks is run on real documents, see Note [Documents are tried].
     """
     from transformers import masking_utils  # noqa: PLC0415 - of those who have it
 

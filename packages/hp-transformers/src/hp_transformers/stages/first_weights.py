@@ -1,14 +1,4 @@
-"""First weights of a model of transformers, drawn by the model's own rule.
-
-Note [Drawn one by one]. The rules of transformers fill modules, in an order, from torch's
-generator. A layer, or a part outside of layers, is on the meta device, where a rule fills nothing;
-one run of all rules there tells which rules use which parameter. Then each parameter that a rank
-has a share of gets memory, whole, in float32 on the CPU, and its rules run again with a generator
-seeded by the seed of the run and the parameter's name; the rank copies its share and frees the
-rest. So every layout has the same bits, and one whole parameter is in memory at a time. Where a
-rule reads one parameter to fill another, all parameters of the layer are filled at once. The same
-rules fill buffers.
-"""
+"""First weights of a model of transformers, drawn by the model's own rule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +32,16 @@ def fill(
     seed: int,
     on_progress: Callable[[], None],
 ) -> None:
-    """Fill the local part of parameters, and buffers; see Note [Drawn one by one].
+    """Fill the local part of parameters, and buffers.
+
+    The rules of transformers fill modules, in an order, from torch's generator. A layer, or a part
+    outside of layers, is on the meta device, where a rule fills nothing; one run of all rules there
+    tells which rules use which parameter. Then each parameter that a rank has a share of gets
+    memory, whole, in float32 on the CPU, and its rules run again with a generator seeded by the
+    seed of the run and the parameter's name; the rank copies its share and frees the rest. So every
+    layout has the same bits, and one whole parameter is in memory at a time. Where a rule reads one
+    parameter to fill another, all parameters of the layer are filled at once. The same rules fill
+    buffers.
 
     Args:
         stage: Stage of the model.

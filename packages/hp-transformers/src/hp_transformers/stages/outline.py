@@ -1,6 +1,7 @@
 """The outline of a model of transformers, learned by running it once without memory.
 
-Note [What a cut must not cut]. A stage receives hidden states, and nothing else, from other stages.
+A stage receives hidden states, and nothing else, from other stages.
+
 The other inputs of a layer, such as masks and rotary angles, every stage computes by the model's
 own forward. For these to be the same, none may depend on a parameter of another stage. The model
 runs once on the meta device, and every operator that reads a parameter in front of the layers or in

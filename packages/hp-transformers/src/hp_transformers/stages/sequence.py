@@ -1,9 +1,8 @@
 """Context parallelism of a stage: transformers' registry of attention, and the trial of a model.
 
-Note [A stage is tried as the whole is]. hp-context runs a model once, before its first forward, on
-two short sequences that have tokens in common, to find modules besides attention that mix
-positions. Any stage but the first gets a random vector for each token in that run, and its modules
-are compared as those of a whole model.
+hp-context runs a model once, before its first forward, on two short sequences that have tokens in
+common, to find modules besides attention that mix positions. Any stage but the first gets a random
+vector for each token in that run, and its modules are compared as those of a whole model.
 
 Shape symbols: B sequences, S positions, D width of the stream.
 """

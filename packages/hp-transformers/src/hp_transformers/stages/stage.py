@@ -1,14 +1,13 @@
 """A pipeline stage of a causal language model of transformers, which is run by its own code.
 
-Note [Stages of a stranger's model]. Every stage has the modules of the whole model, but parameters
-of its own layers alone; the first stage also has the parameters in front of the layers, and the
-last those behind them. A stage calls the forward of the whole model. The layers of stages before
-are skipped: the first of them returns the hidden states that have arrived, whatever the model made
-of the token ids. Parameters in front of the layers, which the model reads for that, are zeros
-without memory. The first layer of the stages behind leaves the forward with its input. So masks,
-positions and all else that a layer takes are computed by the model itself, and there is no code
-here for any architecture. Models for which that would not be right are refused: see
-Note [What a cut must not cut].
+Every stage has the modules of the whole model, but parameters of its own layers alone; the first
+stage also has the parameters in front of the layers, and the last those behind them. A stage calls
+the forward of the whole model. The layers of stages before are skipped: the first of them returns
+the hidden states that have arrived, whatever the model made of the token ids. Parameters in front
+of the layers, which the model reads for that, are zeros without memory. The first layer of the
+stages behind leaves the forward with its input. So masks, positions and all else that a layer takes
+are computed by the model itself, and there is no code here for any architecture. Models for which
+that would not be right are refused: see `hp_transformers.stages.outline`.
 
 Shape symbols: B sequences, S positions, D width of the stream, V vocabulary.
 """
@@ -355,7 +354,7 @@ class TransformersStage(Stage):
         return logits
 
     def _in_trial(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Run the forward of the whole model; see Note [A stage is tried as the whole is]."""
+        """Run the forward of the whole model; see `hp_transformers.stages.sequence`."""
         if current_trial() is None:
             return forward(*args, **kwargs)
         tokens, hidden = kwargs["input_ids"], None

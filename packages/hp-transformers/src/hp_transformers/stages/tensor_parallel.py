@@ -1,14 +1,13 @@
 """Tensor parallelism of a model of transformers: linear layers cut over ranks.
 
-Note [Tensor parallelism of a stranger's model]. Every rank has all positions, and the same numbers
-between linear layers. A linear layer is cut by the rows of its weight, and its output is gathered:
-that is right in any model, whatever the model does with the output, unless its code reads the
-weight directly; then the layer is not cut. Transformers' own plan names modules that need no
-exchange inside: columns of some layers feed rows of another, and nothing else in the module has
-parameters but what the plan names. There the first layers keep parts of their outputs and the last
-one sums: half of the exchanges. The number of heads must then be divisible by the ranks; else the
-module is treated as any other. Every rank has all other parameters, whole, with all of their
-gradient.
+Every rank has all positions, and the same numbers between linear layers. A linear layer is cut by
+the rows of its weight, and its output is gathered: that is right in any model, whatever the model
+does with the output, unless its code reads the weight directly; then the layer is not cut.
+Transformers' own plan names modules that need no exchange inside: columns of some layers feed rows
+of another, and nothing else in the module has parameters but what the plan names. There the first
+layers keep parts of their outputs and the last one sums: half of the exchanges. The number of heads
+must then be divisible by the ranks; else the module is treated as any other. Every rank has all
+other parameters, whole, with all of their gradient.
 
 Shape symbols: B sequences, S positions, D features, d of them on a rank.
 """
