@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_trainer.config.options import resolve
-from hp_trainer.config.render import to_toml
+from hp_trainer.config.options import resolve, to_toml
 from integration_tests.acceptance.cases import Case, Place, slug
 from integration_tests.acceptance.rivals import rival
 

@@ -16,9 +16,8 @@ from hp_train.verify.covering import Design, Setting, changes, cover
 from hp_train.verify.designed import Designed, fewest, read_rows
 from hp_train.verify.program import Program
 from hp_trainer.config import Config
-from hp_trainer.config.checks import checked_config
 from hp_trainer.config.options import resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.space import checked_config, with_keys
 
 ROOT = Path(__file__).parent
 PROGRAM = Program(steps=1)

@@ -14,9 +14,15 @@ from hp_train.verify.pairs import described
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs, judge_all
 from hp_trainer.config import Config, rules
-from hp_trainer.config.checks import checked_config, one_process
 from hp_trainer.config.options import resolve
-from hp_trainer.config.space import AXES, Axis, sample_layouts, with_keys
+from hp_trainer.config.space import (
+    AXES,
+    Axis,
+    checked_config,
+    one_process,
+    sample_layouts,
+    with_keys,
+)
 
 SEQ_LEN = 48
 _DOCUMENTS = 160

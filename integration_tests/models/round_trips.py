@@ -24,7 +24,7 @@ from tokenizers import (
 )
 from torch import Tensor
 
-from hp_trainer.model.shapes import model_tensors
+from hp_trainer.model.transformer import model_tensors
 from hp_transformers.families import model_config, read_config
 from hp_transformers.families.config import FAMILIES
 from hp_transformers.families.plan import stored_tensors

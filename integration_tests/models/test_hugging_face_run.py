@@ -20,10 +20,9 @@ from hp_platform import RankInfo, initialize, shutdown
 from hp_platform.testing import compare, run_distributed
 from hp_train.cli import main
 from hp_trainer.config import Config, ModelConfig
-from hp_trainer.config.options import resolve
-from hp_trainer.config.render import to_toml
+from hp_trainer.config.options import resolve, to_toml
 from hp_trainer.launch.rundir import write_config
-from hp_trainer.model.shapes import model_shapes
+from hp_trainer.model.transformer import model_shapes
 from hp_trainer.training.trainer import Trainer
 from hp_transformers.families import check_weights, save_weights
 from hp_transformers.original import keep_original

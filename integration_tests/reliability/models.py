@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from hp_checkpoint.safetensors import INDEX
 from hp_trainer.config.options import resolve
-from hp_trainer.model.shapes import model_shapes
+from hp_trainer.model.transformer import model_shapes
 from hp_transformers.families import save_weights
 from hp_transformers.families.config import FAMILIES
 from integration_tests.reliability.outcome import Outcome

@@ -20,8 +20,7 @@ from hp_platform import RankInfo, all_gather_json
 from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_train.verify.own_trainer import part_of
 from hp_trainer.config import Config, ModelConfig
-from hp_trainer.config.options import CONFIG
-from hp_trainer.config.render import to_toml
+from hp_trainer.config.options import CONFIG, to_toml
 from hp_trainer.config.schema import fields
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from hp_train.cli import main
 from hp_trainer.config.options import resolve
-from hp_trainer.model.shapes import model_shapes
+from hp_trainer.model.transformer import model_shapes
 from hp_transformers.families.save import save_weights
 
 Capture = pytest.CaptureFixture[str]

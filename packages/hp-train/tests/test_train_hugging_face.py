@@ -22,7 +22,7 @@ from hp_platform.testing import RankError, compare, run_distributed
 from hp_train.cli import main
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import resolve, shipped
-from hp_trainer.model.shapes import model_shapes
+from hp_trainer.model.transformer import model_shapes
 from hp_transformers.families import (
     check_weights,
     hf_config,

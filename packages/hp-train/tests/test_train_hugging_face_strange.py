@@ -15,7 +15,7 @@ from hp_train.cli import main
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import resolve
 from hp_trainer.model.rotary import inverse_frequencies
-from hp_trainer.model.shapes import model_shapes
+from hp_trainer.model.transformer import model_shapes
 from hp_transformers.families import (
     check_weights,
     hf_config,

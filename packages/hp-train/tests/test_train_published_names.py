@@ -19,7 +19,7 @@ from hp_train.published_names import published
 from hp_train.verify.own_trainer import listen
 from hp_trainer.config import ModelConfig, to_dict
 from hp_trainer.config.options import resolve, shipped
-from hp_trainer.model.shapes import model_shapes
+from hp_trainer.model.transformer import model_shapes
 from hp_transformers.families import save_weights
 from hp_verify import compare_checkpoints
 from hp_verify.cli import main as hp_verify

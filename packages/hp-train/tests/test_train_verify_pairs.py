@@ -18,9 +18,8 @@ from hp_train.verify.pairs import (
 )
 from hp_train.verify.shrinking import shrink
 from hp_trainer.config import Config, rules, to_dict
-from hp_trainer.config.checks import checked_config, one_process
 from hp_trainer.config.options import resolve, shipped
-from hp_trainer.config.space import sample_layouts, with_keys
+from hp_trainer.config.space import checked_config, one_process, sample_layouts, with_keys
 
 
 def config_of(**keys: object) -> Config:

@@ -12,8 +12,15 @@ from train_refusals import refusal
 from hp_base.environment import World, external_world, slurm_rendezvous, speaks_for_node
 from hp_base.errors import ConfigError
 from hp_trainer.config import Config, to_dict
-from hp_trainer.config.options import build, for_saving, resolve, shipped
-from hp_trainer.config.render import to_json, to_lines, to_toml
+from hp_trainer.config.options import (
+    build,
+    for_saving,
+    resolve,
+    shipped,
+    to_json,
+    to_lines,
+    to_toml,
+)
 from hp_trainer.config.schema import fields
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from train_refusals import refusal
 
-from hp_trainer.config.options import resolve
-from hp_trainer.config.render import to_toml
+from hp_trainer.config.options import resolve, to_toml
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from hp_trainer.config.options import resolve, shipped
-from hp_trainer.model.shapes import count_parameters, model_shapes
+from hp_trainer.model.transformer import count_parameters, model_shapes
 from hp_transformers.families import hf_config, model_config
 
 # What the model cards or the indices of the published files say, parameter for parameter.

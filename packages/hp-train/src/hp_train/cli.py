@@ -20,8 +20,15 @@ from hp_train.dry_run import command as dry_run
 from hp_train.verify import command as verify
 from hp_trainer.config import rules
 from hp_trainer.config.aliases import absent
-from hp_trainer.config.options import Resolved, resolve, shipped, split_overrides
-from hp_trainer.config.render import to_json, to_lines, to_toml
+from hp_trainer.config.options import (
+    Resolved,
+    resolve,
+    shipped,
+    split_overrides,
+    to_json,
+    to_lines,
+    to_toml,
+)
 from hp_trainer.config.schema import keys_called
 from hp_trainer.launch.last_word import leave_last_word
 from hp_trainer.layout.ranks import Layout

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hp_base.errors import ConfigError
 from hp_trainer.config import Config
-from hp_trainer.model.shapes import model_tensors
+from hp_trainer.model.transformer import model_tensors
 from hp_transformers.families.config import family_of, hf_config
 from hp_transformers.families.family import Stacking
 from hp_transformers.families.plan import Stored, stored_tensors, to_theirs

@@ -1,4 +1,4 @@
-"""What other packages add to a run, found by entry points; nothing of it is imported by name.
+"""Additions of other packages to a run, found by entry points; none is imported by name.
 
 | group | what an entry point gives |
 |---|---|

@@ -28,9 +28,8 @@ from hp_train.verify.pairs import (
 from hp_train.verify.program import TRAINER, Program
 from hp_train.verify.shrinking import shrink
 from hp_trainer.config import Config
-from hp_trainer.config.checks import checked_config, one_process
 from hp_trainer.config.options import Resolved, resolve, split_overrides
-from hp_trainer.config.space import sample_layouts
+from hp_trainer.config.space import checked_config, one_process, sample_layouts
 
 if TYPE_CHECKING:
     from hp_train.verify.runs import Runs, Verdict

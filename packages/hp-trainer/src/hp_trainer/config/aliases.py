@@ -1,4 +1,4 @@
-"""What keys are called elsewhere: for the hint after a key that does not exist."""
+"""Names that keys have elsewhere, for the hint after a key that does not exist."""
 
 from functools import cache
 
@@ -105,5 +105,5 @@ def absent() -> dict[str, str]:
 
 @cache
 def aliases() -> dict[str, str]:
-    """Names that keys have elsewhere, without a section, and the keys."""
+    """Return the names that keys have elsewhere, without a section, and the keys."""
     return {alias: key for key, called in _CALLED.items() for alias in called.split()}

@@ -38,7 +38,7 @@ def _help(text: str) -> Meta:
 
 
 class RunConfig(Struct, frozen=True, kw_only=True):
-    """Where a run is kept and what it is called."""
+    """The place and the name of a run."""
 
     output_dir: Annotated[str, _help("Folder in which run directories are made.")] = "runs"
     name: Annotated[
@@ -61,7 +61,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
 
 
 class LaunchConfig(Struct, frozen=True, kw_only=True):
-    """How processes are started, and how long they may take. All times are in seconds."""
+    """The start of processes and the time that they may take, in seconds."""
 
     num_processes: Annotated[
         CountOrZero, _help("Processes of the run. 0: as many as the mesh has places.")
@@ -106,7 +106,7 @@ class LaunchConfig(Struct, frozen=True, kw_only=True):
 
 
 class MeshConfig(Struct, frozen=True, kw_only=True):
-    """How many ways each axis is split; the first five fill the processes."""
+    """Ways that each axis is split; the first five fill the processes."""
 
     pp: Annotated[Count, _help("Pipeline ranks.")] = 1
     dp_replicate: Annotated[
@@ -166,17 +166,17 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def tp_sizes(self) -> tuple[int, ...]:
-        """Tensor-parallel ranks of each pipeline rank."""
+        """Return the number of tensor-parallel ranks of each pipeline rank."""
         return self.stage_tp or (self.tp,) * self.pp
 
     @property
     def ep_sizes(self) -> tuple[int, ...]:
-        """Ranks that share out the experts, of each pipeline rank."""
+        """Return the number of ranks that share out the experts, of each pipeline rank."""
         return self.stage_ep or (self.ep,) * self.pp
 
     @property
     def heads_degree(self) -> int:
-        """Context-parallel ranks that share out heads."""
+        """Return the number of context-parallel ranks that share out heads."""
         return self.cp_heads or (1 if self.cp_ring else self.cp)
 
 
@@ -352,13 +352,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def origin(self) -> str:
-        """The key that says where such blocks come from, with its value, for messages."""
+        """Return the key that says where such blocks come from, with its value, for messages."""
         key = "factory" if self.factory else "transformers"
         return f"model.{key} ({json.dumps(getattr(self, key))})"
 
     @property
     def stage_width(self) -> int:
-        """Width of what travels between pipeline stages.
+        """Return the width of what travels between pipeline stages.
 
         Modules of multi-token prediction need embeddings at the end, so they travel along.
         """
@@ -366,7 +366,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def rotated_head_dim(self) -> int:
-        """Width of the part of a head that is rotated by its position."""
+        """Return the width of the part of a head that is rotated by its position."""
         if self.attention == "mla":
             return self.rope_head_dim
         return self.head_dim or self.dim // self.num_heads
@@ -533,7 +533,7 @@ class Config(Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Processes that the mesh has places for."""
+        """Return the number of processes that fill the mesh."""
         mesh = self.mesh
         # Not through tp_sizes: any number of pipeline ranks is counted before it is refused.
         tensor_ranks = sum(mesh.stage_tp) if mesh.stage_tp else mesh.pp * mesh.tp
@@ -541,12 +541,12 @@ class Config(Struct, frozen=True, kw_only=True):
 
     @property
     def batch_unit(self) -> int:
-        """Sequences of one microbatch of all data-parallel ranks together."""
+        """Return the number of sequences in one microbatch of all data-parallel ranks together."""
         return self.mesh.dp_replicate * self.mesh.dp_shard * self.train.microbatch_size
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The settings as plain tables, ready for TOML or JSON."""
+    """Return the settings as plain tables, ready for TOML or JSON."""
     tables: dict[str, dict[str, Any]] = to_builtins(config)
     return {
         section: {k: list(v) if isinstance(v, tuple) else v for k, v in table.items()}

@@ -1,7 +1,9 @@
 """From a TOML file and a command line to a checked config whose every value has an origin."""
 
+import json
 import os
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import tomli_w
 from msgspec.structs import replace
 
 from hp_base.environment import external_world
 from hp_base.errors import ConfigError
 from hp_base.folder import Folder, read_named, why_not
 from hp_base.messages import did_you_mean, shown
-from hp_trainer.config import Config, rules
+from hp_trainer.config import Config, rules, to_dict
 from hp_trainer.config.schema import Field, by_section, convert, fields, sections, unknown_key
 from hp_trainer.config.transformers_folder import shape_of_folder
 
@@ -152,7 +155,7 @@ def build(values: Mapping[str, Any]) -> Config:
 
 
 def for_saving(resolved: Resolved) -> Config:
-    """The config as a run directory keeps it, to be read again from any folder.
+    """Return the config as a run directory keeps it, to be read again from any folder.
 
     Paths are absolute; what the environment said about this start, and which run it went on
     with, does not belong to the run.
@@ -187,7 +190,7 @@ def for_saving(resolved: Resolved) -> Config:
 
 
 def _tokenizer_file(given: str) -> str:
-    """The file that is meant: that of a folder which has one."""
+    """Return the tokenizer file: the file itself, or the one in a folder."""
     try:
         inside = Path(given) / rules.TOKENIZER
         return str(inside) if given and inside.is_file() else given
@@ -200,7 +203,7 @@ def _absolute(path: str) -> str:
 
 
 def shipped() -> list[str]:
-    """Names of the configs that come with the package."""
+    """Return the names of the configs that come with the package."""
     return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
 
 
@@ -246,7 +249,7 @@ def _find(source: str | None, *, resume: object) -> Path:
 
 
 def _require_name(resume: object, *, where: str = "") -> None:
-    """An empty name comes from a variable that is not set, and would start a new run."""
+    """Refuse an empty name: it comes from an unset variable, and would start a new run."""
     if not resume:
         raise ConfigError(
             f'{where}run.resume ("") must name a run directory; leave it out for a new run'
@@ -254,7 +257,7 @@ def _require_name(resume: object, *, where: str = "") -> None:
 
 
 def _read_saved(run_dir: Path) -> str:
-    """The config in a run directory, which may be a stranger's."""
+    """Return the config in a run directory, which may be a stranger's."""
     with Folder.open(run_dir) as folder:
         content = folder.read(CONFIG, limit=_MOST_BYTES)
     # As it was written: a path may have bytes that are no text.
@@ -278,7 +281,7 @@ def _read(path: Path) -> str:
 
 
 def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values and origins of the keys that a file gives."""
+    """Return the values and origins of the keys that a file gives."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
@@ -305,7 +308,7 @@ def _from_toml(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _line_numbers(text: str) -> dict[str, int]:
-    """Lines on which sections and keys begin; tomllib does not tell."""
+    """Return the lines on which sections and keys begin; tomllib does not tell."""
     lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), start=1):
@@ -320,3 +323,53 @@ def _line_numbers(text: str) -> dict[str, int]:
 
 def _unquoted(key: str) -> str:
     return key.replace('"', "").replace("'", "")
+
+
+def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """Return TOML by section, each key under its help, with the value's origin behind it.
+
+    Args:
+        config: Configuration to write.
+        origins: Origins of the values, by key; None: leave them out.
+    """
+    tables = to_dict(config)
+    lines: list[str] = []
+    for section, struct in sections().items():
+        lines += ["", *_comment(struct.__doc__ or ""), f"[{section}]"]
+        for field in fields().values():
+            if field.section == section:
+                value = tables[section][field.name]
+                lines += [*_comment(field.help), _assignment(field.name, value, origins, field.key)]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def to_lines(resolved: Resolved) -> str:
+    """Return one line per key, ``train.steps = 150  # origin``: to be searched and compared."""
+    tables = to_dict(resolved.config)
+    return "".join(
+        _assignment(key, tables[field.section][field.name], resolved.origins, key) + "\n"
+        for key, field in fields().items()
+    )
+
+
+def to_json(resolved: Resolved) -> str:
+    """Return the config and the origins as one JSON object."""
+    content = {"config": to_dict(resolved.config), "origins": dict(resolved.origins)}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _assignment(name: str, value: object, origins: Mapping[str, str] | None, key: str) -> str:
+    text = tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+    if isinstance(value, list):
+        text = " ".join(text.split()).replace("[ ", "[").replace(", ]", "]")
+    origin = f"  # {_one_line(origins[key])}" if origins else ""
+    unset = "# " if key == "run.resume" and not value else ""  # an empty one is refused
+    return f"{unset}{name} = {text}{origin}"
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(" ".join(text.split()), 96)]
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)

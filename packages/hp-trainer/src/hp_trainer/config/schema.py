@@ -61,17 +61,17 @@ class Field:
 
     @property
     def name(self) -> str:
-        """The key within its section."""
+        """Return the key within its section."""
         return self.key.partition(".")[2]
 
     @property
     def help(self) -> str:
-        """One line on what it means, with its unit."""
+        """Return one line on what it means, with its unit."""
         return next(meta.description for meta in self.metas if meta.description)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values allowed; empty where there is no such list."""
+        """Return the only values allowed; empty where there is no such list."""
         return typing.get_args(self.base) if typing.get_origin(self.base) is typing.Literal else ()
 
     @property
@@ -110,7 +110,7 @@ class Field:
 
 @cache
 def fields() -> dict[str, Field]:
-    """All keys in the order of the schema."""
+    """Return all keys in the order of the schema."""
     found = {}
     for section, struct in sections().items():
         hints = typing.get_type_hints(struct, include_extras=True)
@@ -124,12 +124,12 @@ def fields() -> dict[str, Field]:
 
 @cache
 def sections() -> dict[str, type[Struct]]:
-    """The struct of each section, in the order of the schema."""
+    """Return the struct of each section, in the order of the schema."""
     return {info.name: info.type for info in msgspec.structs.fields(Config)}
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Values of keys as tables, such as a TOML file has."""
+    """Return the values of keys as tables, such as a TOML file has."""
     tables: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -171,7 +171,7 @@ def _refusal(field: Field, raw: object, *, strict: bool) -> str:
 
 
 def keys_called(name: str, section: str = "") -> list[str]:
-    """Keys that somebody may mean by a name without a section; of `section`, where that helps.
+    """Return keys that a name without a section may mean; of `section`, where that helps.
 
     What has the name comes first, then what is called so elsewhere, then what is spelt alike.
 
@@ -195,7 +195,7 @@ def keys_called(name: str, section: str = "") -> list[str]:
 
 
 def unknown_key(key: str) -> str:
-    """The message for a key that does not exist, with the nearest that does.
+    """Return the message for a key that does not exist, with the nearest that does.
 
     >>> unknown_key("train.step")
     'unknown key train.step; did you mean train.steps?'

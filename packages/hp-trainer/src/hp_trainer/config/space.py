@@ -15,8 +15,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hp_trainer.config import Config, rules
+from hp_trainer.config import Config, MeshConfig, PipelineConfig, rules
 from hp_trainer.config.schema import by_section, fields
+from hp_trainer.config.timeouts import Timeouts
 
 _SIZES = (1, 2, 3, 4, 6, 8)
 _LOOKED_AT = 40
@@ -81,7 +82,7 @@ Pair = tuple[int, object, int, object]
 
 
 def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
-    """The same config with some keys replaced."""
+    """Return the same config with some keys replaced."""
     tables = by_section(values)
     changed = {name: replace(getattr(config, name), **table) for name, table in tables.items()}
     return replace(config, **changed)
@@ -159,7 +160,7 @@ def _chosen(config: Config, axes: Sequence[Axis], choice: Sequence[object]) -> C
 
 
 def _nearly_neutral(axes: Sequence[Axis]) -> Iterator[Choice]:
-    """The first value of every axis, then what differs from that in one axis."""
+    """Return the first value of every axis, then what differs from that in one axis."""
     neutral = tuple(axis.choices[0] for axis in axes)
     yield neutral
     for index, axis in enumerate(axes):
@@ -231,7 +232,7 @@ def sample_layouts(
 def _pool(
     meshes: Sequence[tuple[Choice, Config]], rest: Sequence[Axis], random: Random
 ) -> list[tuple[Choice, Config]]:
-    """Layouts of every mesh: all of them, or so many of each that the pool stays small."""
+    """Return layouts of every mesh: all of them, or so many of each that the pool stays small."""
     everything = list(itertools.product(*(axis.choices for axis in rest)))
     sizes = Counter(placed.world_size for _, placed in meshes)
     are_all = len(meshes) * len(everything) <= _POOL_SIZE
@@ -290,7 +291,7 @@ def _crossed(
     num_sizes: int,
     random: Random,
 ) -> Iterator[Choice]:
-    """Choices that have two values, each made of two that have one.
+    """Return the choices that have two values, each made of two that have one.
 
     What a value needs beside it comes along: the mesh of one and the rest of the other, or all of
     one with the value of the other.
@@ -307,7 +308,7 @@ def _crossed(
 
 
 def _having(pool: Sequence[tuple[Choice, Config]]) -> dict[Pair, int]:
-    """The pairs of values in a pool as they first come up: bit i is set if layout i has them."""
+    """Return the pairs of values in a pool, each with a bit per layout that has the pair."""
     columns = enumerate(zip(*(choice for choice, _ in reversed(pool)), strict=True))
     having = {
         (axis, value): int("".join("1" if other == value else "0" for other in column), 2)
@@ -325,7 +326,7 @@ def _having(pool: Sequence[tuple[Choice, Config]]) -> dict[Pair, int]:
 def _few(
     everything: Sequence[Choice], rest: Sequence[Axis], wanted: int, random: Random
 ) -> Iterator[Choice]:
-    """Some choices at random, of which half differ from the first values in at most one axis."""
+    """Draw choices, of which half differ from the first values in at most one axis."""
     near = list(_nearly_neutral(rest))
     random.shuffle(near)
     some = random.sample(everything, min(len(everything), len(near) + wanted))
@@ -339,7 +340,7 @@ def _best(
     seen: Mapping[Pair, int],
     least: int,
 ) -> int:
-    """The layout with the most pairs that were seen no more often than that, then the smallest."""
+    """Return the layout with the most pairs seen at most so often, then the smallest."""
 
     def key(index: int) -> tuple[int, int]:
         choice, config = pool[index]
@@ -350,3 +351,37 @@ def _best(
 
 def _pairs(choice: Choice) -> list[Pair]:
     return [(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(choice), 2)]
+
+
+_START_SECONDS = 180.0
+
+
+def checked_config(config: Config, *, dtype: str) -> Config:
+    """Return the config as it is run for a check: in this dtype, with one thread.
+
+    Time-outs stay, but for that of the start: the first run waits for torch to be imported.
+    """
+    launch = replace(
+        config.launch,
+        num_processes=0,
+        threads_per_process=1,
+        init_timeout_seconds=max(Timeouts.of(config).init, _START_SECONDS),
+    )
+    return replace(
+        config,
+        run=replace(config.run, resume="", tensorboard=False),
+        launch=launch,
+        train=replace(config.train, dtype=dtype),
+    )
+
+
+def one_process(config: Config) -> Config:
+    """Return the config of the same training in one process, not compiled."""
+    pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
+    return replace(
+        config,
+        mesh=MeshConfig(),
+        pipeline=pipeline,
+        train=train,
+        data=replace(config.data, plan_tokens=0, plan_costs=""),
+    )

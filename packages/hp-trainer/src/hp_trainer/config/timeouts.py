@@ -1,4 +1,4 @@
-"""How long things may take, where the config leaves it to the size of the job.
+"""Time-outs, where the config leaves them to the size of the job.
 
 What grows with the ranks is counted: processes that start from one file system, the groups that
 each of them joins one after the other, the shares of a checkpoint. `inductor` compiles in the first
@@ -27,7 +27,7 @@ class Timeouts(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> "Timeouts":
-        """Those of the config, and for what is 0 there those of a job of its size."""
+        """Return those of the config, and for what is 0 there those of a job of its size."""
         launch, ranks = config.launch, config.world_size
         compiling = _COMPILE_SECONDS if config.train.compile == "inductor" else 0.0
         return cls(

@@ -56,12 +56,12 @@ def config_of(folder: str, *, trust: bool) -> Any:
 
 
 def text_config_of(config: Any) -> Any:
-    """The part of a config that is about the decoder of text."""
+    """Return the part of a config that is about the decoder of text."""
     return config.get_text_config(decoder=True)
 
 
 def shape_of_folder(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Keys of `[model]` that follow from `model.transformers`, with their values and origin.
+    """Return keys of `[model]` that follow from `model.transformers`, with their values and origin.
 
     Args:
         values: Keys that are given, with their values.
@@ -105,7 +105,7 @@ def _shape(folder: str, *, trust: bool) -> dict[str, Any]:
 
 
 def _number(value: Any) -> int:
-    """A number, or the largest of those of all layers; 0: none is said."""
+    """Return a number, or the largest of those of all layers; 0: none is said."""
     if isinstance(value, list | tuple) and value:
         return max(map(_number, value))
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -1,4 +1,4 @@
-"""What a rank needs of torchrun's agent: a store without the past, and that the agent lives.
+"""The agent of torchrun as a rank needs it: alive, with a store without the past.
 
 Note [stale keys]: the agent keeps one store for all starts of its ranks, and no key in it says of
 which start it is. A rank that is started again may find there the Gloo address or the NCCL id of
@@ -73,7 +73,7 @@ def meet(
 
 
 def _serve(host: str) -> TCPStore:
-    """A store at any free port of a host; TCPStore itself would listen on all of its addresses."""
+    """Serve a store at a free port of one address; TCPStore itself would listen on all."""
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     if host != _LOOPBACK:
         return TCPStore(host, 0, **options)
@@ -133,7 +133,7 @@ def when_agent_ends(grace_seconds: float) -> Callable[[], bool]:
 
 
 def why_no_node_is_replaced(env: Mapping[str, str]) -> str:
-    """What to say where agents of several nodes are to restart ranks, but cannot without a node.
+    """Return a line where agents of several nodes are to restart ranks, but cannot without a node.
 
     When ranks share the agents' store, an agent that stays gives its ranks the address of the
     first start, and one that is new waits a minute for an address that nobody writes.

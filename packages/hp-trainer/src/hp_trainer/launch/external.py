@@ -2,24 +2,36 @@
 
 Signals and deaths are theirs to pass on; the time-out of collectives takes the place of the
 launcher's watch for hangs. What torchrun leaves to be done is in `hp_trainer.launch.agent`.
+
+Note [Hangs without a launcher]. A rank that has made no progress for `launch.hang_seconds` asks all
+ranks where they stand (Note [Liveness check] of `hp_platform.failures`), and leaves a report about
+the one that is gone, or that waits for nobody, with its Python stack. As after any failure the
+others stop waiting then and raise with that report. A rank that cannot, because it is the one that
+is stuck, is ended from here.
 """
 
 import os
+import threading
+import time
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined] # exported, but untyped
 from torch.distributed.rendezvous import rendezvous
 
 from hp_base.command_line import say, warn
 from hp_base.environment import require_meeting_point, slurm_rendezvous
-from hp_base.errors import PREEMPTED, ConfigError
+from hp_base.errors import PREEMPTED, ConfigError, HangError
 from hp_base.signals import StopFlag
 from hp_base.streams import endure
-from hp_platform import PeerError, RankInfo
+from hp_platform import FailureReport, PeerError, RankInfo, default_note
+from hp_platform.failures.failures import WORLD_KEY
+from hp_platform.failures.liveness import whom_to_blame
 from hp_platform.launch import INIT_METHOD_VARIABLE
+from hp_platform.threads.places import main_place, stand
 from hp_trainer.config.options import Resolved
 from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.agent import (
@@ -28,7 +40,6 @@ from hp_trainer.launch.agent import (
     when_agent_ends,
     why_no_node_is_replaced,
 )
-from hp_trainer.launch.hangs import end_when_stuck, print_report
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.last_word import leave_last_word
 from hp_trainer.launch.rundir import (
@@ -40,7 +51,7 @@ from hp_trainer.launch.rundir import (
     write_config,
 )
 from hp_trainer.launch.task import ERRORS, Worker, drop_empty, error_file, read_error, stack_file
-from hp_trainer.launch.worker import one_line, report_stacks, run_guarded
+from hp_trainer.launch.worker import exit_status, one_line, report_stacks, run_guarded
 
 _STORE_TIMEOUT = timedelta(minutes=5)
 
@@ -93,7 +104,7 @@ def run(resolved: Resolved, *, entry: str) -> int:
 
 
 def _place(env: MutableMapping[str, str]) -> RankInfo:
-    """The place of this process; where ranks meet is in the environment from then on.
+    """Return the rank of this process, and put the meeting point of ranks in the environment.
 
     Raises:
         ConfigError: When the environment does not hold together.
@@ -137,7 +148,7 @@ def _say_where(run_dir: Path, status: int, info: RankInfo) -> None:
 def _run_directory(
     resolved: Resolved, info: RankInfo, env: Mapping[str, str], store: Store | None
 ) -> Path:
-    """The same folder on every rank: named by the config, by Slurm, or by rank 0."""
+    """Return the same folder on every rank: named by the config, by Slurm, or by rank 0."""
     run = resolved.config.run
     if run.resume or info.world_size == 1:
         return make_run_directory(resolved)
@@ -163,8 +174,63 @@ def _run_directory(
 
 
 def _from_rank_zero(resolved: Resolved, info: RankInfo, store: Store) -> Path:
-    """The folder that rank 0 makes at the first start and torchrun's store keeps for restarts."""
+    """Return the folder that rank 0 has made, as torchrun's store keeps it for restarts."""
     key = "hp_train/run_directory"
     if info.rank == 0 and not store.check([key]):
         store.set(key, str(make_run_directory(resolved)))
     return Path(store.get(key).decode())
+
+
+_LOOK_SECONDS = 1.0
+_GRACE_SECONDS = 10.0  # for this rank to end by itself once a failure is known
+
+
+def end_when_stuck(worker: Worker, *, hang_seconds: float) -> None:
+    """Watch the heartbeats of this rank from a thread, until the process ends.
+
+    Args:
+        worker: This process; nothing is looked at before its first heartbeat.
+        hang_seconds: How long it may make no progress.
+    """
+    threading.Thread(
+        target=_watch, args=(worker, hang_seconds), name="watch of this rank", daemon=True
+    ).start()
+
+
+def print_report(report: FailureReport, *, rank: int) -> None:
+    """Say which rank failed first; rank 0 and the one itself also say where that is stuck."""
+    lines = [f"error: {report}"]
+    if report.stack and rank in (0, report.rank):
+        lines += [f"the Python stack of rank {report.rank}:", *(f"  {s}" for s in report.stack)]
+    warn("\n".join(lines))
+    leave_last_word(lines[0])
+
+
+def _watch(worker: Worker, hang_seconds: float) -> None:
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        slot = worker.heartbeats.slots()[0]
+        if not slot.sequence or not dist.is_initialized() or dist.get_world_size() == 1:
+            continue
+        idle = time.monotonic() - slot.beat_at
+        note = default_note(WORLD_KEY)
+        report = note.read()
+        if report is None and idle > hang_seconds:
+            report = note.leave(_report(f"no progress for {idle:.0f} s"))
+        if report is not None:
+            _end(report, worker)
+
+
+def _report(why: str) -> FailureReport:
+    """Say which rank the others wait for."""
+    waits, stack = stand()
+    error = HangError(why)
+    if waits:
+        return whom_to_blame(error)
+    return FailureReport(dist.get_rank(), main_place(), f"HangError: {why}", tuple(stack))
+
+
+def _end(report: FailureReport, worker: Worker) -> NoReturn:
+    time.sleep(_GRACE_SECONDS)
+    print_report(report, rank=worker.info.rank)
+    os._exit(exit_status(PeerError(str(report), rank=report.rank, report=report)))

@@ -23,7 +23,7 @@ _FATE_OFFSET = 96
 
 
 class State(IntEnum):
-    """What became of a rank."""
+    """The state of a rank as the launcher sees it."""
 
     ABSENT = 0
     RUNNING = 1
@@ -33,7 +33,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one rank last said.
+    """The last heartbeat of one rank.
 
     Attributes:
         rank: Index of the rank.
@@ -112,7 +112,7 @@ class Heartbeats:
 
     @classmethod
     def unwatched(cls) -> "Heartbeats":
-        """Those that nobody reads, for ranks that are not started by the launcher."""
+        """Return those that nobody reads, for ranks that are not started by the launcher."""
         return cls(mmap.mmap(-1, _HEADER_BYTES + _SLOT_BYTES), num_ranks=1, rank=0)
 
     def beat(self, *, step: int, phase: str, waiting: bool = False) -> None:

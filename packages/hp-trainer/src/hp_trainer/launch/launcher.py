@@ -330,7 +330,7 @@ class _Run:
         return 128 + (self.trap.second or self.trap.first)
 
     def _directory_gone(self) -> int:
-        """Nothing can be kept, whatever the ranks still compute."""
+        """Return the verdict that the run directory is gone, so that nothing can be kept."""
         slot = most_suspect(self.heartbeats.slots())
         self._kill()
         warn(f"error: {self.folder.gone} at step {slot.step}")
@@ -361,7 +361,7 @@ class _Run:
         return verdict.status
 
     def _ended_unseen(self) -> int:
-        """All processes have ended, some without a result, before the watch saw anything."""
+        """Return the verdict that all processes have ended, some without a result, unseen."""
         lost = [slot for slot in self.heartbeats.slots() if slot.state is not State.RETURNED]
         codes = self.ranks.ended()
         return self._fail(gone(min(lost, key=lambda slot: codes[slot.rank] == 0)))
@@ -371,7 +371,7 @@ class _Run:
         self.ranks.join(_REAP_SECONDS)
 
     def _stack_of(self, rank: int) -> list[str]:
-        """The stack of a rank's main thread, which its fault handler writes even when blocked."""
+        """Return the stack of a rank's main thread, which its fault handler writes if blocked."""
         name = stack_file(rank)
         kill_ranks([self.heartbeats.slots()[rank]], signal.SIGUSR2)
         deadline = time.monotonic() + _STACK_SECONDS

@@ -146,7 +146,7 @@ def _be(task: Task, environment: dict[str, str], meeting: _Inherited) -> int:
 
 
 def _environment(rank: int, world_size: int) -> dict[str, str]:
-    """Variables of torchrun that libraries look for, and the interface that ranks connect over."""
+    """Return variables of torchrun that libraries read, and the interface of the ranks."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

@@ -13,8 +13,7 @@ from hp_base.command_line import say
 from hp_base.errors import CheckpointError, ConfigError
 from hp_base.folder import Folder
 from hp_trainer.config import Config
-from hp_trainer.config.options import CONFIG, Resolved, for_saving
-from hp_trainer.config.render import to_toml
+from hp_trainer.config.options import CONFIG, Resolved, for_saving, to_toml
 from hp_trainer.config.rules.files import TOKENIZER
 from hp_trainer.launch.task import ERRORS, HEARTBEAT
 from hp_trainer.plugins import plugins
@@ -100,7 +99,7 @@ def write_config(folder: Folder, resolved: Resolved) -> None:
 
 
 def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int = 1) -> Path | None:
-    """The checkpoint of the last step of a run, if there is one and it is good.
+    """Return the checkpoint of the last step of a run, if there is one and it is good.
 
     Args:
         folder: Run directory.

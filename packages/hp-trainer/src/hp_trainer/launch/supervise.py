@@ -1,4 +1,4 @@
-"""What is wrong when a rank is gone or stuck: who is to blame, and where it stands.
+"""Verdicts on a rank that is gone or stuck: which rank is to blame, and where it stands.
 
 The conclusion is a `Verdict`: the rank, the sentence about it, the exit status.
 """
@@ -122,7 +122,7 @@ class Watch:
 
 
 def gone(slot: Slot) -> Verdict:
-    """The verdict about a rank that has raised, or whose process has ended."""
+    """Return the verdict about a rank that has raised, or whose process has ended."""
     if slot.state is State.FAILED:
         message = f"rank {slot.rank} failed at {slot.place}"
         return Verdict(slot.rank, slot.state, False, slot.status, message)
@@ -138,7 +138,7 @@ def _stuck(slot: Slot, why: str) -> Verdict:
 
 
 def most_suspect(running: Sequence[Slot]) -> Slot:
-    """A stopped process, else one that waits for nobody, else the one furthest behind."""
+    """Return a stopped process, else one that waits for nobody, else the one furthest behind."""
     return min(
         running,
         key=lambda slot: (
@@ -151,7 +151,7 @@ def most_suspect(running: Sequence[Slot]) -> Slot:
 
 
 def process_state(pid: int) -> str:
-    """The letter that Linux gives for a process: ``T`` stopped, ``Z`` zombie; empty: gone."""
+    """Return the state letter of a process in Linux: ``T`` stopped, ``Z`` zombie; empty: gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""What the launcher gives to a rank, and what the rank gives to training."""
+"""The task that the launcher gives to a rank, and the worker that the rank gives to training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Worker:
 
     @cached_property
     def folder(self) -> Folder:
-        """The run directory, opened once in this process."""
+        """Return the run directory, opened once in this process."""
         return Folder.open(self.run_dir)
 
     @property
@@ -56,7 +56,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Task:
-    """What the launcher gives to every process it starts.
+    """The task of every process that the launcher starts.
 
     Attributes:
         config: Configuration of the run.
@@ -74,7 +74,7 @@ class Task:
 
     @property
     def heartbeats(self) -> Path:
-        """File of the heartbeats."""
+        """Return the file of the heartbeats."""
         return self.run_dir / HEARTBEAT
 
 
@@ -89,7 +89,7 @@ def stack_file(rank: int) -> str:
 
 
 def read_error(folder: Folder, name: str) -> list[str]:
-    """Lines of a file of :data:`ERRORS`; none where there is none to be read."""
+    """Return the lines of a file of :data:`ERRORS`; none where there is none to be read."""
     try:
         with folder.sub(ERRORS) as errors:
             return errors.read(name, limit=_LONGEST).decode(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What a process of a run does before and after training: its place, its stop flag, its end."""
+"""A process of a run before and after training: its rank, its stop flag, its exit status."""
 
 import contextlib
 import faulthandler
@@ -87,7 +87,7 @@ def exit_status(error: BaseException) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The error as a sentence: what it says and, unless it is made for people, what it is."""
+    """Return the error as a sentence: its message and, unless made for people, its kind."""
     text = " ".join("; ".join((str(error), *getattr(error, "__notes__", ()))).split())
     if len(text) > 500:
         text = text[:497] + "..."

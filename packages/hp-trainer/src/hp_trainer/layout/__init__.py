@@ -1,1 +1,1 @@
-"""Which rank does what: axes of the mesh, stages, schedules, groups, sequence shares."""
+"""The layout of a run over ranks: axes of the mesh, stages, schedules, groups, sequences."""

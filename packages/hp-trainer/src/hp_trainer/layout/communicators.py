@@ -1,4 +1,4 @@
-"""Which process groups a run makes, and how many of them a rank holds. No torch.
+"""The process groups that a run makes, and the number that a rank is in. No torch.
 
 Every axis has groups of its own even where the ranks coincide; only axes of one rank, along which
 nothing is ever sent, share one, as every group costs threads, memory and time to start.
@@ -53,7 +53,7 @@ def partitions(layout: Layout) -> dict[str, list[list[int]]]:
 
 
 def pipeline_layout(layout: Layout, stage_to_rank: Sequence[int]) -> PipelineLayout:
-    """A layout as hp-vtp sees it: tensor-parallel ranks of stages, in pipelines side by side.
+    """Return a layout as hp-vtp has it: tensor-parallel ranks of stages, pipelines side by side.
 
     Args:
         layout: Layout of the ranks of a run.
@@ -91,7 +91,7 @@ def held(config: Config, rank: int, *, node_size: int) -> Held:
 
 
 class _Run(NamedTuple):
-    """What decides which groups there are.
+    """The values of a config on which the process groups depend.
 
     Attributes:
         mesh: Axes of the mesh.
@@ -118,7 +118,7 @@ def _held(run: _Run, rank: int, node_size: int) -> Held:
 
 
 def _exchanges(config: _Run, rank: int) -> Iterator[Sequence[int]]:
-    """For each communicator of a rank, the ranks that it sends to or receives from one by one."""
+    """Return for each communicator of a rank the peers that it exchanges messages with."""
     mesh, layout = config.mesh, Layout.of(config.mesh)
     if layout.world_size == 1:
         return
@@ -145,7 +145,7 @@ def _exchanges(config: _Run, rank: int) -> Iterator[Sequence[int]]:
 
 
 def _of_sequence(config: _Run, members: Sequence[int], rank: int) -> Iterator[Sequence[int]]:
-    """As `_exchanges`, of the ranks that share a sequence."""
+    """Return `_exchanges` of the ranks that share a sequence."""
     degree, at = config.mesh.heads_degree, members.index(rank)
     inner, outer = members[at - at % degree :][:degree], members[at % degree :: degree]
     if config.mesh.cp_ring:
@@ -159,7 +159,7 @@ def _of_sequence(config: _Run, members: Sequence[int], rank: int) -> Iterator[Se
 
 
 def _of_uneven_edges(config: _Run, layout: Layout, rank: int) -> Iterator[Sequence[int]]:
-    """As `_exchanges`, of the messages that hp-vtp plans between stages."""
+    """Return `_exchanges` of the messages that hp-vtp plans between stages."""
     sequences, positions, itemsize = config.size
     shape = (sequences, positions, config.model.stage_width)
     for edge in _edges(layout, config.stages):

@@ -1,4 +1,4 @@
-"""What moves activations and their gradients between the stages of a pipeline.
+"""Transports of activations and their gradients between the stages of a pipeline.
 
 Where all stages have the same number of ranks, each rank talks to the one of its own place in other
 stages. Where they differ, or the chain of stages comes back to the first ranks for one more, hp-vtp

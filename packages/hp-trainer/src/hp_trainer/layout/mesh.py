@@ -58,19 +58,19 @@ class Mesh:
 
     @property
     def domain(self) -> int:
-        """Which of the pipelines side by side it is in: its share of sequences and positions."""
+        """Return the index of the pipeline, among those side by side, that this rank is in."""
         return self.stage.index(self.rank, "dp_replicate", "dp_shard", "cp")
 
     def size(self, name: str) -> int:
-        """Ranks of a group."""
+        """Return the number of ranks of a group."""
         return self._places[name][0]
 
     def index(self, name: str) -> int:
-        """Position of this rank in a group."""
+        """Return the position of this rank in a group."""
         return self._places[name][1]
 
     def submesh(self, *names: str) -> DeviceMesh:
-        """A mesh whose axes are some groups of one grid, outermost first, in any order."""
+        """Return a mesh whose axes are some groups of one grid, outermost first, in any order."""
         if names not in self._submeshes:
             self._submeshes[names] = self._make_submesh(names)
         return self._submeshes[names]

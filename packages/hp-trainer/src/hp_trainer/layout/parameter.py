@@ -1,4 +1,4 @@
-"""What a parameter is, whatever its name, and the part of it that a rank has. No torch."""
+"""Kinds of parameters, whatever their names, and the part that a rank has. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SIDE_BY_SIDE = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What a model says of a parameter where it makes it.
+    """The kind of a parameter, declared by the model that makes the parameter.
 
     Attributes:
         kind: Whether it is a matrix, a norm or a bias.
@@ -40,12 +40,12 @@ class ParameterSpec:
 
     @property
     def cuts(self) -> dict[Axis, int | None]:
-        """Dim along which ranks of an axis share it out, before FSDP; None: they have copies."""
+        """Return the dim that ranks of an axis share out, before FSDP; None: they have copies."""
         return {"ep": 0, "etp": self.hidden_dim} if self.is_expert else {"tp": self.tp_dim}
 
 
 def chunk(whole: range, num_chunks: int, index: int) -> range:
-    """One of the chunks of consecutive indices that `torch.chunk` makes; the last may be empty."""
+    """Return a chunk of consecutive indices as `torch.chunk` makes it; the last may be empty."""
     size = -(-len(whole) // num_chunks)
     return whole[size * index : size * (index + 1)]
 

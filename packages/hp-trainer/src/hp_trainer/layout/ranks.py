@@ -1,4 +1,4 @@
-"""How ranks are numbered along the axes of the mesh: arithmetic alone, no torch.
+"""The numbering of ranks along the axes of the mesh: arithmetic alone, no torch.
 
 Stages of the pipeline follow each other, each of them a run of ranks, and may have different
 numbers of them: what is a size below is one stage's own. The ranks of a stage stand in two grids at
@@ -51,7 +51,7 @@ class StageLayout:
 
     @classmethod
     def of(cls, config: MeshConfig, *, tp: int, ep: int, first: int = 0) -> StageLayout:
-        """A stage of these sizes; what all stages have in common comes from the config."""
+        """Return a stage of these sizes; what all stages have in common comes from the config."""
         return cls(
             first=first,
             dp_replicate=config.dp_replicate,
@@ -64,32 +64,32 @@ class StageLayout:
 
     @property
     def dp(self) -> int:
-        """Shares that the batch is cut into."""
+        """Return the number of shares that the batch is cut into."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks that a dense parameter is sharded over."""
+        """Return the number of ranks that a dense parameter is sharded over."""
         return self.dp_shard * self.cp
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the stage."""
+        """Return the number of ranks of the stage."""
         return self.dp * self.cp * self.tp
 
     @property
     def members(self) -> range:
-        """Global ranks of the stage."""
+        """Return the global ranks of the stage."""
         return range(self.first, self.first + self.num_ranks)
 
     @property
     def expert_replicate(self) -> int:
-        """Ranks with the same values of the same experts."""
+        """Return the number of ranks with the same values of the same experts."""
         return self.num_ranks // (self.ep * self.etp * self.expert_shard)
 
     @property
     def expert_shard(self) -> int:
-        """Ranks that a set of local experts is sharded over."""
+        """Return the number of ranks that a set of local experts is sharded over."""
         return max(1, self.fsdp * self.tp // (self.ep * self.etp))
 
     @property
@@ -98,12 +98,12 @@ class StageLayout:
         return self.fsdp > 1 or self.expert_shard > 1
 
     def size(self, *axes: Axis) -> int:
-        """Ranks along some axes together."""
+        """Return the number of ranks along some axes together."""
         sizes: list[int] = [getattr(self, axis) for axis in axes]
         return math.prod(sizes)
 
     def index(self, rank: int, *axes: Axis) -> int:
-        """Position of a rank along some axes of one grid together, the last axis fastest."""
+        """Return position of a rank along some axes of one grid together, the last axis fastest."""
         coordinates = self._coordinates(rank, _grid_of(axes))
         index = 0
         for axis in axes:
@@ -111,7 +111,7 @@ class StageLayout:
         return index
 
     def ranks(self, *axes: Axis) -> list[list[int]]:
-        """All groups of ranks that differ along some axes of one grid alone, each ascending."""
+        """Return all groups of ranks that differ along some axes of one grid, each ascending."""
         grid = _grid_of(axes)
         within, firsts, stride = [0], [self.first], 1
         for axis in reversed(grid):
@@ -124,7 +124,7 @@ class StageLayout:
         return [[first + offset for offset in within] for first in firsts]
 
     def group(self, rank: int, *axes: Axis) -> list[int]:
-        """The one of `ranks` that a rank is in."""
+        """Return the group among `ranks` that a rank is in."""
         within, first, stride = [0], rank, 1
         coordinates = self._coordinates(rank, _grid_of(axes))
         for axis in reversed(_grid_of(axes)):
@@ -155,22 +155,22 @@ class Layout:
 
     @classmethod
     def of(cls, config: MeshConfig) -> Layout:
-        """The layout a config asks for."""
+        """Return the layout a config asks for."""
         return _layout(config)
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
+        """Return the number of pipeline ranks."""
         return len(self.stages)
 
     @property
     def dp(self) -> int:
-        """Shares that the batch is cut into."""
+        """Return the number of shares that the batch is cut into."""
         return self.stages[0].dp
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Return the number of all ranks."""
         return sum(stage.num_ranks for stage in self.stages)
 
     @property
@@ -183,11 +183,11 @@ class Layout:
         return next(index for index, stage in enumerate(self.stages) if rank in stage.members)
 
     def ranks(self, *axes: Axis) -> list[list[int]]:
-        """The groups of all stages along some axes of one grid."""
+        """Return the groups of all stages along some axes of one grid."""
         return [group for stage in self.stages for group in stage.ranks(*axes)]
 
     def pipelines(self) -> list[list[int]]:
-        """Ranks of each pipeline, first stage first.
+        """Return the ranks of each pipeline, first stage first.
 
         Raises:
             ValueError: When stages have different numbers of ranks.
@@ -205,7 +205,7 @@ class Layout:
         return f"{text} ({shared})" if shared else text
 
     def _listed(self, axes: tuple[str, ...]) -> Iterator[str]:
-        """Axes with more than one rank; with the sizes of all stages where these differ."""
+        """Return axes with more than one rank; with the sizes of all stages where these differ."""
         for axis in axes:
             sizes = [self.pp] if axis == "pp" else [getattr(stage, axis) for stage in self.stages]
             if max(sizes) > 1:
@@ -224,7 +224,7 @@ def _layout(config: MeshConfig) -> Layout:
 
 @cache
 def _grid_of(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The grid that has these axes, in its order.
+    """Return the grid that has these axes.
 
     Raises:
         ValueError: When no grid has all of them.

@@ -37,7 +37,7 @@ size that configs have no key for."""
 
 
 def count_stages(config: Config) -> int:
-    """Stages of the whole pipeline."""
+    """Return the number of stages of the whole pipeline."""
     pipeline = config.pipeline
     return config.mesh.pp * pipeline.stages_per_rank + KINDS[pipeline.schedule].returns
 
@@ -51,7 +51,7 @@ def splits_backward(config: Config) -> bool:
 
 
 def planned_tokens(config: Config) -> int:
-    """Tokens whose activations a rank may hold at once in a planned step.
+    """Return the number of tokens whose activations a rank may hold at once in a planned step.
 
     As many as under 1F1B, unless the config says how many; a multiple of what a microbatch's are.
     """
@@ -61,24 +61,24 @@ def planned_tokens(config: Config) -> int:
 
 
 def count_microbatches(config: Config) -> int:
-    """Microbatches of a step on each rank."""
+    """Return the number of microbatches of a step on each rank."""
     return config.train.global_batch_size // config.batch_unit
 
 
 @cache
 def placement(config: PipelineConfig, *, num_ranks: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage, which does not depend on the number of microbatches."""
+    """Return the pipeline rank of each stage, the same for any number of microbatches."""
     return KINDS[config.schedule].build(num_ranks, 1, config.stages_per_rank).stage_to_rank
 
 
 def layers_of_stages(config: Config, num_stages: int | None = None) -> list[range]:
-    """Layers of each stage of a config's pipeline, or of one with another number of stages."""
+    """Return the layers of each stage of a config's pipeline, or of another number of stages."""
     num_stages = count_stages(config) if num_stages is None else num_stages
     return split_layers(config.model.num_layers, num_stages, config.pipeline.stage_layers)
 
 
 def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] = ()) -> list[range]:
-    """Layers of each stage: as even as can be, the longer runs first.
+    """Return the layers of each stage: as even as can be, the longer runs first.
 
     Args:
         num_layers: Layers of the model.
@@ -106,7 +106,7 @@ def split_layers(num_layers: int, num_stages: int, sizes: Sequence[int] = ()) ->
 def compute_schedule(
     config: PipelineConfig, *, num_ranks: int, num_microbatches: int, paired: bool | None = None
 ) -> Schedule | None:
-    """The compute steps of the configured schedule, and what microbatches keep meanwhile.
+    """Return the compute steps of the configured schedule, and what microbatches keep meanwhile.
 
     Args:
         config: Configuration of the pipeline.
@@ -140,7 +140,7 @@ def training_schedule(
     compute: Schedule | None = None,
     is_split: bool | None = None,
 ) -> Schedule:
-    """The configured schedule, or another one for the same stages, with its communication.
+    """Return the configured schedule, or another one for the same stages, with its communication.
 
     Args:
         config: Configuration of the pipeline.

@@ -1,4 +1,4 @@
-"""Which positions of a sequence are on which rank.
+"""The positions of a sequence that each rank has.
 
 Context-parallel ranks share a sequence, and attention on each of them computes for its positions.
 Tensor-parallel ranks share these once more between the layers.
@@ -74,7 +74,7 @@ class SequenceShare:
     def dealt(
         self, lengths: Sequence[int], *, windows: Sequence[int | None], heads: int
     ) -> "SequenceShare":
-        """The positions of one rank of a sequence whose documents are dealt out by work and keys.
+        """Return the positions of a rank in a sequence whose documents are dealt out by work.
 
         Args:
             lengths: Tokens of its documents.
@@ -85,7 +85,7 @@ class SequenceShare:
         return self.of_deal(deal_documents(lengths, ranks, windows=windows, heads=heads))
 
     def of_deal(self, deal: Deal) -> "SequenceShare":
-        """The positions of one rank of a sequence that is dealt out, of any length."""
+        """Return the positions of one rank of a sequence that is dealt out, of any length."""
         group, device = self.mesh.groups["cp"], self.attended.device
         attended = local_positions(deal.seq_len, group, layout=deal, device=device)
         between = attended.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]

@@ -1,4 +1,4 @@
-"""How a loss goes through logits that would take too much memory at once. No torch.
+"""Tiles of logits, where all of them would take too much memory at once. No torch.
 
 Note [Logits in tiles]. The logits of a microbatch can be the largest tensor of a training: 5 GB at
 8,192 tokens and a vocabulary of 151,936. Where they take more than `TILE_BYTES`, a tile of them is

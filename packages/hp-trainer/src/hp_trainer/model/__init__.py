@@ -15,9 +15,8 @@ from hp_trainer.model.capabilities import (
 from hp_trainer.model.declared import declare
 from hp_trainer.model.layers import DropoutKey, Embedding, Lender, Linear, RMSNorm
 from hp_trainer.model.loss import linear_cross_entropy
-from hp_trainer.model.shapes import count_parameters, model_shapes
 from hp_trainer.model.stage import Stage
-from hp_trainer.model.transformer import TransformerStage
+from hp_trainer.model.transformer import TransformerStage, count_parameters, model_shapes
 
 __all__ = [
     "Ahead",

@@ -1,4 +1,4 @@
-"""What is to be predicted further ahead than the next token, known before a sequence is split.
+"""Targets of multi-token prediction, found before a sequence is split over ranks.
 
 The token some places later may be on another rank, in whatever order ranks share positions. So
 tokens and targets are moved while the sequence is whole, and each rank takes those of its own
@@ -29,7 +29,7 @@ class Ahead(NamedTuple):
     num_targets: tuple[int, ...]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Ahead":
-        """The same with every tensor replaced."""
+        """Return the same with every tensor replaced."""
         tokens, targets = (tuple(map(function, part)) for part in (self.tokens, self.targets))
         return Ahead(tokens, targets, self.num_targets)
 

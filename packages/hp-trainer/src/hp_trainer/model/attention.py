@@ -56,7 +56,7 @@ class GroupedQueryAttention(nn.Module):
         declare(self, "self_attn")
 
     def forward(self, x: Tensor, *, rotation: Rotation, documents: Limits = None) -> Tensor:
-        """[B, S, D] to [B, S, D].
+        """Map [B, S, D] to [B, S, D].
 
         Args:
             x: [B, S, D].
@@ -139,7 +139,7 @@ def make_attention(config: ModelConfig, layer: int) -> GroupedQueryAttention | L
 
 
 def _output(width: int, dim: int, *, bias: bool = False) -> Linear:
-    """The matrix that writes what heads found into the residual stream."""
+    """Return the output matrix, which adds the results of heads to the residual stream."""
     return Linear(width, dim, bias=bias, tp_dim=1, is_residual=True, published="o_proj")
 
 
@@ -158,7 +158,7 @@ class _Same:
 
 @lru_cache(maxsize=16)
 def _of_batch(documents: _Same) -> EachSequence:
-    """The limits of a microbatch as one mask, which all layers share.
+    """Return the limits of a microbatch as one mask, which all layers share.
 
     Another microbatch of the same lengths gets another: ranks compare each mask once, and one of
     them may have other lengths there; see Note [When ranks compare] in hp_context.

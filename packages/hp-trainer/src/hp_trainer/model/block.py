@@ -53,7 +53,7 @@ class Balanced:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What every stage needs to know of the microbatch it works on. It travels with the call.
+    """The microbatch that a stage works on: everything about it but the activations.
 
     Attributes:
         num_sequences: Sequences of the whole step over all ranks: what sums are divided by.
@@ -163,7 +163,7 @@ class Block(nn.Module):
         microbatch: Microbatch,
         documents: Limits = None,
     ) -> Tensor:
-        """[B, S, D] to [B, S, D].
+        """Map [B, S, D] to [B, S, D].
 
         Args:
             x: [B, S, D].
@@ -240,7 +240,7 @@ class Block(nn.Module):
         return add_loss(y, loss)
 
     def _of_documents(self, routing: Routing, balanced: Balanced) -> Tensor:
-        """The balancing loss of documents, this microbatch's share of that of the step."""
+        """Return the balancing loss of documents, this microbatch's share of that of the step."""
         documents, lengths = balanced.documents, balanced.lengths
         loss_N = document_balance_loss(
             routing.scores, routing.experts, documents, lengths, group=self.sequence_ranks

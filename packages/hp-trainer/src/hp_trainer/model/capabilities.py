@@ -16,7 +16,7 @@ from hp_context import ContextParallel
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """What tensor-parallel ranks exchange around matrices that they share out.
+    """The exchanges of tensor-parallel ranks around matrices that they share out.
 
     Attributes:
         gather: [B, s, D] of this rank's positions to [B, S, D] of all.
@@ -32,7 +32,7 @@ class Exchanges:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What takes the place of kernels and exchanges of a stage that runs once to be counted.
+    """Counting functions in place of the kernels and exchanges of a stage that runs once.
 
     Shape symbols besides: N query heads, H width of a head, T tokens, K experts of a token.
 

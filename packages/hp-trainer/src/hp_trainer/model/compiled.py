@@ -23,7 +23,7 @@ Compiler = Literal["none", "inductor", "aot_eager"]
 
 
 class CompileCost(NamedTuple):
-    """What compilers have cost this process.
+    """The time that compilers have cost this process.
 
     Attributes:
         seconds: Seconds in torch.compile, tracing and generating code included.
@@ -35,14 +35,14 @@ class CompileCost(NamedTuple):
 
     @classmethod
     def so_far(cls) -> "CompileCost":
-        """Cost since the process started; imports the compiler, which takes seconds once."""
+        """Return cost since the process started; imports the compiler, which takes seconds once."""
         from torch._dynamo import utils  # noqa: PLC0415
 
         seconds = utils.calculate_time_spent()["total_wall_time"]
         return cls(seconds, utils.counters["stats"]["unique_graphs"])
 
     def since(self, before: "CompileCost") -> "CompileCost":
-        """Cost beyond an earlier one."""
+        """Return the cost beyond an earlier one."""
         return CompileCost(self.seconds - before.seconds, self.graphs - before.graphs)
 
 

@@ -1,4 +1,4 @@
-"""What modules declare where they are made: what their parameters are, and their published names.
+"""Declarations of modules: kinds of their parameters, and published names.
 
 Initialisation, weight decay, tensor parallelism, FSDP, checkpoints, conversion and `hp plan` read
 this, and never what a parameter is called here.
@@ -72,7 +72,7 @@ def declare(module: M, published: str | None = None, **specs: ParameterSpec) -> 
 
 
 def declared(model: nn.Module) -> dict[str, Declared]:
-    """Everything that a model, or a stage of it, has declared, by global name.
+    """Return everything that a model, or a stage of a model, has declared, by global name.
 
     Args:
         model: Whole: neither cut nor sharded yet.
@@ -106,7 +106,7 @@ def declared(model: nn.Module) -> dict[str, Declared]:
 def _modules(
     module: nn.Module, path: str = "", published: str = ""
 ) -> Iterator[tuple[str, str, nn.Module]]:
-    """All modules with their path here and in published files."""
+    """Return all modules with their path here and in published files."""
     published = f"{published}.{module.__dict__.get('published_path', '')}".strip(".")
     yield path, published, module
     for name, child in module.named_children():

@@ -112,7 +112,7 @@ def _tiles(shape: Sequence[int], span: Sequence[Span]) -> list[_Tile]:
 
 
 def _cut(size: int, span: Span, step: int) -> list[tuple[int, int, slice, slice]]:
-    """Of one dim: index and size of each tile, what is held of it, and where that belongs."""
+    """Return of one dim each tile: its index, its size, the part that is here, and its place."""
     first, last = span
     pieces = []
     for index in range(first // step, -(-last // step) if last > first else 0):

@@ -28,7 +28,7 @@ class WeightCasts:
         self._made: dict[int, Tensor] = {}
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The weight in a dtype; None where it is in it already."""
+        """Return the weight in a dtype; None where it is in it already."""
         if weight.dtype == dtype:
             return None
         found = self._made.get(id(weight))
@@ -39,7 +39,7 @@ class WeightCasts:
 
     @property
     def made(self) -> list[Tensor]:
-        """All of them."""
+        """Return all of them."""
         return [*self._made.values()]
 
     def clear(self) -> None:
@@ -50,7 +50,7 @@ class WeightCasts:
 def cast_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, casts: WeightCasts | None
 ) -> Tensor:
-    """`torch.nn.functional.linear` in the dtype of ``x``; gradients are those of the parameters.
+    """Multiply as `torch.nn.functional.linear`, in the dtype of ``x``; gradients stay as wide.
 
     Args:
         x: [..., in_features].
@@ -134,7 +134,7 @@ class Linear(Lender):
         self.is_split = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
         if not self.is_split and self.weight.dtype == x.dtype:
             product = F.linear
         else:
@@ -177,7 +177,7 @@ class Embedding(nn.Embedding, Lender):
         declare(self, published, weight=ParameterSpec(tp_dim=0))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in the base class
-        """Token ids int64 [...] to [..., D]."""
+        """Map token ids int64 [...] to [..., D]."""
         if not self.is_split or torch.compiler.is_compiling():
             return F.embedding(input, self.weight)
         rows: Tensor = _Lookup.apply(self.weight, input)
@@ -273,7 +273,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
 
 class DropoutKey(NamedTuple):
-    """Which activations a microbatch drops: the same ones in every layout."""
+    """The key of dropout: a microbatch drops the same activations in every layout."""
 
     seed: int
     step: int
@@ -316,6 +316,6 @@ class FeedForward(nn.Module):
         declare(self, published)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
+        """Map [..., D] to [..., D]."""
         y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return y

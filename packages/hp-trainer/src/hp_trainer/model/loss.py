@@ -73,7 +73,7 @@ def tiled_cross_entropy(
     first: int = 0,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """`linear_cross_entropy` that holds a tile of logits at once, however many there are.
+    """Compute `linear_cross_entropy` with one tile of logits in memory, however many there are.
 
     Args:
         x: [T, D].
@@ -150,7 +150,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Aims:
-    """Where the targets of tokens are among some logits.
+    """The columns of the targets of tokens among some logits.
 
     Attributes:
         column: Columns of the targets, int64 [T]; of those that are not among them, some other.
@@ -162,13 +162,13 @@ class _Aims:
 
     @classmethod
     def of(cls, targets: Tensor, rows: range) -> "_Aims":
-        """Targets [T] among the logits of some tokens of the vocabulary."""
+        """Return the targets [T] among the logits of some tokens of the vocabulary."""
         place = targets - rows.start
         column = place.clamp(0, len(rows) - 1)
         return cls(column, place == column)
 
     def logits_of(self, logits: Tensor) -> Tensor:
-        """Of [T, v] those of the targets, [T]; 0 where they are not among them."""
+        """Return the logits [T] of the targets among [T, v]; 0 where a target is not among them."""
         return logits.gather(1, self.column[:, None])[:, 0].where(self.is_here, 0)
 
     def subtract(self, grad: Tensor, scale_T: Tensor) -> None:
@@ -178,7 +178,7 @@ class _Aims:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What part of the vocabulary a rank has, and how it goes through it.
+    """A rank's part of the vocabulary, and the tiles in which the loss reads it.
 
     Attributes:
         tile: Shape of the tiles of logits.
@@ -277,13 +277,13 @@ class _Gradients:
     found: Tensor | None = None
 
     def of_weight(self, dtype: torch.dtype) -> Tensor:
-        """[v, D]; that of the input as well, if it is still to be computed."""
+        """Return the weight gradient [v, D]; compute that of the input, too, if it is missing."""
         grad = self.x.new_zeros(self.used.shape, dtype=dtype)
         self._run(grad)
         return grad
 
     def of_x(self) -> Tensor | None:
-        """[T, D], if it is needed."""
+        """Return the input gradient [T, D], if it is needed."""
         if self.needs_x:
             self._run(None)
         found, self.found = self.found, None
@@ -313,7 +313,7 @@ class _Gradients:
             grad_x += grad_tr @ self.used[rows].to(self.x.dtype)
 
     def _of_logits(self, tokens: slice, rows: slice) -> Tensor:
-        """[t, r] in the dtype of the input."""
+        """Return the gradient of logits [t, r] in the dtype of the input."""
         grad_tr = _logits(self.x[tokens], self.used[rows])
         grad_tr.sub_(self.norm[tokens, None]).exp_().mul_(self.scale[tokens, None])
         self.cut.aims(self.targets[tokens], rows).subtract(grad_tr, self.scale[tokens])
@@ -321,11 +321,11 @@ class _Gradients:
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """[t, D] and [r, D] to [t, r], fp32 or wider."""
+    """Multiply [t, D] and [r, D] to [t, r], fp32 or wider."""
     logits = F.linear(x, weight.to(x.dtype))
     return logits if logits.dtype.itemsize >= WIDE_BYTES else logits.float()
 
 
 def _runs(x: Tensor, most: int) -> Iterator[slice]:
-    """The dim 0 of a tensor in runs of so many rows; the last has fewer."""
+    """Return dim 0 of a tensor in runs of so many rows; the last has fewer."""
     return (slice(start, min(start + most, len(x))) for start in range(0, len(x), most))

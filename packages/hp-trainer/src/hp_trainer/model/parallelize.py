@@ -94,11 +94,11 @@ class Pipeline:
 
     @property
     def vocabulary(self) -> range:
-        """Tokens whose logits this rank computes, if it has the last stage."""
+        """Return the tokens whose logits this rank computes, if it has the last stage."""
         return vocabulary_of(self.mesh, self.vocab_size)
 
     def forget_casts(self) -> None:
-        """To be called when a run has ended: weights may change now."""
+        """Drop casts of weights at the end of a run: weights may change now."""
         for module in self.modules.values():
             forget_casts(module)
             for part in filter(is_sharded, module.modules() if self._by_block else ()):
@@ -112,7 +112,7 @@ class Pipeline:
     def training(
         self, loss_fn: Callable[[Tensor, Tensor], Tensor], compute: Schedule | None = None
     ) -> PipelineScheduleRuntime:
-        """What runs the configured schedule, or other steps, over the microbatches of one step."""
+        """Return the runtime of the configured schedule, or of other steps, for one step."""
         size = self.config.train.microbatch_size
         return self.runner(count_microbatches(self.config), size, loss_fn, compute)
 

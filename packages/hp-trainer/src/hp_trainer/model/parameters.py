@@ -68,7 +68,7 @@ class Parameter:
 
     @property
     def experts(self) -> range | None:
-        """Global indices of the local experts; None if it is no expert's."""
+        """Return the global indices of the local experts; None if it is no expert's."""
         return range(*self.span[0]) if self.spec.is_expert else None
 
     @torch.no_grad()
@@ -131,7 +131,7 @@ def named_parameters(
     whole: Mapping[str, Declared] | None = None,
     mesh: Mesh | None = None,
 ) -> list[Parameter]:
-    """All parameters of a stage, after it has been cut and sharded.
+    """Return all parameters of a stage, after it has been cut and sharded.
 
     Args:
         stage: Its parameters carry their global names.
@@ -174,7 +174,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def _placement(
     tensor: Tensor, spec: ParameterSpec, mesh: Mesh
 ) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
-    """Over which groups a parameter is cut, and which have copies of what is left."""
+    """Return the groups over which a parameter is cut, and those with copies of what is left."""
     replicas = [_copies(spec), *(group for group, dim in spec.cuts.items() if dim is None)]
     cuts = [
         Cut(group, dim)
@@ -189,7 +189,7 @@ def _placement(
 
 
 def _copies(spec: ParameterSpec) -> str:
-    """The group of data-parallel ranks with the same part of a parameter."""
+    """Return the group of data-parallel ranks with the same part of a parameter."""
     return "expert_replicate" if spec.is_expert else "dp_replicate"
 
 

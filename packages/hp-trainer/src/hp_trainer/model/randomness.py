@@ -17,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 def generator(seed: int, *parts: str | int) -> torch.Generator:
-    """A CPU generator seeded by :func:`derive_seed`."""
+    """Return a CPU generator seeded by :func:`derive_seed`."""
     return torch.Generator().manual_seed(derive_seed(seed, *parts))
 
 
@@ -35,7 +35,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform(key: int, sequence_index: Tensor, positions: Tensor, num_channels: int) -> Tensor:
-    """Uniform numbers in [0, 1), one per activation, the same on every device and layout.
+    """Return uniform numbers in [0, 1), one per activation, the same on every device and layout.
 
     Args:
         key: Seed of the numbers' purpose; see :func:`derive_seed`.

@@ -42,7 +42,7 @@ _Kept = dict[Any, deque["_Result"]]
 
 
 class _Result:
-    """What an operator gave; see Note [Kept results].
+    """The result of an operator; see Note [Kept results].
 
     Args:
         given: A tensor, or several.
@@ -86,7 +86,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As those of torch: what is compiled inside may run below it."""
+        """Tell torch that what is compiled inside may run below this mode."""
         return True
 
 
@@ -136,7 +136,7 @@ class _First(_Mode):
                 result.copy()
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is written to any more."""
+        """Forget storages: nothing is written to any more."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._by_storage.clear()
 

@@ -16,7 +16,7 @@ from hp_trainer.config import ModelConfig
 
 
 class Rotation(NamedTuple):
-    """What positions rotate heads by.
+    """Cosines and sines by which positions rotate heads.
 
     Attributes:
         cos: [S, H / 2], fp64.
@@ -83,7 +83,7 @@ def rotation(config: ModelConfig, positions: Tensor) -> Rotation:
 
 
 def inverse_frequencies(config: ModelConfig, *, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each pair, fp64 [H / 2], fastest first."""
+    """Return the radians per position of each pair, fp64 [H / 2], fastest first."""
     width = config.rotated_head_dim
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     plain = config.rope_theta**-exponent
@@ -115,7 +115,7 @@ def _llama3_share(config: ModelConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn_share(config: ModelConfig) -> Tensor:
-    """The same for YaRN (Peng et al., 2023, arXiv:2309.00071): a ramp over channels."""
+    """Return the share of YaRN (Peng et al., 2023, arXiv:2309.00071): a ramp over channels."""
     width = config.rotated_head_dim
 
     def channel_of(turns: float) -> float:

@@ -126,7 +126,7 @@ class LastBackward:
         self._on_step = on_step
 
     def before(self, step: MetaStep) -> None:
-        """To be called before each step of a schedule."""
+        """Count a step of a schedule before it runs."""
         if step.type is MetaStepType.BWD and step.stage_index is not None:
             self._count(step.stage_index)
         if self._on_step is not None:

@@ -73,7 +73,7 @@ class VocabParallelEmbedding(Embedding):
         self._group = group
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in the base class
-        """Token ids int64 [B, S] to this rank's positions [B, s, D]."""
+        """Map token ids int64 [B, S] to this rank's positions [B, s, D]."""
         row = input - self.first
         is_here = (row >= 0) & (row < self.num_embeddings)
         found = super().forward(row.where(is_here, 0))
@@ -82,12 +82,12 @@ class VocabParallelEmbedding(Embedding):
 
 @outside_graph
 def gather_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
-    """[B, s, D] to [B, S, D]; backward sums over ranks and keeps this rank's positions."""
+    """Gather [B, s, D] to [B, S, D]; backward sums and keeps this rank's positions."""
     return all_gather_uneven(x, sizes=[x.shape[1]] * group.size(), dim=1, group=group)
 
 
 @outside_graph
 def sum_positions(x: Tensor, *, group: ProcessGroup) -> Tensor:
-    """[B, S, D] summed over ranks to this rank's positions [B, s, D]; backward gathers."""
+    """Sum [B, S, D] over ranks to this rank's positions [B, s, D]; backward gathers."""
     sizes = [x.shape[1] // group.size()] * group.size()
     return reduce_scatter_uneven(x, sizes=sizes, dim=1, group=group)

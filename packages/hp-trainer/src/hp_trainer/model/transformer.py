@@ -21,6 +21,7 @@ from hp_base.errors import ConfigError
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.block import Block, Microbatch, add_loss
 from hp_trainer.model.capabilities import Exchanges
+from hp_trainer.model.declared import Declared, declared
 from hp_trainer.model.layers import Embedding, Linear, RMSNorm, dropout
 from hp_trainer.model.prediction import PredictionModule, prediction_loss
 from hp_trainer.model.recompute import Recompute
@@ -168,7 +169,7 @@ class TransformerStage(Stage):
 
 
 def tied_parameters(config: ModelConfig) -> tuple[str, ...]:
-    """Parameters that the first and the last stage of a model both have, by global name."""
+    """Return parameters that the first and the last stage of a model both have, by global name."""
     if config.transformers:
         found: tuple[str, ...] = _of_transformers(config).tied_parameters(config)
         return found
@@ -212,6 +213,28 @@ def build_stage(
 
 
 def _of_transformers(config: ModelConfig) -> Any:
-    """The stages of models of transformers, a package above this one."""
+    """Return the stages of models of transformers, a package above this one."""
     asked_by = f"model.transformers ({config.transformers})"
     return plugin("hp_trainer.models", "transformers", asked_by=asked_by, package="hp-transformers")
+
+
+def whole_model(model: ModelConfig) -> Stage:
+    """Return the whole model as one stage on the meta device."""
+    return build_stage(
+        model, model.vocab_size, layers=range(model.num_layers), first=True, last=True
+    )
+
+
+def model_tensors(model: ModelConfig) -> dict[str, Declared]:
+    """Return what all parameters and buffers are, by global name."""
+    return declared(whole_model(model))
+
+
+def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters and buffers, by global name."""
+    return {name: tensor.shape for name, tensor in model_tensors(model).items()}
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Number of parameters of the whole model, without correction biases."""
+    return sum(parameter.numel() for parameter in whole_model(model).parameters())

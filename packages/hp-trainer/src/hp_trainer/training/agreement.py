@@ -1,4 +1,4 @@
-"""What ranks agree on at the end of a step.
+"""The agreement of all ranks at the end of a step.
 
 Note [one agreed step]: whatever one rank learns on its own (a stop was requested, a gradient is
 not finite) goes into the vector that all ranks sum at the end of every step, so that all of them
@@ -35,7 +35,7 @@ class Losses(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """What one rank has found out in a step; summed, the number of ranks that have.
+    """Findings of one rank in a step, 0 or 1; summed, the number of ranks that have found so.
 
     Attributes:
         stop: A stop was requested.

@@ -164,14 +164,14 @@ class Batches:
         return planned.share(self, data, step=step)
 
     def _mine(self, x: Tensor, *, dealt: Sequence[SequenceShare]) -> Tensor:
-        """This rank's positions of whole sequences [B, S], on the device."""
+        """Return this rank's positions of whole sequences [B, S], on the device."""
         if not dealt:
             return self.to_device(self.sequence.shard(x))
         rows = zip(dealt, x.split(1), strict=True)
         return self.to_device(torch.cat([sequence.shard(row) for sequence, row in rows]))
 
     def between(self, x: Tensor) -> Tensor:
-        """Of what attention sees here [B, S], what is here between layers."""
+        """Return what is here between layers, of positions that attention sees [B, S]."""
         return x.chunk(self.mesh.size("tp"), dim=1)[self.mesh.index("tp")]
 
     def to_device(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a start would refuse, found before any process is started."""
+"""Refusals of a start, found before any process is started."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When a run saves, and how it is told that a save has failed."""
+"""Saves and loads of a run, and the lines about a save that has failed."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

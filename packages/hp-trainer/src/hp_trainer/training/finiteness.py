@@ -1,4 +1,4 @@
-"""What is done about a loss or a gradient that is not finite; see docs/how-to/stop-and-resume.md.
+"""Steps whose loss or gradient is not finite; see docs/how-to/stop-and-resume.md.
 
 Note [skipped step]: a step whose loss or gradient norm is not finite changes nothing but the
 position of the run. Its gradients and the loads of its routers are dropped: weights, Adam's
@@ -34,11 +34,11 @@ class Skips:
     in_a_row: int = 0
 
     def done(self) -> None:
-        """A step was made use of."""
+        """Note that a step was not skipped."""
         self.in_a_row = 0
 
     def add(self, problem: str, config: TrainConfig) -> None:
-        """A step is to be skipped.
+        """Count a step that is to be skipped.
 
         Args:
             problem: Step and what is wrong with it; the same on all ranks.

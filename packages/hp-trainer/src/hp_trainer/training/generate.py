@@ -48,7 +48,7 @@ def continue_text(
 def _next_logits(
     pipeline: Pipeline, runner: PipelineScheduleRuntime, ids: list[int]
 ) -> torch.Tensor:
-    """Logits of the token after some, [V], float64 on the CPU."""
+    """Return logits of the token after some, [V], float64 on the CPU."""
     seq_len = pipeline.config.data.seq_len
     window = ids[-seq_len:]
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device=pipeline.device)

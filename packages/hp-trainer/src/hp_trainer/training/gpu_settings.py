@@ -1,4 +1,4 @@
-"""What CUDA, NCCL and torch's allocator read from the environment, set where it is right.
+"""Variables that CUDA, NCCL and torch's allocator read, set where that is right.
 
 Nothing that the user has set is changed. All of it is read once, when a process first uses the GPU.
 

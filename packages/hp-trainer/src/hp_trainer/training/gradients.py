@@ -60,7 +60,7 @@ def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor
 
 
 def _side_by_side(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Gradients in order, as many at once as need no more than `SIDE_BY_SIDE` bytes, or one."""
+    """Group gradients in order, each group of at most `SIDE_BY_SIDE` bytes or of one."""
     found: list[list[Tensor]] = []
     room = 0
     for gradient in gradients:
@@ -109,7 +109,7 @@ class GradientNorm:
         self._positions = torch.tensor([position[name] for name in spoken], dtype=torch.int64)
 
     def local_squares(self, device: torch.device) -> Tensor:
-        """This rank's entries, zeros elsewhere: fp64 [entries], to be summed over all ranks."""
+        """Return this rank's squares, zeros elsewhere: fp64 [entries], to be summed over ranks."""
         squares = torch.zeros(len(self.sizes), dtype=torch.float64, device=device)
         if not self._positions.numel():
             return squares
@@ -128,7 +128,7 @@ class GradientNorm:
         return squares
 
     def not_finite(self, squares: Tensor) -> list[str]:
-        """Names of the entries that are not."""
+        """Return the names of the entries that are not finite."""
         values = zip(self.sizes, squares.tolist(), strict=True)
         return [name for name, value in values if not math.isfinite(value)]
 

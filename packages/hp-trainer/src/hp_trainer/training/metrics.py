@@ -102,7 +102,7 @@ class StepMetrics:
     skipped: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Keys and values as written; only what there is, and of numbers only what is finite."""
+        """Return keys and values as written: those that are there, of numbers the finite ones."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
         return {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
 
@@ -142,7 +142,7 @@ class MemoryUse(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> "MemoryUse":
-        """Of this process, by now."""
+        """Return the memory of this process, by now."""
         if device.type == "cuda":
             return cls(
                 torch.cuda.max_memory_allocated(device),
@@ -154,13 +154,13 @@ class MemoryUse(NamedTuple):
 
     @property
     def known(self) -> list[int]:
-        """Those of them that there are."""
+        """Return the figures that there are."""
         return [size for size in self if size is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """What MFU is computed from.
+    """The figures that MFU is computed from; see Note [MFU].
 
     Attributes:
         flops: Operations of the model per token, forward and backward.
@@ -196,7 +196,7 @@ class Utilization:
         return cls(count(config, vocab_size=vocab_size), peak * num_gpus)
 
     def at(self, tokens_per_second: float) -> float:
-        """MFU at a rate of all ranks together."""
+        """Return MFU at a rate of all ranks together."""
         return self.flops * tokens_per_second / self.peak
 
 
@@ -224,7 +224,7 @@ class Console:
         )
 
     def advance(self) -> None:
-        """One step is done."""
+        """Move the bar on by one step."""
         self._bar.update()
 
     def print(self, text: str) -> None:
@@ -279,7 +279,7 @@ Row: TypeAlias = Mapping[str, Any]
 
 
 def read_metrics(folder: Folder, *, to_step: int = _LAST) -> Iterator[tuple[bytes, Row]]:
-    """Lines of metrics.jsonl and what they say, one at a time, as the file may be long.
+    """Return the lines of metrics.jsonl and what they say, one at a time, as the file may be long.
 
     Args:
         folder: Run directory; a file that is missing has no lines.
@@ -306,7 +306,7 @@ def read_metrics(folder: Folder, *, to_step: int = _LAST) -> Iterator[tuple[byte
 
 
 def _row(line: bytes) -> Row | None:
-    """What a line says; None if it is not the JSON of some step, with values of the right types."""
+    """Return the values of a line; None if it is not the JSON of a step, with the right types."""
     try:
         row: Row = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -89,7 +89,7 @@ def _materialize(optimizer: torch.optim.AdamW) -> None:
 
 
 def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> AdamW:
-    """AdamW (Loshchilov and Hutter, 2019); norms and biases are not decayed, however stacked."""
+    """Make AdamW (Loshchilov and Hutter, 2019), which decays no norms and no biases."""
     decayed: list[Tensor] = []
     others: list[Tensor] = []
     for parameter in parameters:
@@ -171,7 +171,7 @@ class Update:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then half a cosine down to ``min_learning_rate_ratio``.
+    """Return a rate of linear warm-up, then half a cosine down to ``min_learning_rate_ratio``.
 
     Args:
         step: Counted from 0.

@@ -45,7 +45,7 @@ class _Timed(NamedTuple):
 def planned_and_actual(
     schedule: Schedule, timeline: Timeline, mesh: Mesh, *, control: ProcessGroup
 ) -> dict[str, Timeline]:
-    """One step of the first pipeline: as it went, and as the simulator has it at those costs.
+    """Return one step of the first pipeline: as it went, and as simulated with its costs.
 
     All ranks call this together.
 
@@ -97,7 +97,7 @@ def write_report(folder: Folder, timelines: Mapping[str, Timeline]) -> None:
 
 
 def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Training and held-out loss over steps as an SVG picture.
+    """Return the training and held-out loss over steps as an SVG picture.
 
     Args:
         rows: Lines of metrics.jsonl.
@@ -108,7 +108,7 @@ def loss_curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
 def _curves_svg(
     title: str, rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str], *, scale: float = 1.0
 ) -> str:
-    """Some keys of metrics.jsonl over the steps, times a factor, as a picture."""
+    """Return some keys of metrics.jsonl over the steps, times a factor, as a picture."""
     series = {
         key: [(row["step"], row[key] * scale) for row in rows if row.get(key) is not None]
         for key in labels

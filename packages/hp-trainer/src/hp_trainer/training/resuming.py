@@ -1,4 +1,4 @@
-"""What a resumed run must have in common with what it goes on with.
+"""Checks that a resumed run has enough in common with the run that it continues.
 
 The position in the data counts sequences of one length in an order fixed by the seed, and weights
 mean something only in the model that they were trained in. Layout, batch size and the settings of
@@ -86,7 +86,7 @@ def require_same_position(extra: Mapping[str, Any], config: Config, path: Path) 
 
 
 def _kept() -> list[str]:
-    """Keys that may not change."""
+    """Return the keys that may not change."""
     model = [key for key, field in fields().items() if field.section == "model"]
     return [*_REASONS, *(key for key in model if key not in _FREE)]
 

@@ -40,7 +40,7 @@ class Interrupted(Exception):  # noqa: N818 - it is no error of this rank
 
 
 class _State(NamedTuple):
-    """What a rank tells the others."""
+    """The state of a rank, as the others hear of it."""
 
     works: bool
     has_failed: bool
@@ -84,7 +84,7 @@ class Waiting:
             self._meet(works=False, has_failed=has_failed)
 
     def _meet(self, *, works: bool, has_failed: bool = False) -> bool:
-        """Meet all ranks; whether it is over."""
+        """Gather the states of all ranks; returns whether the phase is over."""
         mine = _State(works, has_failed, self._worker.stop.requested)
         states = all_gather_json(mine, of=_State, group=self._group)
         self._met_at = time.monotonic()
@@ -136,7 +136,7 @@ def connect(config: Config, worker: Worker) -> Runtime:
 
 
 def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
-    """Tokenise once per node; every rank learns of a failure before anything is built on it.
+    """Make tokens once per node; every rank learns of a failure before anything is built on it.
 
     Args:
         config: Validated; the same on every rank.

@@ -26,7 +26,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run needs to go on, besides tensors.
+    """The position of a run: what it resumes from, besides tensors.
 
     Attributes:
         step: Updates done, those that were skipped included.
@@ -44,7 +44,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, loaded: Loaded) -> "Position":
-        """The position of a checkpoint.
+        """Return the position of a checkpoint.
 
         Raises:
             CheckpointError: Naming what is wrong with it.
@@ -85,7 +85,7 @@ def set_optimizer_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
 def checkpoint_tensors(
     parameters: Sequence[Parameter], optimizer: torch.optim.AdamW, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """This rank's tensors under their global names. They share memory with the live state.
+    """Return this rank's tensors under their global names. They share memory with the live state.
 
     Args:
         parameters: This rank's.

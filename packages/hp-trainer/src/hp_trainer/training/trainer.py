@@ -270,7 +270,7 @@ class Trainer:
         return problem
 
     def compute_gradients(self) -> tuple[Losses, float]:
-        """Forward and backward of the next global batch, gradients summed over the ranks.
+        """Run forward and backward of the next global batch, and sum gradients over the ranks.
 
         Returns:
             This rank's share of the losses, and the share of the pipeline's wall time that this

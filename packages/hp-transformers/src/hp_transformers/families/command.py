@@ -19,8 +19,7 @@ from hp_checkpoint.runs.directory import newest_checkpoint
 from hp_checkpoint.runs.verify import open_checkpoint
 from hp_checkpoint.weight_files import first_of, other_forms
 from hp_trainer.config import Config, ModelConfig, rules
-from hp_trainer.config.options import build
-from hp_trainer.config.render import to_toml
+from hp_trainer.config.options import build, to_toml
 from hp_trainer.config.rules.files import TOKENIZER
 from hp_trainer.config.schema import fields
 from hp_transformers.families.config import (

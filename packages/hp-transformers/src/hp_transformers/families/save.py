@@ -24,7 +24,7 @@ from hp_checkpoint import Box, Part
 from hp_checkpoint.collective import gathered, is_first
 from hp_checkpoint.safetensors import FileTensor
 from hp_trainer.config import ModelConfig
-from hp_trainer.model.shapes import model_tensors
+from hp_trainer.model.transformer import model_tensors
 from hp_transformers.families.config import FAMILIES, as_text, hf_config
 from hp_transformers.families.family import Family
 from hp_transformers.families.files import (

@@ -18,18 +18,17 @@ from hp_trainer.config.rules.files import (
     require_run_directory,
     saving_rules,
 )
-from hp_trainer.config.rules.mesh import mesh_rules, stage_list_rules
+from hp_trainer.config.rules.mesh import mesh_rules, size_rules, stage_list_rules
 from hp_trainer.config.rules.model import model_rules, part_rules
 from hp_trainer.config.rules.pipeline import (
     batch_rules,
     gather_rules,
     overlap_rules,
     pipeline_rules,
+    planned_rules,
     recompute_rules,
     retention_rules,
 )
-from hp_trainer.config.rules.planned import planned_rules
-from hp_trainer.config.rules.sizes import size_rules
 
 __all__ = [
     "TOKENIZER",

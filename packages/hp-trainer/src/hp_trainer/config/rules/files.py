@@ -1,4 +1,4 @@
-"""What a run reads and writes: files, folders, checkpoints, and the extras that it needs."""
+"""Rules for the files, folders and checkpoints of a run, and for the extras that it needs."""
 
 import importlib.util
 import os
@@ -80,7 +80,7 @@ def _model_files(config: Config) -> Iterator[str]:
 
 
 def _unread_weights(folder: Path) -> str:
-    """A file of weights in a folder that has none in safetensors files; empty: there is none."""
+    """Return a file of weights in a folder without safetensors files; empty: there is none."""
     if any(folder.glob("*.safetensors")):
         return ""
     return next((path.name for each in _OTHER_WEIGHTS for path in folder.glob(each)), "")
@@ -117,7 +117,7 @@ def has_tokens(run: str) -> bool:
 
 
 def saving_rules(config: Config) -> Iterator[str]:
-    """Checkpoints that are kept for good must be among those that are saved."""
+    """Yield why checkpoints to be kept for good would never be saved."""
     often, kept = config.train.save_every, config.train.keep_every
     if kept and (often == 0 or kept % often):
         hint = near_multiples(kept, often) if often else ""
@@ -136,7 +136,7 @@ def extra_rules(config: Config) -> Iterator[str]:
 
 
 def _not_writable(path: str) -> str:
-    """Why nothing can be made in a folder, or in the nearest one above it that exists."""
+    """Say why nothing can be made in a folder, or in the nearest one above it that exists."""
     if not path or "\0" in path:
         return "no such name"
     folder = Path(path).absolute()
@@ -161,7 +161,7 @@ def _is(path: str, is_so: Callable[[Path], bool]) -> bool:
 
 
 def _neighbour(path: str) -> str:
-    """A file of a similar name in the same folder, as a hint."""
+    """Return a file of a similar name in the same folder, as a hint."""
     try:
         folder, name = os.path.split(path.rstrip("/"))
         siblings = [entry.name for entry in Path(folder or ".").iterdir()]

@@ -9,20 +9,20 @@ STAGE_AXES = (*DATA_AXES, "cp", "tp")
 
 
 def shown_factors(mesh: MeshConfig, *axes: str) -> str:
-    """Axes and their sizes as a product; those of one rank are left out but for pp."""
+    """Return the axes and their sizes as a product; those of one rank are left out but for pp."""
     sizes = {axis: getattr(mesh, axis) for axis in axes}
     shown_axes = [axis for axis, size in sizes.items() if size > 1 or axis == "pp"]
     return " x ".join(f"{_key(mesh, axis)} ({sizes[axis]})" for axis in shown_axes or axes[:1])
 
 
 def _key(mesh: MeshConfig, axis: str) -> str:
-    """The key that an axis has its size from."""
+    """Return the key that an axis has its size from."""
     is_listed = axis in ("tp", "ep") and getattr(mesh, f"stage_{axis}")
     return f"mesh.stage_{axis}" if is_listed else f"mesh.{axis}"
 
 
 def shown_product(mesh: MeshConfig, *axes: str) -> str:
-    """Axes and their sizes as a product, and what it comes to."""
+    """Return the axes and their sizes as a product, and what it comes to."""
     factors = shown_factors(mesh, *axes)
     total = math.prod(getattr(mesh, axis) for axis in axes)
     return f"{factors} = {total}" if " x " in factors else factors

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from hp_base.environment import World
 from hp_base.messages import shown
-from hp_trainer.config import Config, MeshConfig
+from hp_trainer.config import MOST_EXPERTS, MOST_LAYERS, Config, MeshConfig
 from hp_trainer.config.rules.hints import (
     STAGE_AXES,
     near_divisors,
@@ -16,10 +16,11 @@ from hp_trainer.config.rules.hints import (
     shown_product,
 )
 from hp_trainer.layout.ranks import StageLayout
+from hp_trainer.layout.schedules import count_stages
 
 
 def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
-    """The mesh must fill the processes, and each of its axes divide what it shares out."""
+    """Yield which sizes of the mesh do not fill the processes, or divide what they share out."""
     mesh, num_processes = config.mesh, config.launch.num_processes
     remedy = "" if world is None else world.remedy
     if world is not None:
@@ -52,7 +53,7 @@ def mesh_rules(config: Config, world: World | None) -> Iterator[str]:
 
 
 def stage_list_rules(mesh: MeshConfig) -> Iterator[str]:
-    """Sizes of single stages must be as many as stages, and stand alone."""
+    """Yield what is wrong with sizes of single stages."""
     for name in ("tp", "ep"):
         sizes, shared = getattr(mesh, f"stage_{name}"), getattr(mesh, name)
         if not sizes:
@@ -65,7 +66,7 @@ def stage_list_rules(mesh: MeshConfig) -> Iterator[str]:
 
 
 def _stage_meshes(mesh: MeshConfig) -> list[MeshConfig]:
-    """The mesh with the sizes of each stage in the place of those of all; of equal ones one."""
+    """Return a mesh per distinct stage, with the sizes of that stage for all."""
     if not mesh.stage_tp and not mesh.stage_ep:
         return [mesh]
     sizes = dict.fromkeys(zip(mesh.tp_sizes, mesh.ep_sizes, strict=True))
@@ -177,7 +178,7 @@ def _context_ranks(config: Config) -> Iterator[str]:
 
 
 def _deal(config: Config) -> Iterator[str]:
-    """Sequences can be dealt out one by one, where some ranks have keys that others lack."""
+    """Yield why sequences cannot be dealt out to context-parallel ranks one by one."""
     mesh = config.mesh
     if mesh.heads_degree == mesh.cp:
         yield (
@@ -196,3 +197,47 @@ def _fit(config: Config, num_processes: int) -> str:
         if num_processes % others == 0:
             return f"; nearest: mesh.{axis} = {num_processes // others}"
     return near_divisors(config.mesh.pp, num_processes, name="mesh.pp = ")
+
+
+_MOST_PROCESSES = 65_536
+# Steps, and ranks: a trace of a large model has 100 MB before it is packed.
+_MOST_PROFILED = 16
+_MOST_STEPS_OF_STAGES = 1_000_000  # forwards of all stages in one step of training
+
+
+def size_rules(config: Config) -> Iterator[str]:
+    """Yield which sizes are too large for what is made in proportion to them later."""
+    model, train = config.model, config.train
+    if config.world_size > _MOST_PROCESSES:
+        yield f"processes of the mesh ({config.world_size}) must be at most {_MOST_PROCESSES}"
+    layers = model.num_layers + model.num_mtp_modules
+    if layers > MOST_LAYERS:
+        yield (
+            f"model.num_layers ({model.num_layers}) + model.num_mtp_modules "
+            f"({model.num_mtp_modules}) must be at most {MOST_LAYERS}"
+        )
+    elif layers * model.num_experts > MOST_EXPERTS:
+        yield (
+            f"model.num_experts ({model.num_experts}) x {layers} layers must be at most "
+            f"{MOST_EXPERTS}"
+        )
+    forwards = train.global_batch_size // config.batch_unit * count_stages(config)
+    if forwards > _MOST_STEPS_OF_STAGES:
+        yield (
+            f"microbatches of train.global_batch_size ({train.global_batch_size}) in "
+            f"{count_stages(config)} stages ({forwards} forwards) must be at most "
+            f"{_MOST_STEPS_OF_STAGES}"
+        )
+    yield from _profile_rules(config)
+
+
+def _profile_rules(config: Config) -> Iterator[str]:
+    """Yield which profiles are too many, or of no rank."""
+    train = config.train
+    for key, values in (("profile", train.profile), ("profile_ranks", train.profile_ranks)):
+        if len(values) > _MOST_PROFILED:
+            yield f"train.{key} ({len(values)} of them) must be at most {_MOST_PROFILED}"
+    last = max(train.profile_ranks, default=0)
+    if train.profile and last >= config.world_size:
+        size = config.world_size
+        yield f"train.profile_ranks ({last}) must be below the processes of the mesh ({size})"

@@ -10,7 +10,7 @@ _GQA_ONLY = ("qk_norm", "attention_bias", "attention_sinks")
 
 
 def model_rules(config: Config) -> Iterator[str]:
-    """The parts of a model must fit each other and the length of a sequence."""
+    """Yield which parts of a model do not fit each other, or the length of a sequence."""
     model = config.model
     if model.is_own:
         yield from _own(config)
@@ -28,7 +28,7 @@ def model_rules(config: Config) -> Iterator[str]:
 
 
 def part_rules(model: ModelConfig) -> Iterator[str]:
-    """The parts of a model must fit each other, whatever it is trained on."""
+    """Yield which parts of a model do not fit each other, whatever it is trained on."""
     if not model.is_own:
         yield from _attention(model)
         yield from _rotary(model)

@@ -14,7 +14,7 @@ from hp_trainer.layout.schedules import (
 
 
 def pipeline_rules(config: Config) -> Iterator[str]:
-    """Stages must be as many as the schedule wants, with a layer for each."""
+    """Yield why stages are too many or too few for the schedule or the layers."""
     mesh, pipeline, model = config.mesh, config.pipeline, config.model
     num_stages = count_stages(config)
     only = KINDS[pipeline.schedule].stages_per_rank
@@ -45,7 +45,7 @@ def pipeline_rules(config: Config) -> Iterator[str]:
 
 
 def overlap_rules(config: Config) -> Iterator[str]:
-    """A pair must have exchanges to hide, and compute to hide them behind."""
+    """Yield why a forward and a backward cannot be overlapped: exchanges or compute are missing."""
     if not config.pipeline.overlap:
         return
     mesh, pipeline, model, train = config.mesh, config.pipeline, config.model, config.train
@@ -84,7 +84,7 @@ def overlap_rules(config: Config) -> Iterator[str]:
 
 
 def retention_rules(config: Config) -> Iterator[str]:
-    """A rank must get by with the microbatches that it keeps."""
+    """Yield why a rank cannot get by with the microbatches that it keeps."""
     mesh, pipeline = config.mesh, config.pipeline
     if pipeline.retention == "keep":
         return
@@ -107,7 +107,7 @@ def retention_rules(config: Config) -> Iterator[str]:
 
 
 def gather_rules(config: Config) -> Iterator[str]:
-    """Parameters that come and go with a block are there when its backward is whole and alone."""
+    """Yield why parameters cannot be gathered by block: a backward must be whole and alone."""
     mesh, pipeline = config.mesh, config.pipeline
     if mesh.gather != "block":
         return
@@ -140,7 +140,7 @@ def recompute_rules(config: Config) -> Iterator[str]:
 
 
 def batch_rules(config: Config) -> Iterator[str]:
-    """Microbatches of all ranks must make up a batch."""
+    """Yield why microbatches of all ranks do not make up a batch."""
     train, mesh, unit, data = config.train, config.mesh, config.batch_unit, config.data
     if data.packing != "stream" and data.documents != "separate":
         yield (
@@ -158,4 +158,64 @@ def batch_rules(config: Config) -> Iterator[str]:
             f"train.global_batch_size ({train.global_batch_size}) must be a multiple of "
             f"{shown_factors(mesh, *DATA_AXES)} x train.microbatch_size ({train.microbatch_size}) "
             f"= {unit}{near_multiples(train.global_batch_size, unit)}"
+        )
+
+
+def planned_rules(config: Config) -> Iterator[str]:
+    """Yield what does not go with steps that are planned from the lengths of their documents."""
+    data = config.data
+    if data.packing != "planned":
+        for key, empty in (("plan_tokens", 0), ("plan_costs", "")):
+            if (value := getattr(data, key)) != empty:
+                yield (
+                    f"data.{key} ({shown(value)}) must be {shown(empty)} with data.packing "
+                    f"({shown(data.packing)})"
+                )
+        return
+    yield from _order_of_plan(config)
+    yield from _layout_of_plan(config)
+    least = data.seq_len // config.mesh.cp
+    if 0 < data.plan_tokens < least:
+        yield (
+            f"data.plan_tokens ({data.plan_tokens}) must be at least data.seq_len "
+            f"({data.seq_len}) / mesh.cp ({config.mesh.cp}) = {least}: a document may be as long"
+        )
+
+
+def _order_of_plan(config: Config) -> Iterator[str]:
+    """Yield what a plan excludes since it has the order of microbatches itself."""
+    pipeline = config.pipeline
+    why = 'with data.packing ("planned"): the plan has the order of microbatches'
+    if pipeline.stages_per_rank != 1:
+        yield f"pipeline.stages_per_rank ({pipeline.stages_per_rank}) must be 1 {why}"
+    elif KINDS[pipeline.schedule].returns:
+        others = " or ".join(
+            each.name for each in KINDS.values() if not each.returns and each.stages_per_rank != 2
+        )
+        yield f"pipeline.schedule ({shown(pipeline.schedule)}) must be {others} {why}"
+    if pipeline.overlap:
+        yield f"pipeline.overlap (true) must be false {why}"
+    if pipeline.retention != "keep":
+        yield f"pipeline.retention ({shown(pipeline.retention)}) must be {shown('keep')} {why}"
+
+
+def _layout_of_plan(config: Config) -> Iterator[str]:
+    """Yield what a plan excludes since it has equal stages and documents of all lengths."""
+    mesh, with_plan = config.mesh, 'with data.packing ("planned")'
+    if mesh.stage_tp:
+        yield (
+            f"mesh.stage_tp ({shown(mesh.stage_tp)}) must be [] {with_plan}: stages are planned "
+            "as equal ones"
+        )
+    if mesh.cp_deal:
+        yield f"mesh.cp_deal (true) must be false {with_plan}, which deals out documents itself"
+    if config.model.is_own:
+        yield (
+            f"data.packing ({shown(config.data.packing)}) must be stream or best_fit with "
+            f"{config.model.origin}: what it balances and where it counts positions is not known"
+        )
+    if config.train.compile != "none":
+        yield (
+            f"train.compile ({shown(config.train.compile)}) must be {shown('none')} {with_plan}: "
+            "every microbatch has another length, and graphs would be compiled for each"
         )
