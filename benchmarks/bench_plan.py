@@ -17,8 +17,7 @@ from pathlib import Path
 from hp_plan.layouts import estimate
 from hp_plan.layouts.measure import measure
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import checked_config, with_keys
+from hp_trainer.config.options import checked_config, resolve, with_keys
 from hp_trainer.launch.launcher import run_entry
 
 LAYOUTS: dict[str, dict[str, object]] = {

@@ -16,8 +16,7 @@ from hp_packing import Pipeline, Planner, StepCosts, learned_costs, price, step_
 from hp_packing.comparison import Comparison, compare
 from hp_packing.generators import GENERATORS, draw, stream
 from hp_plan.costs.machine import MACHINES
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import resolve, with_keys
 
 K = 1024
 STAGES, RANKS, PACK, DEGREE = 4, 32, 128 * K, 8

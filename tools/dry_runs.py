@@ -28,12 +28,12 @@ from hp_base.errors import ConfigError
 from hp_data import load_tokenizer
 from hp_data.tokenizer import vocab_size_of
 from hp_plan.costs.routing import parse_skew
+from hp_plan.layouts.space import Axis, sample_layouts
 from hp_train.cli import main as command
 from hp_train.dry_run.classes import classes_of
 from hp_train.verify.pairs import differing_keys
 from hp_trainer.config import Config, MeshConfig, PipelineConfig, rules, to_dict
-from hp_trainer.config.options import resolve, shipped
-from hp_trainer.config.space import Axis, sample_layouts, with_keys
+from hp_trainer.config.options import resolve, shipped, with_keys
 from hp_trainer.launch.launcher import PRELOADED_FOR_TRAINING
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.schedules import count_microbatches, count_stages

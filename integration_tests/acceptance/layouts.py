@@ -16,8 +16,7 @@ from hp_train.verify.program import Program
 from hp_train.verify.rank import RECORDING
 from hp_train.verify.runs import Runs
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve, to_toml
-from hp_trainer.config.space import checked_config, one_process, with_keys
+from hp_trainer.config.options import checked_config, one_process, resolve, to_toml, with_keys
 from hp_verify.comparing.compare_values import RunComparison
 from integration_tests.acceptance.cases import AGAINST_CPU, Case, Place, slug
 from integration_tests.acceptance.outcome import Found

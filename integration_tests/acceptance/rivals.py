@@ -22,8 +22,7 @@ from hp_base.data_sheets import peak_flops
 from hp_plan.costs.modules import model_flops
 from hp_plan.layouts.measure import synchronize
 from hp_trainer.config import Config, ModelConfig
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.training.metrics import MemoryUse
 from hp_transformers.families.config import hf_config
 from integration_tests.acceptance.cases import Case, Place, slug

@@ -25,8 +25,7 @@ from hp_base.errors import ConfigError, HpError
 from hp_plan.layouts import MACHINES, Machine, estimate
 from hp_plan.layouts.measure import synchronize, time_link
 from hp_trainer.config import Config, rules
-from hp_trainer.config.options import resolve, to_toml
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import resolve, to_toml, with_keys
 from hp_trainer.launch.launcher import run_entry
 from hp_trainer.launch.task import Worker
 from hp_trainer.training.profiler import FOLDER

@@ -83,7 +83,7 @@ from hp_base.errors import ConfigError
 from hp_trainer.config.options import resolve
 from hp_trainer.layout.schedules import training_schedule
 from hp_trainer.config.schema import fields
-from hp_trainer.config.space import AXES
+from hp_plan.layouts.space import AXES
 
 print(fields()["pipeline.schedule"].choices[-1])
 print("{NAME}" in next(axis for axis in AXES if axis.key == "pipeline.schedule").choices)

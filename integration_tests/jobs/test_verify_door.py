@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import checked_config
+from hp_trainer.config.options import checked_config, resolve
 from hp_verify.comparing.compare import Comparison, Floor, compare
 from hp_verify.comparing.joined import Recording, join
 from hp_verify.recording.request import Request, environment

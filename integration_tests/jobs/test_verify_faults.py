@@ -12,8 +12,7 @@ import pytest
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import checked_config, one_process
+from hp_trainer.config.options import checked_config, one_process, resolve
 from integration_tests.jobs.verify_faults import CONTEXT, FAULTS, LAYOUTS, PIPELINE, SHARDED, TENSOR
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import checked_config
+from hp_trainer.config.options import checked_config, resolve
 
 PROGRAM = Program(steps=4)
 SMALL = {

@@ -9,8 +9,7 @@ import pytest
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
 from hp_train.verify.shrinking import shrink
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import checked_config, one_process
+from hp_trainer.config.options import checked_config, one_process, resolve
 from integration_tests.runs import write_corpus
 
 PROGRAM = Program(steps=4)

@@ -16,8 +16,7 @@ from hp_train.verify.covering import Design, Setting, changes, cover
 from hp_train.verify.designed import Designed, fewest, read_rows
 from hp_train.verify.program import Program
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import checked_config, with_keys
+from hp_trainer.config.options import checked_config, resolve, with_keys
 
 ROOT = Path(__file__).parent
 PROGRAM = Program(steps=1)

@@ -10,19 +10,12 @@ from itertools import chain
 from pathlib import Path
 from random import Random
 
+from hp_plan.layouts.space import AXES, Axis, sample_layouts
 from hp_train.verify.pairs import described
 from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs, judge_all
 from hp_trainer.config import Config, rules
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import (
-    AXES,
-    Axis,
-    checked_config,
-    one_process,
-    sample_layouts,
-    with_keys,
-)
+from hp_trainer.config.options import checked_config, one_process, resolve, with_keys
 
 SEQ_LEN = 48
 _DOCUMENTS = 160

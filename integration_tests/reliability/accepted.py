@@ -21,7 +21,7 @@ from typing import Any
 
 from hp_base.command_line import say
 from hp_trainer.config import Config
-from hp_trainer.config.space import one_process, with_keys
+from hp_trainer.config.options import one_process, with_keys
 from integration_tests.reliability.drawn import (
     Drawn,
     Edge,

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from hp_trainer.config import Config, rules
+from hp_trainer.config.options import with_keys
 from hp_trainer.config.schema import Field, by_section, fields
-from hp_trainer.config.space import with_keys
 from integration_tests.reliability.rule_names import broken_rules, every_rule
 
 Values = dict[str, Any]

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_plan.layouts.space import AXES, sample_layouts
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
-from hp_trainer.config.space import AXES, sample_layouts
 from hp_trainer.launch.launcher import run_entry
 from hp_trainer.launch.task import Worker
 from hp_trainer.training.train import start

@@ -24,7 +24,7 @@ import torch.distributed.tensor  # noqa: F401 - with the two above it, once for 
 from hp_platform import failing_together
 from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_trainer.config import Config
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import with_keys
 from hp_trainer.launch.launcher import run_entry
 from hp_trainer.launch.task import ERRORS, Worker
 from hp_trainer.training.train import run, start

@@ -36,8 +36,7 @@ from hp_packing.work import pairs_of
 from hp_plan.costs.machine import MACHINES
 from hp_plan.price.estimate import Plan
 from hp_schedule import to_csv
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import resolve, with_keys
 
 K = 1024
 COSTS = StepCosts.equal(token=6e-6, pair=2e-10, key=1e-7, far_key=9e-7, heads=5e-7, microbatch=6e-4)

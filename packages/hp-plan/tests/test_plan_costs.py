@@ -16,8 +16,7 @@ from hp_plan.costs.modules import kernels, stage, stages, whole_model
 from hp_plan.costs.work import Work
 from hp_plan.price.rates import rates_of
 from hp_trainer.config import Config, ModelConfig
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.layout.ranks import StageLayout
 from hp_trainer.layout.schedules import split_layers
 from hp_trainer.layout.vocabulary import TILE_BYTES, WIDE_BYTES

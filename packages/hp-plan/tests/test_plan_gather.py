@@ -6,8 +6,7 @@ from hp_plan.layouts import MACHINES, choose, estimate
 from hp_plan.price.estimate import Plan
 from hp_plan.price.gather import ROOM, decided, fits, most_memory
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import resolve, with_keys
 
 VOCAB = 256
 H100, H200 = MACHINES["h100"], MACHINES["h200"]

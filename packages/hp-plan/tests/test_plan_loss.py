@@ -16,7 +16,7 @@ from hp_plan.costs.modules import whole_model
 from hp_platform import WeightGradQueue
 from hp_platform.testing import LiveBytes, run_distributed, watch_operators
 from hp_trainer.config import Config
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import with_keys
 from hp_trainer.layout import vocabulary
 from hp_trainer.layout.parameter import chunk
 from hp_trainer.layout.ranks import StageLayout

@@ -35,8 +35,7 @@ from hp_plan.price.traffic import (
 )
 from hp_schedule import Precedence, Schedule, simulate
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.layout.communicators import held
 from hp_trainer.layout.parameter import ParameterSpec
 from hp_trainer.layout.ranks import Layout, StageLayout

@@ -9,7 +9,7 @@ from hp_plan.costs.machine import MACHINES
 from hp_plan.costs.modules import model_flops
 from hp_platform import RankInfo, initialize, shutdown
 from hp_trainer.config import Config, DataConfig, ModelConfig
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import with_keys
 from hp_trainer.training.metrics import Utilization
 
 VOCAB = 256

@@ -13,9 +13,8 @@ from hp_train.verify import covering
 from hp_train.verify.covering import Design, Setting, changes, cover, values_of
 from hp_train.verify.oracle import Oracle, Rows
 from hp_trainer.config import Config, rules, to_dict
-from hp_trainer.config.options import resolve
+from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.config.schema import fields
-from hp_trainer.config.space import with_keys
 from hp_trainer.model import TransformerStage
 from hp_trainer.model.initialization import initialize_parameters
 from hp_trainer.model.parameters import named_parameters

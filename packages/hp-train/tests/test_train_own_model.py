@@ -12,8 +12,7 @@ from hp_expert import GroupedExperts, TopKRouter
 from hp_plan.costs.modules import kernels
 from hp_train.cli import main
 from hp_trainer.config import Config, ModelConfig
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.layout.parameter import ParameterSpec
 from hp_trainer.model import declare
 from hp_trainer.model.declared import declared

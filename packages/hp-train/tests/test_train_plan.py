@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_layouts import enumerate_layouts
+from plan_layouts import enumerate_layouts
 
 from hp_base.beside_tensors import GPU_MARGIN, Held
 from hp_base.errors import ConfigError
@@ -16,13 +16,13 @@ from hp_plan.layouts.branch_and_bound import BranchAndBound, is_duplicate
 from hp_plan.layouts.candidate import Candidate
 from hp_plan.layouts.choose import _identity, plan_axes
 from hp_plan.layouts.report import as_dict, details, name, reasons
+from hp_plan.layouts.space import Axis, enumerate_meshes
 from hp_plan.price.gather import fits, planned
 from hp_plan.price.prices import Prices
 from hp_schedule import Precedence
 from hp_train.cli import main
 from hp_trainer.config import Config, rules
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import Axis, enumerate_meshes, with_keys
+from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.layout.communicators import held
 from hp_trainer.layout.schedules import placement
 

@@ -8,6 +8,7 @@ import pytest
 
 from hp_base.errors import ConfigError
 from hp_plan.costs.modules import whole_model
+from hp_plan.layouts.space import sample_layouts
 from hp_train.cli import main
 from hp_train.verify.pairs import (
     described,
@@ -18,8 +19,7 @@ from hp_train.verify.pairs import (
 )
 from hp_train.verify.shrinking import shrink
 from hp_trainer.config import Config, rules, to_dict
-from hp_trainer.config.options import resolve, shipped
-from hp_trainer.config.space import checked_config, one_process, sample_layouts, with_keys
+from hp_trainer.config.options import checked_config, one_process, resolve, shipped, with_keys
 
 
 def config_of(**keys: object) -> Config:

@@ -9,7 +9,7 @@ import torch
 
 from hp_schedule import add_send_recv, validate
 from hp_trainer.config import Config
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import with_keys
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.schedules import KINDS
 from hp_trainer.training import gpu_settings

@@ -12,7 +12,7 @@ from hp_data.dataset import Dataset
 from hp_data.packing import best_fit
 from hp_data.preparation import prepare
 from hp_trainer.config import Config, DataConfig, MeshConfig, rules
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import with_keys
 from hp_trainer.model.ahead import look_ahead
 
 BYTES = load_tokenizer("")

@@ -15,8 +15,7 @@ from hp_platform import Runtime
 from hp_platform.testing import LiveBytes
 from hp_schedule import validate
 from hp_trainer.config import Config, PipelineConfig, rules
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import one_process
+from hp_trainer.config.options import one_process, resolve
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.schedules import KINDS, compute_schedule, training_schedule
 from hp_trainer.model import Microbatch, casts

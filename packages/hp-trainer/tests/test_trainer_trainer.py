@@ -13,8 +13,7 @@ from hp_data import Tokenizer, load_tokenizer
 from hp_data.preparation import prepare
 from hp_platform import Runtime
 from hp_trainer.config import Config
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import one_process
+from hp_trainer.config.options import one_process, resolve
 from hp_trainer.launch.task import Worker
 from hp_trainer.model import Microbatch
 from hp_trainer.training.generate import continue_text

@@ -26,12 +26,12 @@ from hp_plan.costs import modules
 from hp_plan.costs.memory import padding, static_memory
 from hp_plan.costs.work import Work
 from hp_plan.layouts.candidate import Candidate
+from hp_plan.layouts.space import Axis
 from hp_plan.price.estimate import plain_schedule
 from hp_plan.price.gather import fits
 from hp_plan.price.prices import Prices, StagePrice
 from hp_schedule import Path, Precedence, length
 from hp_trainer.config import Config, MeshConfig, PipelineConfig, rules
-from hp_trainer.config.space import Axis
 from hp_trainer.layout.ranks import Layout, StageLayout
 from hp_trainer.layout.schedules import KINDS, count_microbatches, placement, split_layers
 

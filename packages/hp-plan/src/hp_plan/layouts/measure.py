@@ -30,7 +30,7 @@ from hp_plan.price.estimate import Plan
 from hp_platform import initialize, launch_all_to_all, new_group, shutdown
 from hp_schedule import MetaStepType
 from hp_trainer.config import Config, rules
-from hp_trainer.config.space import checked_config, one_process, with_keys
+from hp_trainer.config.options import checked_config, one_process, with_keys
 from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.launcher import run_entry
 from hp_trainer.launch.task import Worker

@@ -13,7 +13,7 @@ from hp_plan.price.prices import Prices
 from hp_plan.price.traffic import Spread
 from hp_schedule import Costs, simulate
 from hp_trainer.config import Config, rules
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import with_keys
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.schedules import KINDS, count_microbatches, count_stages
 

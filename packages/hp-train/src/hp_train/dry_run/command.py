@@ -16,8 +16,7 @@ from hp_plan.costs.routing import parse_skew
 from hp_plan.layouts.command import known_vocab_size, lengths_plugin
 from hp_plan.price.gather import decided
 from hp_trainer.config import Config, rules
-from hp_trainer.config.options import COMMAND_LINE, resolve
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import COMMAND_LINE, resolve, with_keys
 
 SUMMARY = "run the real code of every kind of rank of a cluster, without a GPU"
 """What the command does, for `hp --help`."""

@@ -15,6 +15,7 @@ from hp_base.errors import ConfigError, DifferenceError
 from hp_base.messages import shown
 from hp_base.numbers import real, whole
 from hp_base.scratch import scratch
+from hp_plan.layouts.space import sample_layouts
 from hp_train.verify.covering import Design, cover
 from hp_train.verify.pairs import (
     BOUNDS,
@@ -28,8 +29,13 @@ from hp_train.verify.pairs import (
 from hp_train.verify.program import TRAINER, Program
 from hp_train.verify.shrinking import shrink
 from hp_trainer.config import Config
-from hp_trainer.config.options import Resolved, resolve, split_overrides
-from hp_trainer.config.space import checked_config, one_process, sample_layouts
+from hp_trainer.config.options import (
+    Resolved,
+    checked_config,
+    one_process,
+    resolve,
+    split_overrides,
+)
 
 if TYPE_CHECKING:
     from hp_train.verify.runs import Runs, Verdict

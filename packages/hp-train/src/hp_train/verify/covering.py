@@ -1,7 +1,7 @@
 """Models and layouts in which every pair of a feature of a model and a setting of a run comes up.
 
 Keys, their bounds and their lists of values come from the schema, the values of layouts from
-:data:`hp_trainer.config.space.AXES`, and what goes together from the rules, so that a new key is
+:data:`hp_plan.layouts.space.AXES`, and what goes together from the rules, so that a new key is
 paired without being told. No torch.
 
 Note [Pairs]. A *feature* is a value of a key of the model, a *setting* a value of any other key
@@ -25,9 +25,10 @@ from typing import Any, Final, NamedTuple
 
 from hp_base.errors import ConfigError
 from hp_base.messages import shown
+from hp_plan.layouts.space import AXES
 from hp_trainer.config import Config, rules
+from hp_trainer.config.options import with_keys
 from hp_trainer.config.schema import Field, convert, fields
-from hp_trainer.config.space import AXES, with_keys
 
 WITHOUT_EFFECT: Final = (
     "launch.* run.output_dir run.name run.resume run.tensorboard data.cache_gib train.*_every "

@@ -18,7 +18,7 @@ from hp_train.verify.covering import Design, Setting, changes
 from hp_train.verify.program import TRAINER, Program
 from hp_train.verify.runs import Runs, Verdict
 from hp_trainer.config import Config, rules
-from hp_trainer.config.space import one_process, with_keys
+from hp_trainer.config.options import one_process, with_keys
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,8 +9,8 @@ from hp_base.errors import ConfigError
 from hp_base.messages import shown
 from hp_train.verify.covering import WITHOUT_EFFECT, is_one_of
 from hp_trainer.config import Config, to_dict
+from hp_trainer.config.options import one_process, with_keys
 from hp_trainer.config.schema import fields
-from hp_trainer.config.space import one_process, with_keys
 from hp_trainer.layout.schedules import layers_of_stages, placement
 
 EXACT = (

@@ -19,7 +19,7 @@ from hp_train.verify.program import TRAINER, Program, Request, request_run
 from hp_train.verify.rank import ENTRY, RECORDING
 from hp_train.verify.reference import record_oracle
 from hp_trainer.config import Config, DataConfig
-from hp_trainer.config.space import one_process
+from hp_trainer.config.options import one_process
 from hp_trainer.launch.launcher import run_entry
 from hp_verify.comparing.compare_values import RunComparison, compare_runs
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from hp_base.errors import ConfigError
 from hp_trainer.config import Config, rules
-from hp_trainer.config.space import with_keys
+from hp_trainer.config.options import with_keys
 from hp_trainer.layout.schedules import count_stages
 
 _HEAD_DIM, _HIDDEN, _SEQ_LEN = 8, 8, 16

@@ -18,12 +18,15 @@ from hp_base.environment import external_world
 from hp_base.errors import ConfigError
 from hp_base.folder import Folder, read_named, why_not
 from hp_base.messages import did_you_mean, shown
-from hp_trainer.config import Config, rules, to_dict
+from hp_trainer.config import Config, MeshConfig, PipelineConfig, rules, to_dict
 from hp_trainer.config.schema import Field, by_section, convert, fields, sections, unknown_key
+from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.config.transformers_folder import shape_of_folder
 
 CONFIG = "config.toml"
 """Name of the config in a run directory."""
+_START_SECONDS = 180.0
+"""Time-out of the start of a check, at least: the first run waits for torch to be imported."""
 _SHIPPED = Path(__file__).parent.parent / "configs"
 COMMAND_LINE = "command line"
 """The origin of what was given there."""
@@ -373,3 +376,41 @@ def _comment(text: str) -> list[str]:
 
 def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the same config with some keys replaced."""
+    tables = by_section(values)
+    changed = {name: replace(getattr(config, name), **table) for name, table in tables.items()}
+    return replace(config, **changed)
+
+
+def checked_config(config: Config, *, dtype: str) -> Config:
+    """Return the config as it is run for a check: in this dtype, with one thread.
+
+    Time-outs stay, but for that of the start: the first run waits for torch to be imported.
+    """
+    launch = replace(
+        config.launch,
+        num_processes=0,
+        threads_per_process=1,
+        init_timeout_seconds=max(Timeouts.of(config).init, _START_SECONDS),
+    )
+    return replace(
+        config,
+        run=replace(config.run, resume="", tensorboard=False),
+        launch=launch,
+        train=replace(config.train, dtype=dtype),
+    )
+
+
+def one_process(config: Config) -> Config:
+    """Return the config of the same training in one process, not compiled."""
+    pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
+    return replace(
+        config,
+        mesh=MeshConfig(),
+        pipeline=pipeline,
+        train=train,
+        data=replace(config.data, plan_tokens=0, plan_costs=""),
+    )

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
+from hp_plan.layouts.space import Axis, Choice, enumerate_meshes, layouts_of_mesh
 from hp_trainer.config import Config
-from hp_trainer.config.space import Axis, Choice, enumerate_meshes, layouts_of_mesh
 
 
 def enumerate_layouts(

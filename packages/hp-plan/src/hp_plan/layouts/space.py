@@ -11,13 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from random import Random
-from typing import Any
 
-from msgspec.structs import replace
-
-from hp_trainer.config import Config, MeshConfig, PipelineConfig, rules
-from hp_trainer.config.schema import by_section, fields
-from hp_trainer.config.timeouts import Timeouts
+from hp_trainer.config import Config, rules
+from hp_trainer.config.options import with_keys
+from hp_trainer.config.schema import fields
 
 _SIZES = (1, 2, 3, 4, 6, 8)
 _LOOKED_AT = 40
@@ -79,13 +76,6 @@ Choice = tuple[object, ...]
 """One value per axis, in the order of the axes."""
 Pair = tuple[int, object, int, object]
 """Two axes, each with one of its values."""
-
-
-def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the same config with some keys replaced."""
-    tables = by_section(values)
-    changed = {name: replace(getattr(config, name), **table) for name, table in tables.items()}
-    return replace(config, **changed)
 
 
 def layouts_of_mesh(
@@ -351,37 +341,3 @@ def _best(
 
 def _pairs(choice: Choice) -> list[Pair]:
     return [(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(choice), 2)]
-
-
-_START_SECONDS = 180.0
-
-
-def checked_config(config: Config, *, dtype: str) -> Config:
-    """Return the config as it is run for a check: in this dtype, with one thread.
-
-    Time-outs stay, but for that of the start: the first run waits for torch to be imported.
-    """
-    launch = replace(
-        config.launch,
-        num_processes=0,
-        threads_per_process=1,
-        init_timeout_seconds=max(Timeouts.of(config).init, _START_SECONDS),
-    )
-    return replace(
-        config,
-        run=replace(config.run, resume="", tensorboard=False),
-        launch=launch,
-        train=replace(config.train, dtype=dtype),
-    )
-
-
-def one_process(config: Config) -> Config:
-    """Return the config of the same training in one process, not compiled."""
-    pipeline, train = PipelineConfig(schedule="1f1b"), replace(config.train, compile="none")
-    return replace(
-        config,
-        mesh=MeshConfig(),
-        pipeline=pipeline,
-        train=train,
-        data=replace(config.data, plan_tokens=0, plan_costs=""),
-    )

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from train_layouts import enumerate_layouts
+from plan_layouts import enumerate_layouts
 
+from hp_plan.layouts.space import AXES, Axis, sample_layouts
 from hp_trainer.config import Config, rules
-from hp_trainer.config.options import resolve
-from hp_trainer.config.space import AXES, Axis, sample_layouts, with_keys
+from hp_trainer.config.options import resolve, with_keys
 
 # Sizes that many meshes divide.
 KEYS = {
@@ -121,7 +121,7 @@ def test_a_sample_has_every_pair_of_settings_that_any_layout_has(
 def test_a_sample_of_a_small_pool_has_what_comes_up_seldom(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hp_trainer.config.space._POOL_SIZE", 1000)
+    monkeypatch.setattr("hp_plan.layouts.space._POOL_SIZE", 1000)
     named = (
         *("mesh.pp", "mesh.stage_tp", "mesh.dp_replicate", "mesh.ep"),
         *("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.overlap"),
@@ -151,5 +151,5 @@ def test_a_sample_ends_where_layouts_do(config: Config) -> None:
 
 
 def test_layouts_are_drawn_without_torch() -> None:
-    code = "import sys, hp_trainer.config.space; sys.exit('torch' in sys.modules)"
+    code = "import sys, hp_plan.layouts.space; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
