@@ -1,16 +1,16 @@
-"""Process groups that stay distinct, and what can stand for one.
+"""Process groups, each a communicator of its own, and meshes over them.
 
-Note [A group of its own]. `DeviceMesh` gives a mesh axis that spans the world the default group, so
-expert, context, data-parallel and control traffic would share one queue and one sequence of
-collectives as soon as an axis has that size. `new_group` therefore always makes a communicator of
-its own, and `mesh_of` builds a mesh over such groups.
+Note [A group of its own]. `DeviceMesh` uses the default group for a mesh axis that spans the world.
+Expert, context, data-parallel and control traffic would then share one queue and one sequence of
+collectives. So `new_group` always makes a new communicator, and `mesh_of` builds a mesh over such
+groups.
 
 Note [One split]. NCCL makes all parts of a partition in one collective of the whole world
-(`split_group`), while a call of torch's `new_group` for each part makes as many, on every rank:
-over a thousand at 256 ranks. Where there is nothing to split, as with Gloo, each rank makes the
-group that it is in, and none of the others. The colour of a part is its lowest rank since torch
-2.11 (pytorch pull request 173687, listed in its release notes); before, it was a hash, which two
-parts may share: the author names ranks 1474 and 1475, 1984 and 1985.
+(`split_group`). A call of torch's `new_group` for each part would take one collective for each:
+over a thousand at 256 ranks. Without a communicator to split, as with Gloo, each rank makes only
+the group that contains it. Since torch 2.11 the colour of a part is its lowest rank (pytorch pull
+request 173687, listed in its release notes); before, it was a hash, which two parts may share: the
+author names ranks 1474 and 1475, 1984 and 1985.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def new_group(
     timeout: timedelta | None = None,
     high_priority: bool = False,
 ) -> ProcessGroup | None:
-    """Create one connected process group per list of ranks; return the one of this rank.
+    """Create a connected process group for each list of ranks; return the group of this rank.
 
-    Every rank of the default group must call this with the same arguments and in the same order
-    as its other calls, members or not. The communicators are new even where the ranks coincide
-    with those of another group (Note [A group of its own]).
+    Every rank of the default group, member or not, must call this with the same arguments and in
+    the same order among its calls. The communicators are new even if another group has the same
+    ranks (Note [A group of its own]).
 
     Args:
         rank_lists: Disjoint, ascending lists of global ranks. Ranks may be left out.
         name: Purpose of the group, such as `"ep"`; shown in torch's logs.
-        backend: `"gloo"` or `"nccl"`; by default that of the default group.
-        timeout: Time-out of each collective; by default that of the default group.
+        backend: `"gloo"` or `"nccl"`; default: the backend of the default group.
+        timeout: Time-out of each collective; default: the time-out of the default group.
         high_priority: Run NCCL kernels of this group on a high-priority stream.
 
     Returns:
@@ -57,7 +57,7 @@ def new_group(
 
     Raises:
         ValueError: If the lists are not disjoint, ascending and inside the world, or differ from
-            those that rank 0 passed in its call of the same number.
+            the lists that rank 0 passed in its call of the same number.
         RuntimeError: If the default process group is not initialised.
     """
     kind = _Kind.of(backend, timeout, high_priority=high_priority)
@@ -72,19 +72,19 @@ def new_groups(
 ) -> dict[str, ProcessGroup]:
     """Create the groups of several purposes in as few calls of torch as their ranks allow.
 
-    Groups of different purposes that have no rank in common are made together (Note [One split]),
-    such as those of every other edge of a pipeline. Every rank of the default group must call this.
+    Groups of different purposes without a common rank are made together (Note [One split]), such as
+    the groups of every other edge of a pipeline. Every rank of the default group must call this.
 
     Args:
-        rank_lists: What `new_group` takes, by its name. Lists of different names may overlap.
-        backend: Same as for `new_group`.
-        timeout: Same as for `new_group`.
+        rank_lists: Name -> rank lists, as in `new_group`. Lists of different names may overlap.
+        backend: Backend, as in `new_group`.
+        timeout: Time-out, as in `new_group`.
 
     Returns:
         The groups that contain this rank, by name.
 
     Raises:
-        ValueError: As `new_group`.
+        ValueError: As in `new_group`.
         RuntimeError: If the default process group is not initialised.
     """
     return _make_groups(rank_lists, _Kind.of(backend, timeout)) if rank_lists else {}
@@ -93,19 +93,19 @@ def new_groups(
 def new_group_of_members(
     ranks: Sequence[int], *, name: str, backend: str | None = None
 ) -> ProcessGroup:
-    """Create one connected process group, with the help of its members alone.
+    """Create a connected process group by calls of its members alone.
 
-    For what some ranks do while others do something else. Each of them calls this, in the same
-    order as its other calls with the same ranks.
+    Use it while other ranks do other work. Every member calls this, in the same order among its
+    calls with the same ranks.
 
     Args:
-        ranks: Ascending global ranks, among them this one.
-        name: Same as for `new_group`.
-        backend: Same as for `new_group`.
+        ranks: Ascending global ranks of the members, this rank among them.
+        name: Purpose of the group, as in `new_group`.
+        backend: Backend, as in `new_group`.
 
     Raises:
         ValueError: If the ranks are not ascending and inside the world, or the arguments differ
-            from those of the first rank.
+            from the arguments of the first rank.
         RuntimeError: If the default process group is not initialised.
     """
     kind = _Kind.of(backend, None)
@@ -118,7 +118,7 @@ def new_group_of_members(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What groups that are made together have in common."""
+    """Properties that groups which are made together share."""
 
     world: ProcessGroup
     backend: str
@@ -142,7 +142,7 @@ class _Kind:
         return _serves_cuda(self.backend)
 
     def options(self) -> object:
-        """New ones for each group, which writes into them."""
+        """Return options for one group, which writes into them."""
         if not self.on_cuda:
             return None
         return _internals.nccl_options(high_priority=self.high_priority, timeout=self.timeout)
@@ -171,7 +171,7 @@ class _Part(NamedTuple):
 
 
 def _rounds(rank_lists: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[list[_Part]]:
-    """Put each list into the first round in which none of its ranks has another."""
+    """Assign each list to the first round in which no other list has a rank of it."""
     rounds: list[tuple[set[int], list[_Part]]] = []
     for name, lists in rank_lists.items():
         for ranks in map(list, lists):
@@ -188,8 +188,8 @@ def _rounds(rank_lists: Mapping[str, Sequence[Sequence[int]]]) -> Iterator[list[
 def _make_own(
     parts: Sequence[_Part], mine: _Part | None, kind: _Kind, call: Call
 ) -> ProcessGroup | None:
-    """Make the groups of some parts in which no rank is twice; return that of this rank."""
-    # Unlike torch's own names the same on all members, however many groups each of them has.
+    """Make the groups of disjoint parts; return the group of this rank."""
+    # Unlike torch's own name, this one is the same on members with different numbers of groups.
     torch_name = call.key if mine is None else f"{call.key}/{mine.ranks[0]}/{mine.name}"
     group: ProcessGroup | None = None
     splits = kind.on_cuda and _internals.can_split(kind.world)
@@ -204,7 +204,7 @@ def _make_own(
             )
     for part in parts:
         if len(part.ranks) == 1 or not splits:
-            # Of those outside torch wants nothing; a dry run notes what there is.
+            # torch needs no call of other ranks; a dry run records all groups.
             made = _make_alone(part.ranks, torch_name, kind, name=part.name)
             group = made if part is mine else group
     return group
@@ -213,9 +213,9 @@ def _make_own(
 def _make_alone(
     ranks: Sequence[int], torch_name: str, kind: _Kind, *, name: str
 ) -> ProcessGroup | None:
-    """Make a group without those outside, and do not connect one of a single rank.
+    """Make a group by its members alone, without connecting a group of a single rank.
 
-    It would take 512 MiB of the device for peers that it does not have (NVIDIA/nccl #2363).
+    NCCL would take 512 MiB of the device for peers of a single rank (NVIDIA/nccl #2363).
     """
     with (
         _unbound(kind.world) as device,
@@ -235,21 +235,21 @@ def _make_alone(
 
 
 def _finish(group: ProcessGroup, call: Call, kind: _Kind, *, name: str) -> ProcessGroup:
-    """Prove that the members are ranks, and connect them."""
+    """Check that the members are ranks of this run, and connect them."""
     require_members(group, secret=call.secret, name=name)
     if kind.on_cuda and group.size() > 1:
-        # NCCL may otherwise connect at the first use, and ranks may differ in which group that is.
+        # Otherwise NCCL connects at the first use, and ranks may begin with different groups.
         dist.all_reduce(torch.zeros(1, device=_device(on_cuda=True)), group=group)
         torch.cuda.synchronize()
     return group
 
 
 def resolve_group(mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
-    """Return the process group that a one-dimensional mesh or a group stands for.
+    """Return the process group of a one-dimensional mesh, or the given group itself.
 
     Raises:
         ValueError: If a mesh has more than one axis.
-        TypeError: If it is neither.
+        TypeError: If the argument is neither.
     """
     if isinstance(mesh_or_group, ProcessGroup):
         return mesh_or_group
@@ -271,13 +271,13 @@ def mesh_of(
     """Build a `DeviceMesh` whose axes are existing groups.
 
     Args:
-        group_by_axis: Name of each axis and the group of this rank along it, outermost first.
-        ranks: Global ranks, nested as deep as there are axes.
+        group_by_axis: Axis name -> group of this rank along the axis, outermost axis first.
+        ranks: Global ranks, as nested lists with one level for each axis.
         device_type: `"cpu"` or `"cuda"`.
 
     Raises:
-        ValueError: If `ranks` is not nested as deep as there are axes, or the ranks along an axis
-            are not those of its group.
+        ValueError: If `ranks` has another depth than the number of axes, or the ranks along an axis
+            differ from the ranks of its group.
     """
     mesh = torch.tensor(ranks, dtype=torch.int, device="cpu")
     axes = tuple(group_by_axis)
@@ -294,7 +294,7 @@ def mesh_of(
 
 
 def global_ranks(group: ProcessGroup) -> list[int]:
-    """Global rank of each rank of `group`; the group's own ranks if it has no default group."""
+    """Return the global rank of each rank of `group`; without a default group, its own ranks."""
     if _internals.knows_ranks(group):
         return dist.get_process_group_ranks(group)
     return list(range(group.size()))
@@ -327,10 +327,10 @@ def _device(*, on_cuda: bool) -> torch.device:
 
 @contextmanager
 def _unbound(world: ProcessGroup) -> Iterator[torch.device | None]:
-    """Hide the device of the default group while a group is made that is no part of it.
+    """Hide the device of the default group while another group is made without a split.
 
-    Otherwise torch takes part in splitting the default NCCL communicator: with Gloo on the ranks
-    outside a new group alone, with NCCL on the members alone, and they would wait forever.
+    Otherwise torch would split the default NCCL communicator on some of its ranks only (with Gloo
+    on the ranks outside the new group, with NCCL on its members), which would wait forever.
     """
     device, world.bound_device_id = world.bound_device_id, None
     try:

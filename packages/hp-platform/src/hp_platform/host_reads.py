@@ -2,9 +2,9 @@
 
 `is_dry` tells whether this process is inside such a device.
 
-Code that looks at values of device memory copies them to the host, waits, and passes the copy
-through `arrived`. On a CPU or a GPU that is all. In a dry run the copy holds zeros, and the numbers
-come from what `answering` was given: a model of what the values would be, by their purpose.
+Code that reads values of device memory copies them to the host, waits, and passes the copy through
+`arrived`, which returns it unchanged on a CPU or a GPU. In a dry run the copy holds zeros, and the
+function given to `answering` returns numbers instead: it models the values by their purpose.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from torch import Tensor
 from hp_platform import _internals
 
 Answer = Callable[[Tensor, object], Tensor]
-"""Takes the copy on the host and the purpose; returns what is to be read instead."""
+"""Function of a copy on the host and its purpose; returns the tensor to read instead."""
 
 _answers: list[Answer] = []
 _entered = False
 
 
 def arrived(copy: Tensor, *, purpose: object) -> Tensor:
-    """Return numbers that have come from the device, to be read by the host.
+    """Return the numbers that a copy from the device has brought to the host.
 
     Args:
         copy: Complete copy of the numbers on the host.
-        purpose: What they are, in words or, where a model needs facts, as data: what a dry run
-            knows them by.
+        purpose: Meaning of the numbers, in words, or as data where a model needs facts; a dry run
+            chooses its answer by it.
 
     Returns:
-        `copy`; in a dry run a tensor of its shape and dtype, with the numbers of a model.
+        `copy`; in a dry run a tensor of the same shape and dtype with numbers of a model.
     """
     return _answers[-1](copy, purpose) if _answers else copy
 
 
 def require_on_device(condition: Tensor, message: str) -> None:
-    """Require a value of the device that the host does not read.
+    """Require a condition on the device, without waiting for its value on the host.
 
-    A GPU ends with its assertion error, which the next call that waits for it raises, as for an
-    index out of range. A CPU raises at once.
+    A GPU stops with an assertion error, which the next call that waits for the GPU raises, as for
+    an index out of range. A CPU raises at once.
 
     Args:
-        condition: Bool, of one element.
-        message: Message of the error on a CPU, and what a GPU prints.
+        condition: Bool tensor of one element.
+        message: Message of the error on a CPU, and text that a GPU prints.
 
     Raises:
-        RuntimeError: On a CPU, if it is False.
+        RuntimeError: On a CPU, if the condition is False.
     """
     _internals.assert_async(condition, message)
 
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Let `answer` say what every thread of this process reads of the device inside the context."""
+    """Let `answer` give the numbers that this process reads from the device inside the context."""
     _answers.append(answer)
     try:
         yield

@@ -1,11 +1,11 @@
 """Start and end of the distributed runtime of one process.
 
-Note [No core by waking up]. A thread of Gloo's waits for messages. The system lets a thread that
-wakes up take the core of one that runs, here of the one that is still sending and holds the lock of
-the connection. Gloo's thread cannot have that lock and asks for the same events again, without a
-pause, until its slice of time ends: 11 million calls of `epoll_wait` in 1,000 all-reduces of four
-ranks on two cores. Under `SCHED_BATCH` threads have the same shares of the cores and wait for one
-until it is free: 0.1 million calls, and a small all-reduce takes 1.8 in place of 6.7 ms
+Note [No core by waking up]. A thread of Gloo waits for messages. Linux lets a thread that wakes up
+take the core of a running thread, here of the thread that is still sending and has the lock of the
+connection. Gloo's thread cannot get that lock and asks for the same events again, without a pause,
+until its slice of time ends: 11 million calls of `epoll_wait` in 1,000 all-reduces of four ranks on
+two cores. Under `SCHED_BATCH` threads have the same shares of the cores, but wait until a core is
+free: 0.1 million calls, and a small all-reduce takes 1.8 instead of 6.7 ms
 (benchmarks/bench_scheduling.py; calls by `perf stat -a -e syscalls:sys_enter_epoll_wait`).
 """
 
@@ -40,18 +40,18 @@ _log = logging.getLogger("hp_platform")
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 INIT_METHOD_VARIABLE = "HP_INIT_METHOD"
-"""Environment variable that says where the ranks meet, in place of MASTER_ADDR and MASTER_PORT."""
+"""Environment variable with the address where ranks meet; precedes MASTER_ADDR and MASTER_PORT."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Place of this process among all of them.
+    """Ranks of this process in the world and on its machine.
 
     Attributes:
         rank: Rank of this process among all processes, from 0.
         world_size: Number of processes.
         local_rank: Rank of this process among those of this machine, from 0.
-        local_world_size: Number of those of this machine.
+        local_world_size: Number of processes of this machine.
     """
 
     rank: int
@@ -71,10 +71,10 @@ class RankInfo:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> RankInfo | None:
-        """Read what torchrun or Slurm set; None where neither did.
+        """Read the variables of torchrun or Slurm; return None where neither has set them.
 
         Raises:
-            ValueError: If a variable is not a whole number, or they contradict each other.
+            ValueError: If a variable is not a whole number, or variables contradict each other.
         """
         if "RANK" in env and "WORLD_SIZE" in env:
             world = _number(env, "WORLD_SIZE")
@@ -85,7 +85,8 @@ class RankInfo:
         if "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
             world = _number(env, "SLURM_NTASKS")
             local = _number(env, "SLURM_LOCALID", default=0)
-            # For example "4(x2),3": this task's node is not told, the first count serves all.
+            # For example "4(x2),3": the variable does not name the node of this task, so the first
+            # count is taken for all nodes.
             text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE")
             local_world = world if text is None else int(text.split("(")[0].split(",")[0])
             return cls(_number(env, "SLURM_PROCID"), world, local, max(local_world, local + 1))
@@ -94,14 +95,14 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What a process needs to know after `initialize`.
+    """Facts that a process needs after `initialize`.
 
     Attributes:
-        info: Place of this process.
-        device: Device of its tensors; the current one.
-        backend: `"nccl"` or `"gloo"`: what serves the device in the default group.
-        timeout: Time-out of each collective of the default group and of groups derived from it.
-        control: Gloo group of all ranks for CPU tensors and objects, distinct from the default.
+        info: Ranks of this process.
+        device: Device of this process's tensors, which is the current device.
+        backend: Backend of the default group for that device: `"nccl"` or `"gloo"`.
+        timeout: Time-out of each collective of the default group and of groups made from it.
+        control: Gloo group of all ranks for CPU tensors and objects, besides the default group.
     """
 
     info: RankInfo
@@ -121,22 +122,22 @@ def initialize(
 ) -> Runtime:
     """Choose the device and backend, and create the default group and the control group.
 
-    A default group that exists already, for example in a script started by accelerate, is kept.
-    Where the device is a CPU, threads of this process no longer take cores from others by waking
-    up, which Gloo does not bear well (Note [No core by waking up]).
+    An existing default group, for example of a script started by accelerate, is used as it is.
+    On a CPU, threads of this process no longer take cores from running threads when they wake up,
+    which slows Gloo down (Note [No core by waking up]).
 
     Args:
-        info: Place of this process; None: from the environment, else a world of one.
+        info: Ranks of this process; None: from the environment, else a world of one rank.
         device_type: Same as in `local_device`.
-        timeout: Time-out of each collective; a default group that exists keeps its own.
-        init_method: Address as in `torch.distributed.init_process_group`; None: that of the
-            variable `HP_INIT_METHOD`, else `env://`, or nothing for a world of one.
-        backend: `"auto"`: NCCL for GPUs and Gloo for CPUs. `"gloo"` for GPUs as well, through the
-            host: for ranks that share a GPU where NCCL cannot serve that, and far slower.
+        timeout: Time-out of each collective; not changed in an existing default group.
+        init_method: Address as in `torch.distributed.init_process_group`; None: the value of the
+            variable `HP_INIT_METHOD`, else `env://`, or no address for a world of one rank.
+        backend: `"auto"`: NCCL for GPUs and Gloo for CPUs. `"gloo"`: Gloo for GPUs as well,
+            through the host and far slower, for ranks that share a GPU where NCCL cannot.
 
     Raises:
         ValueError: If the environment, `info` and an existing default group contradict each other,
-            or if NCCL cannot serve the GPUs and Gloo was not asked for; then on every rank.
+            or if NCCL cannot serve the GPUs and Gloo was not asked for. It is raised on every rank.
     """
     init_method = init_method or os.environ.get(INIT_METHOD_VARIABLE)
     info = info or RankInfo.from_env() or _existing_world()
@@ -165,7 +166,7 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Destroy all process groups of this process; does nothing if there are none."""
+    """Destroy all process groups of this process, if there are any."""
     release_completed(everything=True)
     stop_watching()
     if dist.is_initialized():
@@ -175,9 +176,9 @@ def shutdown() -> None:
 def schedule_as_batch() -> None:
     """Let no thread of this process take a core from another by waking up, on Linux.
 
-    Threads that they start have it from them, so call this before process groups are made. Threads
-    that have been given a policy by somebody else keep it, and all do where the system allows no
-    other. See Note [No core by waking up].
+    New threads inherit the policy, so call this before process groups are made. Threads with
+    another policy than the default keep it, and so do all threads where the system forbids a
+    change. See Note [No core by waking up].
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
@@ -224,7 +225,7 @@ def _create_default_group(
 
 
 def _choose(asked: str, device: torch.device, shared: int) -> str:
-    """The backend for a device that so many ranks share; the same on all ranks."""
+    """Return the backend for a device that `shared` ranks share; the same on all ranks."""
     if asked not in ("auto", "gloo", "nccl"):
         raise ValueError(f"backend ({asked}) must be one of auto, gloo, nccl")
     if asked == "gloo" or (asked == "auto" and device.type == "cpu"):
@@ -232,7 +233,7 @@ def _choose(asked: str, device: torch.device, shared: int) -> str:
     if device.type == "cpu":
         raise ValueError("backend (nccl) must be auto or gloo for device (cpu)")
     if backend_for(device, ranks_per_device=shared) != "nccl":
-        # A run at a fiftieth of the speed is no run that anybody asked for.
+        # Nobody wants a run at a fiftieth of the speed without having asked for it.
         raise ValueError(
             f"backend ({asked}) must be gloo, through the host and far slower, where "
             f"{why_no_nccl(ranks_per_device=shared)}: give every rank a GPU of its own"
@@ -241,7 +242,7 @@ def _choose(asked: str, device: torch.device, shared: int) -> str:
 
 
 def _existing_world() -> RankInfo:
-    """The place in the default group; without one that of a rank that is alone."""
+    """Return the ranks in the default group; without a default group, those of a world of one."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return RankInfo(rank, world, rank, world)
 

@@ -1,15 +1,15 @@
-"""Whether ranks that make a group make the same one, and whether its ranks are who connected.
+"""Checks of a new group: all ranks make the same group, and its members are ranks of this run.
 
 Ranks that make groups in different orders would hang.
 
-Note [strangers]. Gloo asks nobody who connects for a proof: it takes whoever first names a number
-that can be guessed for the rank that it waits for, and any user of a machine can connect to a port
-of its loopback interface. So every rank shows each other one, through the group itself, that it has
-read a secret in the store of the default group. A stranger gets no further: what the rank itself
-has sent waits at the real end of another connection, and the exchange fails or times out.
+Note [strangers]. Gloo does not authenticate connections. It accepts the first process that sends a
+number, which can be guessed, as the rank that it waits for, and any user of a machine can connect
+to a port of its loopback interface. So every rank proves to every other rank, through the group
+itself, that it has read a secret in the store of the default group. A stranger fails the proof: the
+message of the real rank waits at another connection, and the exchange fails or times out.
 
-That is worth as much as the store: one in a file of this user is his alone, one that listens on a
-port can be read by whoever can reach that.
+The proof is as safe as the store: only this user can read a store in a file, but any process that
+can connect to a store on a port can read that store.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from hp_platform import _internals
 
 _SECRET_DIGITS = 64
 _calls: Counter[tuple[int, ...]] = Counter()
-"""By the ranks that take part, how often this process has taken part."""
+"""Number of calls in which this process has taken part, by the ranks of the calls."""
 
 
 class Call(NamedTuple):
-    """One call that several ranks make together.
+    """Call that several ranks make together.
 
     Attributes:
-        key: Key of the call in the store; the same on all of its ranks, and no other call has it.
-        secret: Secret that the first of the ranks has made up for the call.
+        key: Key of the call in the store, the same on all its ranks and different for other calls.
+        secret: Random secret from the first of the ranks.
     """
 
     key: str
@@ -46,11 +46,11 @@ class Call(NamedTuple):
 
 
 def agree_on_call(what: str, ranks: Sequence[int]) -> Call:
-    """Compare a call with that of the first of the ranks that make it.
+    """Check that all ranks make the same call, by comparing with the call of the first rank.
 
     Args:
-        what: All arguments as a text; the same on all ranks.
-        ranks: Who takes part: global ranks, among them this one.
+        what: All arguments as a text, which must be the same on all ranks.
+        ranks: Global ranks that make the call, this rank among them.
 
     Raises:
         ValueError: If the calls differ.
@@ -79,29 +79,29 @@ def agree_on_call(what: str, ranks: Sequence[int]) -> Call:
 
 
 def new_secret() -> str:
-    """Return what only those know who can read the store; `_SECRET_DIGITS` hexadecimal digits."""
+    """Return a random secret for readers of the store: `_SECRET_DIGITS` hexadecimal digits."""
     return secrets.token_hex(_SECRET_DIGITS // 2)
 
 
 def require_members(group: ProcessGroup, *, secret: str, name: str) -> None:
-    """Refuse a Gloo group in which another process has connected in the place of a rank.
+    """Refuse a Gloo group to which another process has connected in place of a rank.
 
-    Every rank of the group calls this. NCCL is left alone: its id has a secret of its own.
+    Every rank of the group calls this. Groups of NCCL are not checked: its id contains a secret.
 
     Args:
         group: New process group.
-        secret: The same on all ranks of the default group.
+        secret: Secret that all ranks of the default group share.
         name: Name of the group, for the message.
 
     Raises:
-        RuntimeError: If it is so.
+        RuntimeError: If the proof of a member is wrong.
     """
     if group.size() == 1 or _internals.backend_name(group, torch.device("cpu")) != "gloo":
         return
     me, ranks = group.rank(), dist.get_process_group_ranks(group)
     shown = torch.cat([_proof(secret, ranks, me, other) for other in range(len(ranks))])
     seen = torch.empty_like(shown)
-    # Not a gather, which goes around a ring and does not use the connections of all pairs.
+    # An all-to-all uses the connections of all pairs; a gather would use a ring only.
     dist.all_to_all_single(seen, shown, group=group)
     for other, proof in enumerate(seen.chunk(len(ranks))):
         if not torch.equal(proof, _proof(secret, ranks, other, me)):

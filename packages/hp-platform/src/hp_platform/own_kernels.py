@@ -1,8 +1,8 @@
 """Kernels that torch does not know, such as Triton's, and a device that computes nothing.
 
-Code that launches one does it through `launch`. On a GPU that is all. In a dry run nothing is
-launched, nor has the compiler of the kernel to be there: what the kernel would read and write is
-written down.
+Code launches such a kernel through `launch`, which calls it on a GPU. In a dry run the kernel is
+not called, and its compiler need not be installed: the tensors that it would read and write are
+recorded instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import count
 from torch import Tensor
 
 Note = Callable[[str, Sequence[Tensor], Sequence[Tensor], str], None]
-"""Takes the name of a kernel, what it reads, what it writes, and its variant."""
+"""Function of the name of a kernel, the tensors it reads, those it writes, and its variant."""
 
 _notes: list[tuple[Note, int]] = []
 _counter = count(1)
@@ -32,11 +32,11 @@ def launch(
 
     Args:
         name: Name of the kernel with its package, such as `"hp_expert.gather_rows"`.
-        run: Launches it.
-        reads: What it reads.
-        writes: What it writes.
-        variant: What the compiler makes a kernel of its own for, such as dtypes and constants: each
-            is compiled, and loaded on the device, when it is launched first.
+        run: Function that launches the kernel.
+        reads: Tensors that the kernel reads.
+        writes: Tensors that the kernel writes.
+        variant: Dtypes, constants and the like for which the compiler makes separate kernels; each
+            variant is compiled, and loaded on the device, at its first launch.
     """
     if _notes:
         _notes[-1][0](name, reads, writes, variant)
@@ -45,22 +45,22 @@ def launch(
 
 
 def are_noted() -> bool:
-    """Tell whether kernels are written down instead of launched."""
+    """Tell whether kernels are recorded instead of launched."""
     return bool(_notes)
 
 
 def device_number() -> int:
-    """A number of what kernels are launched on: 0 for GPUs, another one for each dry device.
+    """Return a number for what kernels are launched on: 0 for GPUs, another for each dry device.
 
-    Whoever keeps tensors of a device longer than a call keeps the number with them: what was
-    copied to a dry device is not there on the next.
+    Code that stores tensors of a device for later calls stores the number with them: tensors of one
+    dry device do not exist on the next.
     """
     return _notes[-1][1] if _notes else 0
 
 
 @contextmanager
 def noting(note: Note) -> Iterator[None]:
-    """Give `note` what every thread of this process would launch inside the context."""
+    """Pass kernels that this process would launch to `note` instead, inside the context."""
     numbered = (note, next(_counter))
     _notes.append(numbered)
     try:

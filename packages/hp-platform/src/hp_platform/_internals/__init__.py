@@ -64,11 +64,11 @@ __all__ = [
 all_gather: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-"""Writes the inputs `[N, ...]` of all ranks into the output `[ranks * N, ...]`, given first."""
+"""Gathers the inputs `[N, ...]` of all ranks into the output `[ranks * N, ...]`, given first."""
 reduce_scatter: Callable[..., dist.Work | None] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-"""Sums inputs `[ranks * N, ...]` and writes this rank's part into the output, given first."""
+"""Sums inputs `[ranks * N, ...]`; this rank's part goes into the output, given first."""
 
 
 def functional_all_to_all(
@@ -95,9 +95,9 @@ def functional_wait(x: Tensor) -> Tensor:
 
 
 is_multithreading_enabled = torch._C._is_multithreading_enabled
-"""Whether backward may run nodes in the device threads of the autograd engine."""
+"""Tells whether backward may run nodes in the device threads of the autograd engine."""
 default_store = distributed_c10d._get_default_store
-"""The store that the default process group was initialised with."""
+"""Returns the store that the default process group was initialised with."""
 
 
 def clone_of(store: Store) -> Store:
@@ -108,14 +108,14 @@ def clone_of(store: Store) -> Store:
 
 
 def all_groups() -> list[ProcessGroup]:
-    """Every process group of this process that torch knows, the default one last."""
+    """List the process groups of this process that torch knows, the default group last."""
     groups = list(distributed_c10d._world.pg_map)
     world = dist.group.WORLD
     return [group for group in groups if group is not world] + ([world] if world else [])
 
 
 def nccl_options(*, high_priority: bool, timeout: timedelta | None) -> object:
-    """Options of an NCCL group; the time-out travels in them as well."""
+    """Return the options of an NCCL group, with its time-out."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if timeout is not None:
         options._timeout = timeout
@@ -123,10 +123,10 @@ def nccl_options(*, high_priority: bool, timeout: timedelta | None) -> object:
 
 
 def can_split(world: ProcessGroup) -> bool:
-    """Say if groups of NCCL can be parts of the communicator of `world`, which must be connected.
+    """Tell whether NCCL groups can be split off the communicator of `world`.
 
-    That is so if torch connected it when it was made, for the device it is bound to; and if it
-    serves nothing beside: `split_group` would split what serves the CPU as well.
+    They can if torch connected the communicator when it made `world`, for the device that `world`
+    is bound to, and if `world` has no backend for the CPU, which `split_group` would split as well.
     """
     device = world.bound_device_id
     if device is None or str(dist.get_backend(world)) != "nccl":
@@ -135,16 +135,16 @@ def can_split(world: ProcessGroup) -> bool:
 
 
 def naming_groups(name: str) -> AbstractContextManager[object]:
-    """Let torch give `name` to the group that is made inside.
+    """Let torch give `name` to the group that is made inside the context.
 
-    Its own is a hash that counts the groups of this process; it begins the group's keys in the
-    store, so members that have different numbers of groups would never find each other.
+    By default torch uses a hash that counts the groups of this process. The name begins the group's
+    keys in the store, so that members with different numbers of groups would never meet.
     """
     return patch.object(distributed_c10d, "_process_group_name", lambda *_args, **_kwargs: name)
 
 
 assert_async = torch._assert_async
-"""Let the device itself stop where a value of it is zero or False; the host does not wait."""
+"""Stops the device if a value on it is zero or False, without waiting on the host."""
 
 
 def version_of(x: Tensor) -> int:
@@ -153,7 +153,7 @@ def version_of(x: Tensor) -> int:
 
 
 def fsdp_param_groups(module: Any) -> list[Any]:
-    """Return what FSDP2 gathers and frees together of a sharded module, not of those inside it."""
+    """List the groups of parameters that FSDP2 gathers together, of one sharded module."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -162,9 +162,9 @@ def fsdp_param_groups(module: Any) -> list[Any]:
 
 
 def set_fsdp_hooks(module: Any, active: bool) -> None:
-    """Let FSDP2's hooks around a module's forward do nothing, in their places, or bring them back.
+    """Replace FSDP2's hooks around a module's forward by hooks that do nothing, or restore them.
 
-    They stay as they are where they cast, and where several modules have them together.
+    Hooks that cast, and hooks that several modules share, are left as they are.
     """
     state = module._get_fsdp_state()
     state._lazy_init()  # as the first hook does
@@ -181,27 +181,27 @@ def set_fsdp_hooks(module: Any, active: bool) -> None:
 
 
 def _nothing(*_: object) -> None:
-    """Be a hook that does nothing."""
+    """Do nothing, as a hook."""
 
 
 to_copy: object = torch.ops.aten._to_copy.default
-"""The operator behind `Tensor.to`, as a tensor that has others inside gets it."""
+"""Operator behind `Tensor.to`, as a tensor subclass receives it."""
 
 
 def shard_of(x: Any) -> Any:
-    """The tensor that a DTensor holds, itself: what FSDP2 looks for hooks on."""
+    """Return the local tensor of a DTensor itself, on which FSDP2 looks for hooks."""
     return x._local_tensor
 
 
 def make_wrapper(kind: type[W], inner: Tensor, *, dtype: torch.dtype) -> W:
-    """A tensor of a class that has its values elsewhere: as large as `inner`, of another dtype."""
+    """Make a tensor subclass without memory, of the shape of `inner` and of another dtype."""
     return Tensor._make_wrapper_subclass(
         kind, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
     )
 
 
 def backend_of(group: ProcessGroup | None, device: torch.device) -> Backend | None:
-    """The backend that serves `device` in `group`; None if there is none."""
+    """Return the backend that serves `device` in `group`; None if there is none."""
     try:
         return None if group is None else group._get_backend(device)
     except RuntimeError:
@@ -209,31 +209,31 @@ def backend_of(group: ProcessGroup | None, device: torch.device) -> Backend | No
 
 
 def backend_name(group: ProcessGroup | None, device: torch.device) -> str | None:
-    """Name of the backend that serves `device` in `group`; None if there is none."""
+    """Return the name of the backend that serves `device` in `group`; None if there is none."""
     backend = backend_of(group, device)
     return None if backend is None else backend.name()
 
 
 def coalesces(group: ProcessGroup, device: torch.device) -> bool:
-    """Say if the backend that serves `device` in `group` can start several operations as one."""
+    """Tell whether the backend of `group` for `device` can start several operations as one."""
     return bool(getattr(backend_of(group, device), "supports_coalescing", False))
 
 
 def device_of(x: Tensor) -> torch.device:
-    """The device of `x` as torch has it, whatever `Tensor.device` says meanwhile."""
+    """Return the device of `x` according to torch, even while `Tensor.device` is patched."""
     with DisableTorchFunction():
         device: torch.device = torch._C.TensorBase.device.__get__(x)
     return device
 
 
 def fsdp_on(device: torch.device) -> AbstractContextManager[object]:
-    """Let FSDP2 keep on `device` what it makes for modules that are sharded inside."""
+    """Let FSDP2 use `device` for modules that are sharded inside the context."""
     module = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
     return patch.object(module, "_get_device_from_mesh", lambda _mesh: device)
 
 
 def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """The time-out `group` was created with; None where its backend does not tell."""
+    """Return the time-out that `group` was made with; None if its backend does not say."""
     try:
         options = getattr(backend_of(group, device), "options", None)
     except RuntimeError:  # torch's answer for a backend that has none
@@ -248,14 +248,17 @@ def knows_ranks(group: ProcessGroup) -> bool:
 
 
 def known_groups() -> list[ProcessGroup]:
-    """The groups of this process that torch knows."""
+    """List the groups of this process that torch knows, with repetitions."""
     return [*distributed_c10d._world.pg_map, *distributed_c10d._world.pg_group_ranks]
 
 
 def register_group(name: str, group: ProcessGroup, ranks: Sequence[int]) -> None:
     """Make `group` usable by functional collectives and by `torch.distributed` functions.
 
-    For groups that `dist.new_group` did not make. `ranks` are the global ranks of its members.
+    Args:
+        name: Name of the group.
+        group: Group that `dist.new_group` did not make.
+        ranks: Global ranks of its members.
     """
     group._set_group_name(cast("Any", name))
     _register_process_group(cast("Any", name), group)
@@ -270,7 +273,7 @@ def unregister_group(name: str, group: ProcessGroup) -> None:
 
 
 def group_of(given: str | ProcessGroup | torch.ScriptObject) -> ProcessGroup:
-    """The group that an operator between ranks is given: as it is, boxed, or by its name."""
+    """Return the group that an operator between ranks is given: as it is, boxed, or by its name."""
     if isinstance(given, str):
         return _resolve_process_group(cast("Any", given))
     return given if isinstance(given, ProcessGroup) else ProcessGroup.unbox(given)
@@ -278,25 +281,25 @@ def group_of(given: str | ProcessGroup | torch.ScriptObject) -> ProcessGroup:
 
 @contextmanager
 def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
-    """Let the Gloo groups that are made inside use the devices of `group`, where it has some.
+    """Let Gloo groups that are made inside the context use the devices of `group`, if it has any.
 
-    torch makes a device for each group, and each has a thread that wakes a hundred times a second.
-    No other thread may make groups meanwhile, as nowhere in torch.
+    Otherwise torch makes a device for each group, with a thread that wakes a hundred times a
+    second. No other thread may make groups meanwhile, as everywhere in torch.
     """
     made_by: Any = dist.ProcessGroupGloo
     backend: Any = backend_of(group, torch.device("cpu"))
-    # NCCL alone, or what debugging wraps Gloo in, has none.
+    # A group of NCCL alone, or the wrapper that debugging puts around Gloo, has none.
     devices = list(backend.options._devices) if isinstance(backend, made_by) else []
     if not devices:
         yield
         return
 
-    # new_group has no argument for it; it makes, and asks for, an instance of this name.
+    # new_group has no argument for devices; it makes an instance of the class of this name.
     class OnDevices(made_by):  # type: ignore[misc]
         def __init__(
             self, store: Store, rank: int, size: int, timeout: timedelta, **others: bool
         ) -> None:
-            if any(others.values()):  # torch 2.14 has a switch that options lack
+            if any(others.values()):  # torch 2.14 has a switch that options do not have
                 super().__init__(store, rank, size, timeout=timeout, **others)
                 return
             options = made_by._Options()
@@ -308,13 +311,13 @@ def on_gloo_devices_of(group: ProcessGroup) -> Iterator[None]:
         with patch.object(distributed_c10d, "ProcessGroupGloo", OnDevices):
             yield
     finally:
-        devices.clear()  # a class lives until it is collected, and the groups have theirs
+        devices.clear()  # the groups have references of their own
 
 
 def gloo_group(
     store: Store, *, rank: int, world_size: int, timeout: timedelta, name: str
 ) -> ProcessGroup:
-    """A Gloo group on the loopback interface, independent of any default process group."""
+    """Make a Gloo group on the loopback interface, independent of any default process group."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]

@@ -1,5 +1,5 @@
 # ruff: noqa: SLF001  # the purpose of this module
-"""Every private torch symbol that hp-train itself uses, in one place; others are hp-platform's."""
+"""Private torch symbols for recordings of memory, and for modes that see operators."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,41 +23,41 @@ __all__ = [
 
 
 def record_memory_history(*, most: int) -> None:
-    """Begin to note down allocations of CUDA memory, with Python's stacks.
+    """Begin to record allocations of CUDA memory, with Python stacks.
 
     Args:
-        most: Kept at once, the latest.
+        most: Number of the latest records that are stored.
     """
     torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=most)
 
 
 def end_memory_history() -> None:
-    """Note down no more, and forget."""
+    """Stop recording and drop the records."""
     torch.cuda.memory._record_memory_history(None)
 
 
 def dump_memory_history(path: str) -> None:
-    """Write what was noted down for the viewer at pytorch.org/memory_viz."""
+    """Write the records for the viewer at pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(path)
 
 
 def in_backward() -> bool:
-    """Say if this thread is inside a backward pass: what runs here is recomputation, or a hook."""
+    """Tell whether this thread runs a backward pass: its code is recomputation or a hook."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def in_transform() -> bool:
-    """Tell whether this is inside of a transform of `torch.func`, such as `vmap`."""
+    """Tell whether this code runs inside a transform of `torch.func`, such as `vmap`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_modes() -> bool:
-    """Tell whether a mode sees the operators of this thread."""
+    """Tell whether a mode intercepts the operators of this thread."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Compute as if there were no modes, in this thread."""
+    """Disable all modes of this thread inside the context."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield

@@ -1,1 +1,1 @@
-"""Hooks of autograd, deferred weight gradients, what `torch.compile` leaves out of its graphs."""
+"""Hooks of autograd, functions outside compiled graphs, deferred weight gradients."""

@@ -17,14 +17,14 @@ Hook = Callable[[], None]
 
 
 def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function, with all it calls, out of compiled graphs: one break for each call.
+    """Exclude a function, and all that it calls, from compiled graphs: one break for each call.
 
-    For what cannot be compiled, such as reading sizes on the host, so that graphs are cut in one
-    place that was chosen. Like `torch.compiler.disable`, but a program that compiles nothing does
+    Use it for code that cannot be compiled, such as reads of sizes on the host, to choose where
+    graphs break. It works like `torch.compiler.disable`, but a program that compiles nothing does
     not import the compiler, which takes seconds.
 
     Args:
-        function: May be a method.
+        function: Function or method.
     """
     uncompiled = _internals.dynamo_disabled(function)
 
@@ -53,16 +53,16 @@ class _SyncHook(torch.autograd.Function):
 
 @outside_graph
 def sync_hook(x: Tensor, *, forward: Hook | None = None, backward: Hook | None = None) -> Tensor:
-    """Return `x` unchanged; call `forward` now and `backward` when its gradient passes by.
+    """Return `x` unchanged; call `forward` now and `backward` when the gradient of `x` arrives.
 
-    Neither reads the tensor, so one that nobody has waited for stays so. Without a gradient to
-    pass (`x` does not require grad, or grad mode is off) only `forward` is called. A compiled
+    Nothing reads the tensor, so that the result of a pending collective stays pending. Without a
+    gradient (`x` does not require grad, or grad mode is off) only `forward` is called. A compiled
     region breaks its graph here.
 
     Args:
         x: Any tensor.
-        forward: Called before this returns.
-        backward: Called in each backward pass, in the thread that runs this node.
+        forward: Function that is called before `sync_hook` returns.
+        backward: Function that is called in each backward pass, in the thread that runs this node.
     """
     y: Tensor = _SyncHook.apply(x, forward, backward)
     return y

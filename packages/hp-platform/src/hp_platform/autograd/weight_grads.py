@@ -1,9 +1,9 @@
 """Deferred weight gradients: backward computes input gradients now and weight gradients later.
 
-A pipeline stage can send its input gradient on before it computes the gradients of its weights,
-which nobody waits for ("Zero Bubble Pipeline Parallelism", Qi et al. 2023, arXiv:2401.10241).
-Instead of cutting the autograd graph in two, layers hand the second half of their backward to a
-queue: inside `WeightGradQueue.defer` it is stored, outside it is computed at once.
+A pipeline stage can send its input gradient before it computes the gradients of its weights, for
+which no other stage waits ("Zero Bubble Pipeline Parallelism", Qi et al. 2023, arXiv:2401.10241).
+Instead of cutting the autograd graph in two, layers give the second half of their backward to a
+queue: inside `WeightGradQueue.defer` the queue stores it, outside it is computed at once.
 
 Note [Order of accumulation]. `flush` adds up the gradients of one parameter in the order in which
 backward met them, then accumulates that sum into `param.grad`, as autograd does. Flushing the keys
@@ -38,9 +38,9 @@ class _Entry:
 
 
 class _Active(threading.local):
-    """Where backwards of this thread put their weight gradients.
+    """Queue for the weight gradients of backward passes in this thread.
 
-    Set for each thread, as `torch.compile` does not see what takes the place of a class's default.
+    Every thread sets the attribute, since `torch.compile` misses a change of a class's default.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ _active = _Active()
 
 
 class WeightGradQueue:
-    """Weight gradients that were put off, by key. Safe to use from several threads."""
+    """Deferred weight gradients, by key. Several threads may use it."""
 
     __slots__ = ("_deferring", "_entries", "_lock")
 
@@ -62,14 +62,14 @@ class WeightGradQueue:
 
     @contextmanager
     def defer(self, key: Hashable) -> Iterator[None]:
-        """Queue under `key` the weight gradients of the backwards that run inside, in this thread.
+        """Queue weight gradients of this thread's backward passes under `key` inside the context.
 
-        Also keeps those backwards in this thread on CUDA, where the autograd engine would use one
-        of its own. What was queued stays queued if the context is left by an exception.
+        On CUDA the passes then run in this thread and not in a thread of the autograd engine. The
+        queue keeps its entries if an exception leaves the context.
 
         Args:
-            key: Key of the queue, for example `(stage_index, microbatch_index)`; using it again
-                adds to it.
+            key: Key of the entries, for example `(stage_index, microbatch_index)`; a second use of
+                a key adds entries.
         """
         with self._lock:
             entries = self._entries.setdefault(key, deque())
@@ -86,12 +86,12 @@ class WeightGradQueue:
     def flush(self, key: Hashable) -> int:
         """Compute what is queued under `key` and accumulate it into the `grad` of the parameters.
 
-        Accumulates through autograd, so that hooks of the parameters run
-        (Note [Order of accumulation]). torch has called them once before, in the backward that left
-        the gradient out: with None, and with `param.grad` as it was.
+        Gradients are accumulated through autograd, so that hooks of the parameters run
+        (Note [Order of accumulation]). torch has called the hooks once before, in the backward that
+        left the gradient out, with None and an unchanged `param.grad`.
 
         Returns:
-            How many gradients were computed; 0 for a key that is not known.
+            Number of gradients that were computed; 0 for an unknown key.
         """
         with self._lock:
             entries = self._entries.get(key, deque())
@@ -106,45 +106,45 @@ class WeightGradQueue:
         return done
 
     def discard(self, key: Hashable) -> None:
-        """Forget what is queued under `key`, for example after an error; unknown keys are fine."""
+        """Drop the entries under `key`, for example after an error; unknown keys are allowed."""
         with self._lock:
             self._entries.pop(key, None)
 
     def pending(self) -> int:
-        """Return how many weight gradients are queued, over all keys."""
+        """Count the queued weight gradients of all keys."""
         with self._lock:
             return sum(len(entries) for entries in self._entries.values())
 
 
 def submit_weight_grad(param: Tensor, compute: Compute) -> Tensor | None:
-    """Put off the gradient of `param`, or compute it; for backward of custom autograd Functions.
+    """Defer the gradient of `param`, or compute it; for backward of custom autograd Functions.
 
-    Return the result to autograd. Keep the parameter itself as an attribute of `ctx`: what
-    `ctx.saved_tensors` returns under activation checkpointing is a detached copy of it.
+    Return the result to autograd. Store the parameter itself as an attribute of `ctx`, because
+    `ctx.saved_tensors` returns a detached copy under activation checkpointing.
 
     Args:
-        param: The parameter as it was passed to the Function.
-        compute: Called once, now or in `flush`, without grad mode then. It should hold detached
-            tensors only, or it keeps the graph alive.
+        param: Parameter that was passed to the Function.
+        compute: Function that returns the gradient; called once, now or in `flush` without grad
+            mode. It should refer to detached tensors only, or it keeps the graph alive.
 
     Returns:
-        None if it was queued, else the gradient: outside `defer`, for a `param` that is not a leaf
-        that requires grad, with `create_graph=True`, and while compiling.
+        None if the gradient was queued. The gradient itself outside `defer`, for a `param` that is
+        no leaf or does not require grad, with `create_graph=True`, and while compiling.
     """
     return None if put_off_weight_grad(param, compute) else compute()
 
 
 def put_off_weight_grad(param: Tensor, compute: Compute) -> bool:
-    """Put off the gradient of `param` where `submit_weight_grad` would; compute nothing now.
+    """Defer the gradient of `param` where `submit_weight_grad` would; compute nothing now.
 
-    For a backward that computes gradients in another way if it does so at once.
+    Use it in a backward that computes immediate gradients in another way than deferred ones.
 
     Args:
-        param: Same as of `submit_weight_grad`.
-        compute: Called once, in `flush`, if it was queued.
+        param: Parameter, as in `submit_weight_grad`.
+        compute: Function that returns the gradient; called once, in `flush`, if it was queued.
 
     Returns:
-        Whether it was.
+        True if the gradient was queued.
     """
     entries = _active.entries
     if entries is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -163,19 +163,19 @@ def linear(
     dtype: torch.dtype | None = None,
     cast: Tensor | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.linear` whose weight and bias gradients can be put off.
+    """Apply `torch.nn.functional.linear` so that its weight and bias gradients can be deferred.
 
-    The same bits as the original, deferred or not; under autocast, gradients of several uses are
-    added in the dtype of the parameter instead of the autocast dtype.
+    Results are bitwise those of the original, deferred or not, with one difference: under autocast,
+    gradients of several uses are added in the dtype of the parameter and not the autocast dtype.
 
     Args:
         x: `[..., in]`.
         weight: `[out, in]`.
         bias: `[out]` or None.
-        dtype: Dtype of the computation, autocast or not; as wide as that of `x` or wider. Backward
-            keeps `x` as it is: a product in fp32 of bf16 rows keeps no fp32 copy of them.
-        cast: `weight` in the dtype of `x`, which is narrower: made before, for many calls. It is
-            computed with in place of `weight`, whose gradient is added up in the dtype of `weight`.
+        dtype: Dtype of the computation, also under autocast; as wide as the dtype of `x` or wider.
+            Backward saves `x` itself: an fp32 product of bf16 rows saves no fp32 copy of the rows.
+        cast: `weight` in the narrower dtype of `x`, cast once for many calls. The product uses
+            `cast` instead of `weight`; the gradient is summed in the dtype of `weight`.
 
     Returns:
         `[..., out]`, of `dtype` if it is given.
@@ -237,7 +237,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _taken(entries: deque[_Entry]) -> dict[int, list[_Entry]]:
-    """Take what is queued now, by parameter: the queue keeps none of it alive."""
+    """Remove the entries that are queued now, and return them by parameter."""
     by_param: dict[int, list[_Entry]] = {}
     for _ in range(len(entries)):
         entry = entries.popleft()  # one step each: another thread may append meanwhile

@@ -1,1 +1,1 @@
-"""Differentiable collectives, sends and receives, shared memory, and what FSDP2 exchanges."""
+"""Differentiable collectives, sends and receives, shared memory, exchanges of FSDP2."""

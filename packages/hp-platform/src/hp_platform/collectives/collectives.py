@@ -1,6 +1,6 @@
 """Differentiable collectives: all-to-all in four forms, gather and scatter of uneven shards.
 
-Shape symbols: N rows of this rank before, M rows after, `...` any further dims.
+Shapes: N rows of this rank before the exchange, M rows after, `...` any further dims.
 
 | function | differentiable | waits in forward | waits in backward |
 |---|---|---|---|
@@ -36,14 +36,14 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     group: ProcessGroup | DeviceMesh,
 ) -> Tensor:
-    """Send a block of rows to every rank of `group` and return those received, in rank order.
+    """Send a block of rows to every rank of `group`; return the received rows in rank order.
 
-    Its backward is the same exchange with the splits swapped.
+    Backward is the same exchange with the splits swapped.
 
     Args:
         x: `[N, ...]`, any floating dtype.
-        output_splits: Rows to receive from each rank, summing to M; None: all blocks are equal.
-        input_splits: Rows to send to each rank, summing to N; given with `output_splits` or not.
+        output_splits: Rows to receive from each rank, M in all; None: all blocks are equal.
+        input_splits: Rows to send to each rank, N in all; None if and only if `output_splits` is.
         group: Group or one-dimensional mesh.
 
     Returns:
@@ -63,18 +63,18 @@ def all_to_all_lazy(
     input_splits: Sequence[int] | None = None,
     group: ProcessGroup | DeviceMesh,
 ) -> Tensor:
-    """`all_to_all` whose result, and whose gradient in backward, nobody has waited for yet.
+    """Start an `all_to_all`; the first use of its result, or of its gradient, waits for it.
 
-    Both are `AsyncCollectiveTensor`s: the first operation that reads them waits (views do not), so
-    what runs in between overlaps with the exchange. torch's own differentiable all-to-all is lazy
-    in forward only. Under `torch.compile` the compiler places the wait.
+    Result and gradient are `AsyncCollectiveTensor`s. The first operation that reads one waits
+    (views do not), so that operations before it overlap with the exchange. torch's own
+    differentiable all-to-all is lazy in forward only. The compiler places the wait in graphs.
     """
     y: Tensor = _AllToAll.apply(x, *_resolved(x, output_splits, input_splits, group), True)
     return y
 
 
 def wait_tensor(x: Tensor) -> Tensor:
-    """Wait for the collective that writes `x`, if any; differentiable, no copy."""
+    """Wait for the collective that writes `x`, if there is one; differentiable, without a copy."""
     if not isinstance(x, _internals.AsyncCollectiveTensor):
         return x
     y: Tensor = _WaitTensor.apply(x)
@@ -82,7 +82,7 @@ def wait_tensor(x: Tensor) -> Tensor:
 
 
 def is_waited(x: Tensor) -> bool:
-    """Tell whether reading `x` would not have to wait for a collective."""
+    """Tell whether `x` can be read without waiting for a collective."""
     return not isinstance(x, _internals.AsyncCollectiveTensor) or bool(x.completed)
 
 
@@ -95,7 +95,7 @@ def launch_all_to_all(
 ) -> Pending[Tensor]:
     """Start the exchange of `all_to_all` outside autograd; arguments and errors are the same.
 
-    What was received has no gradient; `start_all_to_all` starts an exchange that has one.
+    The received rows have no gradient; `start_all_to_all` starts an exchange with a gradient.
     """
     splits, pg = _resolved(x, output_splits, input_splits, group)
     return _launch(x, *splits, pg)[1]
@@ -104,10 +104,10 @@ def launch_all_to_all(
 def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending[Tensor]:
     """Start to gather the `[N, ...]` of every rank, all of one shape, outside autograd.
 
-    What was gathered has no gradient; that of `all_gather_uneven` has one.
+    The result has no gradient; the result of `all_gather_uneven` has one.
 
     Returns:
-        `[ranks * N, ...]` once waited for, in rank order.
+        `[ranks * N, ...]` in rank order, after a wait.
 
     Raises:
         ValueError: If `x` has no dim.
@@ -123,11 +123,11 @@ def launch_all_gather(x: Tensor, *, group: ProcessGroup | DeviceMesh) -> Pending
 
 
 class StartedAllToAll:
-    """An exchange between `start_all_to_all` and `all_to_all_wait`.
+    """Exchange that `start_all_to_all` has started and `all_to_all_wait` finishes.
 
-    `edge` carries the autograd edge and must not be read: forward is still writing it. In backward
-    the reversed exchange travels in `backward`, beside the edge, because with uneven splits its
-    result has other rows than the gradient that the edge may carry.
+    The tensor `edge` connects both functions in the autograd graph and must not be read, because
+    forward still writes it. The reversed exchange of backward is stored in `backward` and not in
+    the gradient of `edge`, whose number of rows differs if splits are uneven.
     """
 
     __slots__ = ("backward", "edge", "forward", "group", "inputs", "outputs")
@@ -148,8 +148,8 @@ def start_all_to_all(
 ) -> StartedAllToAll:
     """Start an exchange that `all_to_all_wait` finishes; arguments and errors as `all_to_all`.
 
-    Backward is the mirror image: it starts where forward waited and waits where forward started,
-    so whatever forward ran between the two overlaps with the exchange in both directions.
+    Backward starts its exchange where forward waited and waits where forward started, so that the
+    operations between the two calls overlap with the exchange in both passes.
     """
     splits, pg = _resolved(x, output_splits, input_splits, group)
     started = StartedAllToAll(*splits, pg)
@@ -158,7 +158,7 @@ def start_all_to_all(
 
 
 def all_to_all_wait(started: StartedAllToAll) -> Tensor:
-    """Finish an exchange and return its `[M, ...]` rows.
+    """Wait for an exchange and return its `[M, ...]` rows.
 
     Raises:
         RuntimeError: On a second call with the same exchange.
@@ -175,7 +175,7 @@ def all_gather_uneven(
 ) -> Tensor:
     """Concatenate the shards of all ranks along `dim`; backward sums and scatters the gradients.
 
-    Shards of different sizes travel padded to the longest, so very unequal ones cost bandwidth.
+    Shards are padded to the longest for the exchange, so that unequal sizes cost bandwidth.
 
     Args:
         x: Shard of this rank, `sizes[rank]` long along `dim`.
@@ -199,10 +199,10 @@ def all_gather_uneven(
 def reduce_scatter_uneven(
     x: Tensor, *, sizes: Sequence[int], dim: int = 0, group: ProcessGroup | DeviceMesh
 ) -> Tensor:
-    """Sum over ranks and keep the shard of this rank along `dim`; backward gathers the gradients.
+    """Sum over ranks and return this rank's shard along `dim`; backward gathers the gradients.
 
-    The transpose of `all_gather_uneven`: `x` is `sum(sizes)` long along `dim`, the result
-    `sizes[rank]`; over Gloo on a CPU parts travel as long as they are. Errors are the same.
+    It is the transpose of `all_gather_uneven`: `x` is `sum(sizes)` long along `dim`, the result
+    `sizes[rank]`. Gloo on a CPU exchanges the parts without padding. Errors are the same.
     """
     pg = resolve_group(group)
     dim = _dim(x, dim)
@@ -285,7 +285,7 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: _Context, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup
     ) -> Tensor:
-        """Concatenate shards along `dim`; unequal ones travel padded to the longest."""
+        """Concatenate shards along `dim`; unequal shards are padded to the longest."""
         ctx.call = (sizes, dim, group)
         longest, is_even = max(sizes), min(sizes) == max(sizes)
         rows = x.movedim(dim, 0)
@@ -312,7 +312,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(
         ctx: _Context, x: Tensor, sizes: list[int], dim: int, group: ProcessGroup
     ) -> Tensor:
-        """Sum over ranks and keep this rank's part along `dim`."""
+        """Sum over ranks and return this rank's part along `dim`."""
         ctx.call = (sizes, dim, group)
         rows = x.movedim(dim, 0)
         y, mine = _empty(x, sizes[group.rank()], dim)
@@ -341,7 +341,7 @@ class _ReduceScatter(torch.autograd.Function):
 def _launch(
     x: Tensor, outputs: Splits, inputs: Splits, group: ProcessGroup
 ) -> tuple[Tensor, Pending[Tensor]]:
-    """Start an exchange; return what it writes, which is not there yet, and what waits for it."""
+    """Start an exchange; return the tensor that it is still writing, and its `Pending`."""
     x = wait_tensor(x.detach()).contiguous()
     rows = x.shape[0] if outputs is None else sum(outputs)
     y = x.new_empty((rows, *x.shape[1:]))
@@ -352,7 +352,7 @@ def _launch(
 def _empty(x: Tensor, length: int, dim: int) -> tuple[Tensor, Tensor]:
     """Return a tensor like `x` but `length` long along `dim`, and its view with `dim` in front.
 
-    What a function of autograd returns is the former: FSDP2 warns of modules that return views.
+    A function of autograd must return the tensor: FSDP2 warns of modules that return views.
     """
     y = x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
     return y, y.movedim(dim, 0)
@@ -361,7 +361,7 @@ def _empty(x: Tensor, length: int, dim: int) -> tuple[Tensor, Tensor]:
 def _scatter_by_exchange(
     rows: Tensor, sizes: list[int], group: ProcessGroup, *, out: Tensor
 ) -> None:
-    """Exchange parts and add them up in rank order: Note [Gloo by pairs] of `fsdp.py`."""
+    """Exchange parts and sum them in rank order: Note [Gloo by pairs] of `fsdp.py`."""
     parts = rows.new_empty((len(sizes), *out.shape))
     splits = [len(out)] * len(sizes)
     dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), splits, sizes, group=group)
@@ -372,7 +372,7 @@ def _scatter_by_exchange(
 
 
 def add_up(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """Sum two parts or more in their order, so that it does not depend on how they came here."""
+    """Sum two parts or more in their order, so that the sum does not depend on their arrival."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out += part

@@ -1,18 +1,17 @@
-"""What FSDP2 (`torch.distributed.fsdp.fully_shard`) has no switch for, or leaves to others.
+"""Settings and exchanges that FSDP2 (`torch.distributed.fsdp.fully_shard`) does not offer.
 
-Note [Gloo by pairs]. Gloo gathers in a ring, so that what a rank has travels through all others,
-and its reduce-scatter sums all of the input on every rank. Between processes of a CPU, where each
-copy is CPU time, a message from each rank to each other one moves the same shards in two thirds of
-the time, and a reduce-scatter as an exchange with a sum behind it takes less than half. Where all
-ranks are processes of one machine, both go through memory that they share (`shared_memory.py`).
+Note [Gloo by pairs]. Gloo gathers in a ring, so that each shard passes through all other ranks, and
+its reduce-scatter sums the whole input on every rank. Between processes of a CPU each copy costs
+CPU time: a message from each rank to each other rank moves the same shards in two thirds of the
+time, and a reduce-scatter as an exchange with a sum after it takes less than half. If all ranks are
+processes of one machine, both exchanges go through shared memory (`shared_memory.py`).
 
-Note [Gathered in place]. FSDP copies a unit's shards into one tensor, which it has gathered, and
-copies parameters out of that. Where the tensor is memory that all ranks have in common, each rank
-writes its part and nobody needs to copy those of others. Before a rank writes to it again, the
-others must have copied what they wanted. A rank copies when it has waited for a gather, so it is
-known to have done so once it sends gradients of the unit after that. Where nothing was reduced
-since, ranks wait for each other.
-Likewise gradients are put into memory that others can read.
+Note [Gathered in place]. FSDP copies the shards of a unit into one tensor, gathers that, and copies
+parameters out of it. If the tensor is memory that all ranks share, each rank writes its own part
+and copies no part of another rank. Before a rank writes again, the others must have copied their
+parameters. A rank copies them right after it has waited for a gather, so its copies are complete
+once it sends gradients of the unit. If no gradients were reduced since the gather, ranks wait for
+each other. Gradients are written into memory that other ranks can read in the same way.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from hp_platform.collectives.shared_memory import Channel, Exchange
 
 
 def set_fsdp_frees_parameters(module: object, frees: bool) -> None:
-    """Say whether a sharded module may free its gathered parameters; `reshard` then does nothing.
+    """Set whether a sharded module may free gathered parameters; if not, `reshard` does nothing.
 
-    FSDP2 decides after a forward whether to free by what it did last. If a backward of the same
-    module ran meanwhile in another thread, it frees although told not to
-    (`set_reshard_after_forward(False)`), under the feet of that backward.
+    FSDP2 decides after a forward by its last action whether to free them. If a backward of the same
+    module runs meanwhile in another thread, FSDP2 frees parameters that this backward needs,
+    despite `set_reshard_after_forward(False)`.
 
     Args:
-        module: Module that was passed to `fully_shard`; modules sharded inside it are not affected.
-        frees: True brings back the usual behaviour.
+        module: Module that was passed to `fully_shard`; modules sharded inside it do not change.
+        frees: True restores the usual behaviour.
     """
     for group in _internals.fsdp_param_groups(module):
         if frees:
@@ -52,17 +51,17 @@ def set_fsdp_frees_parameters(module: object, frees: bool) -> None:
 
 
 def set_fsdp_hooks(module: object, *, active: bool) -> None:
-    """Say whether a sharded module's forward and backward gather, free and reduce by themselves.
+    """Set whether forward and backward of a sharded module gather, free and reduce by themselves.
 
-    Without hooks, parameters must be gathered before the module is called (`unshard`), and stay
-    until they are freed; gradients are added up in them, and are reduced by the next backward that
-    begins in a method of the outermost sharded module (`register_fsdp_forward_method`). Without
-    effect where a `MixedPrecisionPolicy` casts, which hooks do.
+    Without hooks, gather parameters before calling the module (`unshard`); they stay until they are
+    freed. Gradients accumulate in them until the next backward that begins in a method of the
+    outermost sharded module (`register_fsdp_forward_method`) reduces them. The setting has no
+    effect if a `MixedPrecisionPolicy` casts, because hooks do the casting.
 
     Args:
-        module: Module that was passed to `fully_shard`; modules sharded inside it are not affected.
-            The outermost one must come first.
-        active: True brings back the usual behaviour.
+        module: Module that was passed to `fully_shard`; modules sharded inside it do not change.
+            Set the outermost module first.
+        active: True restores the usual behaviour.
     """
     _internals.set_fsdp_hooks(module, active)
 
@@ -70,15 +69,15 @@ def set_fsdp_hooks(module: object, *, active: bool) -> None:
 def set_fsdp_exchanges(module: Any, *, group: ProcessGroup, in_place: bool = False) -> None:
     """Let a sharded module gather and reduce over Gloo in less time; see Note [Gloo by pairs].
 
-    Sums are in rank order. Without effect on other backends. All ranks of the group call this
+    Sums are in rank order. Other backends are not affected. All ranks of the group call this
     together.
 
     Args:
-        module: One that `fully_shard` was applied to over one mesh axis; not those inside it.
+        module: Module that `fully_shard` was applied to over one mesh axis; modules sharded inside
+            it do not change.
         group: Process group of that axis.
-        in_place: Whether ranks of one machine keep a copy of the module's parameters together, in
-            the dtype that they are gathered in, and copy less in a gather. See Note [Gathered in
-            place].
+        in_place: Whether ranks of one machine share one copy of the module's parameters, in the
+            gathered dtype, and copy less in a gather. See Note [Gathered in place].
     """
     cpu = torch.device("cpu")
     if group.size() == 1 or _internals.backend_name(group, cpu) != "gloo":
@@ -95,7 +94,7 @@ def set_fsdp_exchanges(module: Any, *, group: ProcessGroup, in_place: bool = Fal
     module.set_custom_reduce_scatter(_ReduceScatter(reductions, gather))
 
 
-# Of each group what gathers go through and what reductions do, which may run in two threads.
+# Channels of each group for gathers and for reductions, which may run in two threads.
 _channels: WeakKeyDictionary[ProcessGroup, tuple[Channel | None, Channel | None]] = (
     WeakKeyDictionary()
 )
@@ -111,7 +110,7 @@ class _Exchange:
 
 
 class _Gather(_Exchange):
-    last: _AllOf | None = None  # what was begun last
+    last: _AllOf | None = None  # the gather that began last
 
     def __call__(
         self,
@@ -143,7 +142,7 @@ class _Gather(_Exchange):
         return None
 
     def was_reduced(self) -> None:
-        """Take note that all ranks have sent gradients of the unit."""
+        """Note that all ranks have sent gradients of the unit."""
 
     def post(self, parts: Tensor, channel: Channel, rank: int) -> Exchange:
         """Begin to exchange parts, [ranks, numel of each]."""
@@ -162,7 +161,7 @@ class _GatherInPlace(_Gather):
     _is_copied = True  # by all ranks, as far as this one knows
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory of all ranks; see Note [Gathered in place]."""
+        """Return memory that all ranks share; see Note [Gathered in place]."""
         if device.type != "cpu" or self._channel is None:
             return super().allocate(size, dtype=dtype, device=device)
         num_bytes = math.prod(size) * dtype.itemsize
@@ -174,30 +173,30 @@ class _GatherInPlace(_Gather):
         return self._memory.view(dtype).view(*size)
 
     def post(self, parts: Tensor, channel: Channel, rank: int) -> Exchange:
-        """Say that this rank's part is there."""
+        """Announce that this rank has written its part."""
         if self._memory is None or parts.data_ptr() != self._memory.data_ptr():
             return super().post(parts, channel, rank)
         return _say(channel)
 
     def was_reduced(self) -> None:
-        """They have copied what was gathered, if it was waited for before they sent them."""
+        """Note that ranks have copied the gathered parameters, if they waited for the gather."""
         self._is_copied = self.last is not None and self.last.is_over
 
 
 def _say(channel: Channel) -> Exchange:
-    """Say that this rank has come here."""
+    """Announce that this rank has come here, without any bytes."""
     return channel.post(0, fill=lambda _: None, read=lambda _: None)
 
 
 class _ReduceScatter(_Exchange):
-    _input: Tensor | None = None  # allocated, and not reduced yet
+    _input: Tensor | None = None  # allocated, and not yet reduced
 
     def __init__(self, channel: Channel | None, gather: _Gather) -> None:
         super().__init__(channel)
         self._gather = gather
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory that others can read for an input, and of this rank for an output."""
+        """Return memory that other ranks can read for an input, private memory for an output."""
         if self._channel is None or self._input is not None or device.type != "cpu":
             return super().allocate(size, dtype=dtype, device=device)
         memory = self._channel.memory(math.prod(size) * dtype.itemsize)
@@ -227,14 +226,14 @@ class _ReduceScatter(_Exchange):
 
         def fill(memory: Tensor) -> None:
             if allocated is not None and allocated.data_ptr() == whole.data_ptr():
-                return  # it is there
+                return  # the memory already has the values
             target = memory.view(whole.dtype).view(whole.shape)
             for others in (slice(rank), slice(rank + 1, None)):
                 target[others].copy_(whole[others])
 
         def read(memories: list[Tensor]) -> None:
             parts = [memory.view(whole.dtype).view(whole.shape)[rank] for memory in memories]
-            parts[rank] = whole[rank]  # which was not copied
+            parts[rank] = whole[rank]  # its own part was not copied
             add_up(parts, out=output_tensor)
 
         self._channel.post(whole.nbytes, fill=fill, read=read).wait()
@@ -243,7 +242,7 @@ class _ReduceScatter(_Exchange):
 
 
 class _AllOf(dist.Work):
-    """Several operations as one, with what they write."""
+    """Several operations as one, with their output."""
 
     def __init__(self, works: Sequence[dist.Work | Exchange], output: Tensor) -> None:
         super().__init__()
@@ -251,7 +250,7 @@ class _AllOf(dist.Work):
 
     @property
     def is_over(self) -> bool:
-        """Tell whether it was waited for."""
+        """Tell whether `wait` has returned."""
         return not self._works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

@@ -1,12 +1,12 @@
-"""Parameters that FSDP2 gathers in a narrower dtype than that of their gradients.
+"""Parameters that FSDP2 gathers in a narrower dtype than the dtype of their gradients.
 
-Note [Narrow parameters]. `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` makes the gathered
-parameter a bf16 one, so that autograd rounds and adds up its gradients in bf16, for all parameters
-of a module at once. Here each parameter says for itself what it is gathered in, through the hooks
-that FSDP2 has for it (`fsdp_pre_all_gather`): the shard is cast, half of the bytes travel and are
-held, and what the module sees is a tensor that says the dtype of the shard, gets gradients of that
-dtype, and has its values in the narrow one. Cast and gathered is the same bits as gathered and
-cast. What reads such a parameter casts it, which then costs nothing.
+Note [Narrow parameters]. With `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` the gathered
+parameter is a bf16 tensor, so that autograd rounds and sums its gradients in bf16, for all
+parameters of a module. Here each parameter has its own gathered dtype, through the hooks that FSDP2
+offers (`fsdp_pre_all_gather`): the shard is cast, and half of the bytes are exchanged and stored.
+The module sees a tensor that reports the dtype of the shard and gets gradients of that dtype, but
+stores its values in the narrow dtype. A cast before the gather gives the same bits as a cast after
+it. Code that reads such a parameter casts it, which costs nothing.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ aten = torch.ops.aten
 
 
 class NarrowParameter(Tensor):
-    """A tensor that says one dtype and has its values in a narrower one; not to be written.
+    """Tensor that reports one dtype and stores its values in a narrower dtype; read-only.
 
-    It can be sliced, cast to that narrower dtype, be the table of `torch.nn.functional.embedding`,
-    and get a gradient. Whatever else reads it is refused: it would take rounded values for exact
-    ones.
+    It can be sliced, cast to the narrower dtype, used as the table of
+    `torch.nn.functional.embedding` and get a gradient. Other operators are refused, because they
+    would use rounded values as exact values.
 
     Args:
-        held: The values, contiguous.
-        dtype: What it says.
+        held: Values in the narrower dtype, contiguous.
+        dtype: Dtype that the tensor reports.
     """
 
     held: Tensor
 
     def __new__(cls, held: Tensor, dtype: torch.dtype) -> Self:
-        """Make one without memory of its own."""
+        """Make a tensor without memory of its own."""
         made: Self = _internals.make_wrapper(cls, held, dtype=dtype)
         made.held = held
         return made
@@ -69,7 +69,7 @@ class NarrowParameter(Tensor):
         args: _internals.Arguments = (),
         kwargs: _internals.Keywords | None = None,
     ) -> Tensor:
-        """Run one of the few operators that make sense."""
+        """Run one of the operators that are allowed."""
         run = _READS.get(func)
         found = None if run is None else run(*args, **kwargs or {})
         if found is None:
@@ -120,14 +120,14 @@ _READS: dict[object, Callable[..., Tensor | None]] = {
 def set_fsdp_gather_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """Let FSDP2 gather parameters in a narrower dtype; see Note [Narrow parameters].
 
-    Gradients stay in the dtype of the parameter. What uses the gathered parameter must cast it to
-    `dtype` first, or look rows up in it (`torch.nn.functional.embedding`); anything else is refused
-    when it comes.
+    Gradients stay in the dtype of the parameter. Code that uses the gathered parameter must cast it
+    to `dtype` first, or look up rows in it (`torch.nn.functional.embedding`); other uses raise
+    ValueError.
 
     Args:
-        parameters: Sharded by `fully_shard`, on their device already; those of a module may be
-            gathered in several dtypes. Ones that have the dtype are left as they are.
-        dtype: What they are gathered in.
+        parameters: Parameters that `fully_shard` has sharded, already on their device. Parameters
+            of one module may have several gathered dtypes. Parameters of `dtype` are not changed.
+        dtype: Dtype in which the parameters are gathered.
 
     Raises:
         TypeError: If a parameter is not sharded.
@@ -146,7 +146,7 @@ def set_fsdp_gather_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype
 
 
 class _Hooks:
-    """What FSDP2 asks of a shard, before and after it gathers."""
+    """Hooks that FSDP2 calls for a shard, before and after it gathers."""
 
     def __init__(self, shard: Callable[[], Tensor | None], dtype: torch.dtype) -> None:
         self._shard, self._dtype = shard, dtype
@@ -159,7 +159,7 @@ class _Hooks:
         module: nn.Module,
         mp_policy: object,
     ) -> tuple[tuple[Tensor], torch.Size]:
-        """Return the shard to gather, with what FSDP2 pads it to, and the whole size."""
+        """Return the shard to gather, padded as FSDP2 expects it, and the whole size."""
         del outer_stride, module, mp_policy
         shard = self._shard()
         assert shard is not None
@@ -177,7 +177,7 @@ class _Hooks:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return what the module is to see; later gathers fill the same memory."""
+        """Return the parameter for the module; later gathers fill the same memory."""
         if out is not None:
             return None
         (whole,) = outputs

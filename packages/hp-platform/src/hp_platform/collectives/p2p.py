@@ -1,4 +1,4 @@
-"""Sends and receives between ranks, staged through the host where the backend cannot do it."""
+"""Sends and receives between ranks, through the host where the backend needs it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hp_platform.threads.use import note_use
 def isend(x: Tensor, dst: int, *, group: ProcessGroup, tag: int = 0) -> Pending[None]:
     """Start to send `x` to the global rank `dst`.
 
-    `x` must not be written before the result was waited for; it is kept alive until then.
-    Autograd sees nothing of it, as in `torch.distributed`.
+    Wait for the result before writing to `x`, which stays alive until then. Autograd does not
+    record the send, as in `torch.distributed`.
 
     Args:
-        x: Any shape and dtype; copied first if it is not contiguous.
-        dst: Global rank, a member of `group`.
-        group: The group whose connection is used.
-        tag: Matches that of the receive; NCCL matches by order alone.
+        x: Tensor of any shape and dtype; copied first if it is not contiguous.
+        dst: Global rank of the receiver, a member of `group`.
+        group: Process group of the message.
+        tag: Tag of the message, the same at the receive; NCCL ignores tags and matches by order.
 
     Raises:
         ValueError: If `dst` is not another rank of `group`.
@@ -38,13 +38,13 @@ def isend(x: Tensor, dst: int, *, group: ProcessGroup, tag: int = 0) -> Pending[
 def irecv(buffer: Tensor, src: int, *, group: ProcessGroup, tag: int = 0) -> Pending[Tensor]:
     """Start to receive into `buffer` from the global rank `src`; waiting returns `buffer`.
 
-    What was received has no gradient, as in `torch.distributed`.
+    The received tensor has no gradient, as in `torch.distributed`.
 
     Args:
-        buffer: Contiguous, of the sender's shape and dtype.
-        src: Global rank, a member of `group`.
-        group: The group whose connection is used.
-        tag: Matches that of the send; NCCL matches by order alone.
+        buffer: Contiguous tensor of the shape and dtype of the sent tensor.
+        src: Global rank of the sender, a member of `group`.
+        group: Process group of the message.
+        tag: Tag of the message, the same at the send; NCCL ignores tags and matches by order.
 
     Raises:
         ValueError: If `src` is not another rank of `group` or `buffer` is not contiguous.
@@ -63,24 +63,25 @@ def isend_irecv(
 ) -> Pending[list[Tensor]]:
     """Start several sends and receives as one operation; waiting returns the received buffers.
 
-    What was received has no gradient, as in `torch.distributed`.
+    The received tensors have no gradient, as in `torch.distributed`.
 
-    NCCL runs what is posted one after the other in that order, on each rank: two ranks that both
-    post their send first would wait for each other. Here all are handed over together.
+    NCCL runs separate operations of a rank in their order, so that two ranks which both begin with
+    a send would wait for each other. Here NCCL gets all operations as one group.
 
     Args:
         sends: Tensors to send, each with the global rank of its receiver, as in `isend`.
         receives: Buffers to fill, each with the global rank of its sender, as in `irecv`.
-        group: The group whose connections are used. With NCCL all its ranks must have run a
-            collective on it before.
-        tag: Matches that of the other side. Messages of one tag between two ranks match in order.
+        group: Process group of the messages. With NCCL all its ranks must have run a collective on
+            it before.
+        tag: Tag of all messages, the same on the other ranks. Messages with one tag between two
+            ranks match in order.
 
     Returns:
         The buffers of `receives`, in order; both lists may be empty.
 
     Raises:
-        ValueError: As `isend` and `irecv`, before anything is posted; or another thread has used
-            the group before and is still alive.
+        ValueError: As in `isend` and `irecv`, before any operation starts; or if another thread
+            has used the group before and is still alive.
     """
     note_use(group)
     messages = [_incoming(buffer, src, group) for buffer, src in receives]
@@ -100,7 +101,7 @@ def isend_irecv(
 
 
 class _Message(NamedTuple):
-    """One tensor on its way to or from a rank of the group, before it is posted."""
+    """Tensor to send to, or to receive from, a rank of the group."""
 
     tensor: Tensor
     peer: int
@@ -142,7 +143,7 @@ def _incoming(buffer: Tensor, src: int, group: ProcessGroup) -> _Message:
 
 
 def _needs_host(x: Tensor, group: ProcessGroup) -> bool:
-    """Gloo would hand the device pointer to the socket; other backends take device tensors."""
+    """Tell whether a message goes through the host: Gloo takes no tensors of a device."""
     return x.device.type != "cpu" and _internals.backend_name(group, x.device) in (None, "gloo")
 
 

@@ -1,4 +1,4 @@
-"""`Pending`: an operation under way, with the result and the buffers it owns."""
+"""`Pending`: a running operation with its result and its buffers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Note [Dropped operations]. Buffers of an operation that nobody waited for must outlive it, since
-# the backend may still read or write them. They stay here until their operation reports completion.
-# Gloo reports completion of a send or receive only to a wait, so those stay until `shutdown`.
+# Note [Dropped operations]. Buffers must outlive their operation even if no code waits for it: the
+# backend may still read or write them. They are stored here until the operation reports
+# completion. Gloo reports the completion of a send or receive only to a wait, so that buffers of
+# dropped sends and receives are stored until `shutdown`.
 _dropped: dict[int, tuple[tuple[dist.Work, ...], tuple[Tensor, ...]]] = {}
 _serial = count()
 
@@ -21,7 +22,7 @@ _serial = count()
 class Pending(Generic[T]):
     """Result of an operation that may still be running.
 
-    It owns what the operation reads and writes: dropping it without `wait` keeps the buffers alive
+    It owns the buffers that the operation reads and writes. Without a `wait` they live
     until the operation has finished (Note [Dropped operations]).
     """
 
@@ -38,10 +39,11 @@ class Pending(Generic[T]):
         """Own an operation.
 
         Args:
-            result: What `wait` returns.
+            result: Value that `wait` returns.
             works: Handles that must complete before the result may be used.
-            buffers: Every tensor the operation reads or writes, inputs included.
-            finish: Called once after the handles completed, for example to copy from the host.
+            buffers: All tensors that the operation reads or writes, inputs included.
+            finish: Function that is called once after the handles have completed, for example to
+                copy from the host.
         """
         self._waited = False
         self._result: T | None = result
@@ -53,14 +55,14 @@ class Pending(Generic[T]):
     def done(self) -> bool:
         """Tell whether `wait` would return at once.
 
-        Never true too early; Gloo tells of a finished send or receive only when waited for.
+        The answer may be False too long: Gloo reports a finished send or receive only to a wait.
         """
         return self._waited or all(work.is_completed() for work in self._works)
 
     def wait(self) -> T:
         """Block until the result may be used, release the buffers and return the result.
 
-        On CUDA this makes the current stream wait, not the host.
+        On CUDA the current stream waits, not the host.
 
         Raises:
             RuntimeError: On a second call, or if the operation failed.
@@ -82,7 +84,7 @@ class Pending(Generic[T]):
 
 
 def release_completed(*, everything: bool = False) -> int:
-    """Let go of buffers of dropped operations that have finished; return how many remain."""
+    """Free the buffers of dropped operations that have finished; count the other operations."""
     # A copy, since __del__ may add an entry from any thread meanwhile.
     for key, (works, _) in list(_dropped.items()):
         if everything or all(work.is_completed() for work in works):

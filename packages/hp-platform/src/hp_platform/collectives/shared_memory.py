@@ -1,11 +1,11 @@
-"""Memory that the ranks of a group share where all of them are processes of one machine.
+"""Memory that the ranks of a group share if all ranks are processes of one machine.
 
 Note [Shared memory]. Between processes of one machine Gloo sends through sockets: the kernel copies
-everything twice, and threads wake up to receive it. A `Channel` has memory of each rank that the
-others map, and a pipe from each rank to each other one that says when there is something to read,
-and when it has been read. Neither has a name in a file system; ranks open them through
-`/proc/PID/fd`. So nothing is left behind however a process ends, and a rank that ended is noticed
-at once: its ends of the pipes are closed.
+all bytes twice, and threads wake up to receive them. A `Channel` has memory of each rank that the
+other ranks map, and a pipe from each rank to each other rank for two messages: bytes are ready to
+read, and bytes were read. Neither has a name in a file system; ranks open them through
+`/proc/PID/fd`. So nothing is left behind when a process ends in any way, and the other ranks notice
+at once that a rank has ended, because its ends of the pipes are closed.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from hp_platform.groups import global_ranks
 _TOKEN_BYTES = 16
 _POSTED, _READ = 0, 1
 _MESSAGE = struct.Struct("=BQ")
-"""What happened, and bytes that were posted."""
+"""Kind of the message, and number of bytes that were posted."""
 _MOST = 400
-"""Messages that are read at once."""
+"""Most messages that one read takes."""
 
 
 class _Offer(NamedTuple):
-    """What others need to open what a rank has made.
+    """File descriptors by which other ranks open the memories and pipes of a rank.
 
     Attributes:
         pid: Process ID of the rank.
-        token: First bytes of each of its memories, hexadecimal, which tell its process from one of
-            another machine.
-        memories: File descriptors, one per slot, and one of what all have in common if it is of
-            rank 0.
+        token: First bytes of each of its memories, hexadecimal, by which other ranks notice a
+            process of another machine.
+        memories: File descriptors, one per slot, and a last one, which on rank 0 is the common
+            memory of all ranks.
         inlets: Group rank -> file descriptor of the end of a pipe into which that rank writes.
     """
 
@@ -58,7 +58,7 @@ class _Offer(NamedTuple):
 
 @dataclass(slots=True)
 class _Memory:
-    """A slot of one rank, mapped as far as it was needed."""
+    """Slot of one rank, mapped as far as it was used."""
 
     file: int
     mapped: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -78,27 +78,26 @@ class _Memory:
         return cls(file)
 
     def bytes(self, size: int, *, grow: bool = False) -> Tensor:
-        """The first bytes, uint8 [size]."""
+        """Return the first bytes, uint8 [size]."""
         if len(self.mapped) < size:
             self.mapped = self.part(0, size, grow=grow)
         return self.mapped[:size]
 
     def part(self, offset: int, size: int, *, grow: bool) -> Tensor:
-        """Bytes from a multiple of a page on, uint8 [size]."""
+        """Map bytes from an offset on, uint8 [size]; the offset is a multiple of a page."""
         if grow and os.fstat(self.file).st_size < offset + size:
             os.posix_fallocate(self.file, 0, offset + size)  # fails here, not at some later write
         return torch.frombuffer(mmap.mmap(self.file, size, offset=offset), dtype=torch.uint8)
 
 
 class Channel:
-    """Exchanges in one order over shared memory; not to be used by two threads at once.
+    """Ordered exchanges over shared memory; only one thread may use a channel at a time.
 
-    In an exchange every rank posts bytes, as many as the others, and reads those of the others.
-    Several exchanges may be under way, as many as there are slots; before one more is posted, the
-    oldest is finished.
+    In an exchange all ranks post equally many bytes and read the bytes of the others. As many
+    exchanges may run at once as there are slots; before the next is posted, the oldest is finished.
 
-    Ranks can also write to memory that all of them have in common (`common`); an exchange of no
-    bytes then says that they have written.
+    Ranks can also write to one memory that all of them share (`common`); an exchange without bytes
+    then announces that they have written.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Channel:
         self._heard = {other: (deque[int](), deque[int]()) for other in self._inlets}
         self._common_bytes = 0
         self._num_posted = 0
-        self._is_free = True  # whether the next exchange can have its slot
+        self._is_free = True  # whether the slot of the next exchange is free
         self._under_way: deque[Exchange] = deque()
 
     @classmethod
@@ -123,12 +122,12 @@ class Channel:
         """Connect all ranks of a group. All of them call this together.
 
         Args:
-            group: Its backend takes CPU tensors.
-            num_slots: Exchanges that may be under way at once.
-            timeout: How long to wait for another rank.
+            group: Process group with a backend for CPU tensors.
+            num_slots: Number of exchanges that may run at once.
+            timeout: Time to wait for another rank.
 
         Returns:
-            None, on all ranks, where some of them cannot see the memory of others.
+            A channel; None on all ranks if some cannot open the memory of others.
         """
         rank, token = group.rank(), os.urandom(_TOKEN_BYTES)
         others = [other for other in range(group.size()) if other != rank]
@@ -157,7 +156,7 @@ class Channel:
         all_done = torch.tensor([done], dtype=torch.int32, device="cpu")
         dist.all_reduce(all_done, dist.ReduceOp.MIN, group=group)
         for _, end in pipes.values():
-            os.close(end)  # the other rank has its own now, and its death closes that one
+            os.close(end)  # the other rank has opened its own copy, which its end closes
         reading = {other: ends[0] for other, ends in pipes.items()}
         channel = cls(rank, global_ranks(group), memories, (reading, outlets), timeout)
         return channel if all_done.item() else None
@@ -169,23 +168,23 @@ class Channel:
                 os.close(file)
 
     def common(self, size: int) -> Tensor:
-        """Return memory that all ranks have in common; all of them call this together.
+        """Return memory that all ranks share; all ranks call this together.
 
         Args:
             size: Number of bytes.
 
         Returns:
-            uint8 [size], the same bytes on every rank, of no other call.
+            uint8 [size]: the same bytes on every rank, which no other call returns.
         """
         offset = self._common_bytes
         self._common_bytes += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return self._memories[0][-1].part(offset, size, grow=True)
 
     def memory(self, size: int) -> Tensor:
-        """Return this rank's memory for the next exchange, once the others have read the last.
+        """Return this rank's memory for the next exchange, after the others have read it.
 
         Args:
-            size: Bytes of each rank.
+            size: Number of bytes of each rank.
         """
         slots = self._memories[self._rank][:-1]
         if len(self._under_way) == len(slots):
@@ -202,10 +201,10 @@ class Channel:
         """Begin an exchange.
 
         Args:
-            size: Bytes of each rank, the same on all of them.
-            fill: Is given this rank's memory, uint8 [size].
-            read: Is given what every rank has filled, by group rank, this one's as well; at the
-                latest when another exchange needs the slot.
+            size: Number of bytes of each rank, the same on all ranks.
+            fill: Function that fills this rank's memory, uint8 [size].
+            read: Function that reads the memories of all ranks, by group rank; called at the latest
+                when another exchange needs the slot.
         """
         fill(self.memory(size))
         self._tell(_POSTED, size)
@@ -217,7 +216,7 @@ class Channel:
         return exchange
 
     def finish(self, exchange: Exchange) -> None:
-        """Read what the others have posted in an exchange, and in those before it."""
+        """Read the bytes of an exchange, and of all exchanges before it."""
         while not exchange.is_done:
             oldest = self._under_way.popleft()
             for other in self._inlets:
@@ -234,12 +233,12 @@ class Channel:
 
     def _tell(self, what: int, size: int = 0) -> None:
         for outlet in self._outlets.values():
-            # Who has ended needs to hear nothing; who needs to hear of it will find out.
+            # A rank that has ended needs no message; the next wait notices its end.
             with suppress(BrokenPipeError):
                 os.write(outlet, _MESSAGE.pack(what, size))  # few bytes: all of them, or none
 
     def _hear(self, other: int, what: int) -> int:
-        """Wait until another rank has told something once more than was asked for; and its size."""
+        """Wait for the next message of a kind from another rank; return the bytes it names."""
         heard, inlet = self._heard[other], self._inlets[other]
         deadline = time.monotonic() + self._timeout.total_seconds()
         poll = select.poll()
@@ -262,7 +261,7 @@ class Channel:
 
 
 class Exchange:
-    """One exchange of a channel, as the rank sees it that posted."""
+    """Exchange of a channel that this rank has posted."""
 
     __slots__ = ("_channel", "is_done", "read", "size", "slot")
 
@@ -273,9 +272,9 @@ class Exchange:
         self.is_done = False
 
     def wait(self) -> None:
-        """Have everything read.
+        """Read the bytes of all ranks.
 
         Raises:
-            RuntimeError: When a rank has ended or did not come in time; it is named.
+            RuntimeError: If a rank has ended or did not come in time; the message names it.
         """
         self._channel.finish(self)

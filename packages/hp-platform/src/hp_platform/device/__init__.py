@@ -1,1 +1,1 @@
-"""Which device computes, its streams, and which operands its kernels take from another."""
+"""The device of a process, its streams, and computing in float64."""

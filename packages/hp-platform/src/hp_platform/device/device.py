@@ -46,14 +46,14 @@ def local_device(local_rank: int = 0, *, device_type: str = "auto") -> torch.dev
 def ranks_per_device(device: torch.device, world_size: int, store: _internals.Store) -> int:
     """Count the ranks that share the busiest device of the world; 1 where all are CPUs.
 
-    How many devices a process sees does not tell: Slurm shows each task one GPU, all of them by
-    the same index, and they may be one GPU or as many as there are tasks. So ranks tell each other
-    which one they have. All of them call this together, and all get the same answer.
+    The number of visible devices does not suffice: Slurm shows each task one GPU under the same
+    index, which may be one GPU for all tasks or another GPU for each. So every rank writes the
+    identity of its device to the store. All ranks call this together and get the same answer.
 
     Args:
         device: Device of this rank.
         world_size: Number of ranks.
-        store: Where they meet.
+        store: Store that all ranks share.
     """
     if device.type == "cpu":
         return 1
@@ -66,18 +66,18 @@ def ranks_per_device(device: torch.device, world_size: int, store: _internals.St
 
 
 def _identity(device: torch.device) -> str:
-    """Say what a GPU of a machine is known by in every process, and a part of one (MIG) as well."""
+    """Return an identity of a GPU, or of a part of it (MIG), that all processes agree on."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     part = visible if visible.startswith("MIG-") else ""
     return f"{torch.cuda.get_device_properties(device).uuid} {part}"
 
 
 def backend_for(device: torch.device, *, ranks_per_device: int = 1) -> str:
-    """Name what can serve tensors on `device`: `"nccl"` or `"gloo"`.
+    """Name the backend for tensors on `device`: `"nccl"` or `"gloo"`.
 
     NCCL refuses two ranks on one GPU before 2.30, and later unless `NCCL_MULTI_RANK_GPU_ENABLE` is
-    set (this function does not set it, `initialize` does). What is left is Gloo, which moves CUDA
-    tensors through the host; setting the variable to 1 oneself overrules the version check.
+    set (`initialize` sets it, this function does not). Gloo then moves CUDA tensors through the
+    host. A variable that the user has set to 1 overrules the check of the version.
     """
     if device.type == "cpu" or not dist.is_nccl_available():
         return "gloo"
@@ -91,12 +91,12 @@ def nccl_shares_devices() -> bool:
 
 
 def allow_shared_devices() -> None:
-    """Turn on NCCL's switch for several ranks on one GPU; before NCCL is initialised."""
+    """Allow NCCL several ranks on one GPU; call this before NCCL is initialised."""
     os.environ.setdefault(_MULTI_RANK, "1")
 
 
 def why_no_nccl(*, ranks_per_device: int) -> str:
-    """Why NCCL cannot serve GPUs that this many ranks share, for a message."""
+    """Explain in words for a message that NCCL cannot serve GPUs with so many ranks on each."""
     if not dist.is_nccl_available():
         return "torch is built without NCCL"
     version = ".".join(map(str, _nccl_version()))
@@ -112,13 +112,13 @@ def may_mix(
 ) -> bool:
     """Tell whether CUDA runs an operator although some operands are on the host.
 
-    It takes copies, indices on the host, and scalars on the host (tensors of no dim) for operators
-    that go element by element, though not for fused and foreach ones.
+    CUDA accepts copies, indices on the host, and scalars on the host (tensors without dims) as
+    operands of pointwise operators, except fused and foreach operators.
 
     Args:
-        func: An overload of an operator.
-        args: Its operands.
-        is_there: Whether a tensor is on the device.
+        func: Overload of an operator.
+        args: Operands of the operator.
+        is_there: Function that tells whether a tensor is on the device.
     """
     name = func.name()
     if name.startswith(_COPIES):

@@ -1,7 +1,7 @@
 """float64: a job that computes in it, and norms that are added up in it.
 
-Note [Lifted jobs]. A job in float64 has parameters, factories and casts to shorter floats give
-float64 instead. Its rounding is 1e-16, so that whatever differs by more is a mistake.
+Note [Lifted jobs]. In a lifted job, parameters, factories and casts to shorter floats give float64
+instead. Rounding is then about 1e-16, so that a larger difference between two jobs is a mistake.
 
 Note [Norms without copies]. Torch reduces a tensor in a wider dtype than its own by casting all of
 it first, on a CPU and on CUDA (`make_reduction` of aten/src/ATen/native/ReduceOpsUtils.h): for
@@ -28,7 +28,7 @@ _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16
 
 
 class Lifting(TorchFunctionMode):
-    """Where a shorter float is asked for, float64 is given."""
+    """Mode in which functions of torch use float64 instead of shorter floats."""
 
     def __torch_function__(
         self,
@@ -45,7 +45,7 @@ class Lifting(TorchFunctionMode):
 
 @contextmanager
 def lifting() -> Iterator[None]:
-    """Compute in float64 for a while, in this thread; see :func:`lift`."""
+    """Compute in float64 in this thread inside the context; see :func:`lift`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -58,7 +58,7 @@ def lifting() -> Iterator[None]:
 def lift() -> None:
     """Compute in float64 from now on, in this thread.
 
-    Autocast leaves float64 as it is, so nothing is to be done about that.
+    Autocast does not cast float64, so that it need not be disabled.
     """
     torch.set_default_dtype(torch.float64)
     torch.set_default_dtype = lambda _dtype: None
@@ -66,19 +66,19 @@ def lift() -> None:
 
 
 def lifted(value: object) -> object:
-    """float64 in place of a shorter float; anything else as it is."""
+    """Return float64 for the dtype of a shorter float, and any other value as it is."""
     return torch.float64 if isinstance(value, torch.dtype) and value in _SHORT else value
 
 
 def float64_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
-    """Return the norm of each tensor, added up in float64.
+    """Return the norm of each tensor, summed in float64; see Note [Norms without copies].
 
     Args:
-        tensors: Of any shapes and floating dtypes, on one device; none may be a DTensor.
-        norm_type: p of the p-norm, positive; `math.inf` for the largest absolute value.
+        tensors: Tensors of any shapes and floating dtypes on one device; no DTensors.
+        norm_type: Positive p of the p-norm; `math.inf` for the largest absolute value.
 
     Returns:
-        fp64 [] for each: NaN where it has one, 0 where it has no element.
+        Scalar in fp64 for each tensor: NaN if an element is NaN, 0 for a tensor without elements.
     """
     if not tensors:
         return []

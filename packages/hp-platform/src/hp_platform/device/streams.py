@@ -1,6 +1,6 @@
-"""Streams and events that are null on a CPU, so that code with streams runs everywhere.
+"""Streams and events that do nothing on a CPU, so that code with streams runs everywhere.
 
-A stream is a `torch.cuda.Stream` on CUDA and None on a CPU, where work is done when a call returns.
+A stream is a `torch.cuda.Stream` on CUDA and None on a CPU, which has finished when a call returns.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream that work of this thread on `device` goes to; None on a CPU."""
+    """Return the current stream of this thread on `device`; None on a CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def use_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Send the work of this thread to `stream` inside the context; None: leave it as it is."""
+    """Make `stream` the current stream of this thread inside the context; None: change nothing."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream | None:
-    """Return the one stream of this process for a purpose on `device`; None on a CPU.
+    """Return the stream of this process for a purpose on `device`; None on a CPU.
 
-    torch hands out 32 streams of a device and then the same ones again, so that a stream for every
-    call soon shares one with NCCL, with FSDP, or with another purpose, and waits for its work.
+    torch has a pool of 32 streams for a device. A new stream for every call would soon be a stream
+    that NCCL, FSDP or another purpose uses too, and would wait for their work.
 
     Args:
         device: Device with its index.
@@ -44,7 +44,7 @@ _side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 class Event:
-    """A point in the work of a stream; on a CPU it has always been reached."""
+    """Point in the work of a stream, which a CPU has always reached."""
 
     __slots__ = ("_device", "_event")
 
@@ -54,12 +54,12 @@ class Event:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Mark the end of what `stream` (by default the current one) was given so far."""
+        """Mark the end of the work that `stream` (default: the current stream) has so far."""
         if self._event is not None:
             self._event.record(stream or torch.cuda.current_stream(self._device))
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make what `stream` (by default the current one) is given from now on wait for it."""
+        """Make later work of `stream` (default: the current stream) wait for this point."""
         if self._event is not None:
             self._event.wait(stream or torch.cuda.current_stream(self._device))
 

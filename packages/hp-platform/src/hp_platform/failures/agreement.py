@@ -1,4 +1,4 @@
-"""`agree`: all ranks go on together, or all of them raise."""
+"""`agree`: either all ranks continue or all of them raise."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ def agree(
     where: str = "",
     device: torch.device | str = "cpu",
 ) -> None:
-    """Exchange status before a collective phase; return on all ranks or raise on all of them.
+    """Exchange status before a collective phase; return on all ranks or raise on all ranks.
 
-    Without it, a rank that raises leaves the others blocked in their next collective. Costs one
-    all-gather of eight bytes per rank, and a second one only after a failure.
+    Without it, a rank that raises leaves the others blocked in their next collective. It costs one
+    all-gather of eight bytes per rank, and a second all-gather after a failure only.
 
     Args:
-        error: What went wrong on this rank, or None.
-        group: Usually `Runtime.control`. Every rank of it must call. None: this rank is alone.
-        where: What was about to happen, for the message.
-        device: Where the group communicates; on a GPU it costs a synchronisation.
+        error: Error of this rank, or None.
+        group: Process group, usually `Runtime.control`; all its ranks must call. None: a single
+            rank.
+        where: Words for the phase, for the message.
+        device: Device on which the group communicates; a GPU is synchronised.
 
     Raises:
         BaseException: `error` itself, on the ranks that pass one.
-        PeerError: On all others; names every rank that failed, and type and message of its error.
-        RuntimeError: If a rank is gone, so that no agreement can be reached.
+        PeerError: On all other ranks; it names every failed rank with type and message of its
+            error.
+        RuntimeError: If a rank is gone, so that ranks cannot agree.
     """
     if group is None:
         if error is not None:
@@ -70,16 +72,18 @@ def agree(
 
 @contextmanager
 def agreeing(*, group: ProcessGroup | None, where: str) -> Iterator[None]:
-    """Do what other ranks do as well; at its end all of them go on, or all raise: see `agree`.
+    """Run a block on all ranks; at its end either all continue or all raise: see `agree`.
+
+    The block must not contain collectives that a rank could miss by raising.
 
     Args:
-        group: CPU group of the ranks; None: this rank is alone.
-        where: What is done, for the message. It has no collective that another rank may miss.
+        group: CPU group of the ranks; None: a single rank.
+        where: Words for the work of the block, for the message.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
+    except Exception as raised:  # noqa: BLE001 - sent to all ranks, then raised
         error = raised
     agree(error, group=group, where=where)
 
@@ -91,7 +95,7 @@ def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _reports(text: bytes, lengths: Tensor, group: ProcessGroup) -> dict[int, FailureReport]:
-    """Exchange reports, padded to the longest; by global rank, of failed ranks alone."""
+    """Exchange reports, padded to the longest; return those of failed ranks by global rank."""
     padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=lengths.device)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=lengths.device)
     gathered = _all_gather(padded, group)

@@ -1,20 +1,21 @@
-"""One failure for all: every rank ends, and says which rank failed first, where and why.
+"""One failure for all: every rank ends and names the rank that failed first, the place and error.
 
-Note [First failure]. A rank that fails leaves a report in the store of the default process group
-and only then breaks connections. A rank that fails because of that finds the report there and
-raises with it, after it has passed it on to the groups that it used itself; so a failure travels
-through groups that overlap until no rank waits. Of several reports the first one counts. A rank
-that died has left none: then the others ask who is still there (`hp_platform.failures.liveness`).
+Note [First failure]. A rank that fails writes a report to the store of the default process group
+before it breaks connections. A rank that fails because of a broken connection finds the report in
+the store, passes it on to the groups that it has used itself, and raises with it. So a failure
+spreads through overlapping groups until no rank waits. Of several reports the first counts. A rank
+that died has written none: then the others check which ranks are alive
+(`hp_platform.failures.liveness`).
 
-Note [Which groups]. A failure inside `failing_together` breaks the groups whose collectives of this
-package ran in it, in any thread that belongs to it, or the groups that it was given; the other
-groups of the process still work. Around a whole training step, everything is given up together.
+Note [Which groups]. A failure inside `failing_together` breaks the groups that it was given and the
+groups whose collectives of this package ran inside, in any thread of it; other groups of the
+process still work. Around a whole training step all groups are broken.
 
-Note [Calm before a break]. Gloo wakes what waits for its turn in a connection that closes, but not
-the message that it is writing or reading there at that moment: whoever waits for that one waits
-until the time-out of the group (`Pair::signalException` of its TCP transport). So a rank that fails
-leaves its connections open for a moment, in which Gloo's threads finish what is under way: the
-exchange that it launched last, for which the others were ready. A rank that is killed cannot.
+Note [Calm before a break]. When a connection closes, Gloo wakes the operations that wait for their
+turn in it, but not the message that it is writing or reading at that moment: the receiver of that
+message waits until the time-out of the group (`Pair::signalException` of its TCP transport). So a
+failing rank leaves its connections open for a moment, in which Gloo's threads finish the exchange
+that the rank launched last, and that the others expect. A rank that is killed cannot do so.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from hp_platform.threads.places import doing, mark_place, place_of
 from hp_platform.threads.use import Scope, current_scope, in_scope
 
 _MAX_CHARACTERS = 1500
-_SETTLE_SECONDS = 1.0  # for a rank that breaks connections to have left its report everywhere
+_SETTLE_SECONDS = 1.0  # until a rank that breaks connections has written its report everywhere
 _LOOK_SECONDS = 0.02
-_CALM_SECONDS = 0.25  # for what was launched just before a failure to be through
-_WAKE_TAG = 2  # of a message that nobody sends
+_CALM_SECONDS = 0.25  # until operations that were launched just before a failure have ended
+_WAKE_TAG = 2  # tag of a message that no rank sends
 WORLD_KEY = "hp_platform/failure/world"
 _AGREED = "hp_agreed"
 _SOURCE = re.compile(r"\[/[^\]\s]*:\d+\] ")
@@ -61,15 +62,15 @@ _ECHOES = (
     "did not come within",
     "nccl",
 )
-"""What Gloo, NCCL, shared memory and the store say when another rank is gone or late."""
+"""Words in errors of Gloo, NCCL, shared memory and the store about a rank that is gone or late."""
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, and this one cannot go on without it.
+    """Error of a rank that cannot continue because another rank has failed.
 
     Attributes:
-        rank: Global rank of the first one that failed.
-        report: What is known of its failure.
+        rank: Global rank that failed first.
+        report: Report of its failure.
     """
 
     def __init__(self, message: str, *, rank: int, report: FailureReport | None = None) -> None:
@@ -80,13 +81,13 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """What a rank says of its failure.
+    """Report of a rank about its failure.
 
     Attributes:
         rank: Global rank that failed.
-        place: What it was doing, such as "step 3, stage 1, microbatch 5, experts".
-        error: Type and message of its error.
-        stack: Python stack of a rank that is stuck, innermost frame first; empty otherwise.
+        place: Place of the failure, such as "step 3, stage 1, microbatch 5, experts".
+        error: Type and message of the error.
+        stack: Python stack of a rank that hangs, innermost frame first; empty otherwise.
     """
 
     rank: int
@@ -96,12 +97,12 @@ class FailureReport:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int) -> FailureReport:
-        """Describe an exception of a rank; where it was raised is `place_of` the exception."""
+        """Describe an exception of a rank, with the place that `place_of` returns."""
         return cls(rank, place_of(error)[:_MAX_CHARACTERS], describe(error))
 
     @classmethod
     def parse(cls, text: bytes | str) -> FailureReport | None:
-        """Read what `encode` wrote; None for anything else."""
+        """Read the JSON that `encode` returns; return None for other texts."""
         try:
             fields = json.loads(text)
             rank, place, error = fields["rank"], fields["place"], fields["error"]
@@ -122,18 +123,18 @@ class FailureReport:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an error in one line, without the place in Gloo's sources."""
+    """Return type and message of an error in one line, without the line of Gloo's sources."""
     text = " ".join(_SOURCE.sub("", str(error)).split())
     kind = type(error).__name__
     return (f"{kind}: {text}" if text else kind)[:_MAX_CHARACTERS]
 
 
 class FailureNote:
-    """The report of the rank that failed first among those that share a key.
+    """Store entry with the report of the rank that failed first.
 
     Args:
-        store: Shared by the ranks; None keeps the report of each rank to itself.
-        key: Key of the report in the store; used for one failure.
+        store: Store that the ranks share; None: the note is seen by this rank alone.
+        key: Key of the report in the store, for a single failure.
     """
 
     def __init__(self, store: Store | None, key: str) -> None:
@@ -141,17 +142,17 @@ class FailureNote:
         self._mine: FailureReport | None = None
 
     def leave(self, report: FailureReport) -> FailureReport:
-        """Leave a report if it is the first one; return the first one."""
+        """Write a report unless there is one; return the first report."""
         found: FailureReport | None = self._mine
         if self._store is not None:
-            # Without the rank that holds the store, what this rank knows must do.
+            # If the rank with the store is gone, this rank uses its own report.
             with suppress(RuntimeError):
                 found = FailureReport.parse(self._store.compare_set(self._key, "", report.encode()))
         self._mine = found or report
         return self._mine
 
     def read(self) -> FailureReport | None:
-        """Return the report of the rank that failed first, None if none has."""
+        """Return the report of the rank that failed first; None if there is no report."""
         if self._store is not None and self._mine is None:
             with suppress(RuntimeError):
                 if self._store.check([self._key]):
@@ -165,7 +166,7 @@ def default_note(key: str) -> FailureNote:
 
 
 def world_note() -> FailureNote:
-    """The note of all ranks: what ended a program as a whole."""
+    """Return the note of all ranks, for failures that end the whole program."""
     return default_note(WORLD_KEY)
 
 
@@ -175,16 +176,16 @@ def failing_together(
     groups: Iterable[ProcessGroup] = (),
     everything: bool = False,
 ) -> Iterator[None]:
-    """Run what ranks do together: if it fails on one of them, it fails on all within seconds.
+    """Run work of several ranks: if it fails on one rank, it fails on all within seconds.
 
-    The rank that fails raises its own error, with a note that says where. Ranks that fail because
-    of it raise `PeerError` with its report: rank, place and error. Errors that ranks have agreed on
-    (`hp_platform.agree`) pass as they are. See Note [First failure] and Note [Which groups].
+    The rank that fails raises its own error with a note about the place. Ranks that fail because of
+    it raise `PeerError` with its report: rank, place and error. Errors that ranks have agreed on
+    (`hp_platform.agree`) do not change. See Note [First failure] and Note [Which groups].
 
     Args:
-        *words: What is being done, as for `doing`.
-        groups: Process groups to break besides those that were used inside.
-        everything: Break all groups of this process, for example around a training step.
+        *words: Words for the work, as in `doing`.
+        groups: Process groups to break besides the groups that were used inside.
+        everything: Whether to break all groups of this process, for example around a training step.
 
     Raises:
         PeerError: If this rank fails because another one did.
@@ -208,16 +209,16 @@ def failing_together(
 def raise_first(
     error: BaseException, groups: Iterable[ProcessGroup], *, everything: bool = False
 ) -> NoReturn:
-    """Tell the other ranks of an error, break groups, and raise what this rank should.
+    """Report an error to the other ranks, break groups, and raise the error of the first failure.
 
     Args:
         error: Error of this rank.
-        groups: Process groups to break; nobody can use them any more.
-        everything: Break all groups of this process.
+        groups: Process groups to break; they cannot be used afterwards.
+        everything: Whether to break all groups of this process.
 
     Raises:
-        BaseException: The error itself where it is one of this rank.
-        PeerError: Where it only came of another rank's.
+        BaseException: The error itself, if this rank caused it.
+        PeerError: If the error follows from the failure of another rank.
     """
     raised = error
     if not is_no_failure(error):
@@ -228,13 +229,13 @@ def raise_first(
 
 
 def give_up(error: BaseException) -> BaseException:
-    """Break at once what `failing_together` around this thread would break in the end.
+    """Break now the groups that the `failing_together` around this thread would break at its end.
 
-    For one of several threads that run in it: others wake that wait for ranks which wait for this
-    one.
+    One of several threads calls it after an error, to wake other threads that wait for ranks which
+    in turn wait for this thread.
 
     Returns:
-        What this rank is to raise.
+        Error that this rank should raise.
     """
     scope = current_scope()
     groups = [] if scope is None else list(scope.groups.values())
@@ -260,11 +261,11 @@ def _broken_by(
 
 
 def first_failure(error: BaseException, notes: Sequence[FailureNote]) -> FailureReport:
-    """Find out who failed first, this rank or the one its error came from, and pass it on.
+    """Find the report of the first failure, and write it to notes that have none.
 
     Args:
         error: Error of this rank.
-        notes: Read for a report, and left one where there is none.
+        notes: Notes to read and to write.
     """
     mine = FailureReport.of(error, rank=dist.get_rank())
     first = mine if not is_echo(error) else _report_of_another(error, notes) or mine
@@ -274,7 +275,7 @@ def first_failure(error: BaseException, notes: Sequence[FailureNote]) -> Failure
 
 
 def explained(error: BaseException, first: FailureReport) -> BaseException:
-    """Return what a rank is to raise: its own error with a note, or one that names another rank."""
+    """Return the error that a rank should raise: its own with a note, or a `PeerError`."""
     me = dist.get_rank()
     if is_echo(error) and first.rank != me:
         peer = PeerError(str(first), rank=first.rank, report=first)
@@ -288,7 +289,7 @@ def explained(error: BaseException, first: FailureReport) -> BaseException:
     return error
 
 
-def _ask_nobody(error: BaseException) -> FailureReport | None:  # noqa: ARG001 - nobody is asked
+def _ask_nobody(error: BaseException) -> FailureReport | None:  # noqa: ARG001 - no rank is asked
     return None
 
 
@@ -296,17 +297,17 @@ _asker: Callable[[BaseException], FailureReport | None] = _ask_nobody
 
 
 def ask_by(asker: Callable[[BaseException], FailureReport | None]) -> None:
-    """Say how to find out whom an error is to be blamed on that nobody has reported.
+    """Set the function that finds the rank to blame for an error without a report.
 
     Args:
-        asker: Asks the other ranks; see `hp_platform.failures.liveness`.
+        asker: Function that asks the other ranks; see `hp_platform.failures.liveness`.
     """
-    global _asker  # noqa: PLW0603 - one way of asking in a process
+    global _asker  # noqa: PLW0603 - one function for the process
     _asker = asker
 
 
 def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> FailureReport | None:
-    # What ended the whole program breaks the groups of its parts as well.
+    # A failure of the whole program breaks the groups of its parts as well.
     notes = [*notes, world_note()]
     if (told := _told(error)) is not None:
         return next(filter(None, (note.read() for note in notes)), told)
@@ -314,7 +315,7 @@ def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> Fa
     while True:
         if found := next(filter(None, (note.read() for note in notes)), None):
             return found
-        if suspected is None:  # at once, while whoever does not come is still seen not coming
+        if suspected is None:  # at once, while a rank that does not come is still there
             suspected = _asker(error)
         elif time.monotonic() > deadline:
             return suspected
@@ -322,10 +323,10 @@ def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> Fa
 
 
 def is_echo(error: BaseException) -> bool:
-    """Tell whether an error only says that another rank is gone, late or has failed.
+    """Tell whether an error only follows from another rank that is gone, is late or has failed.
 
-    That is what Gloo, NCCL and stores say in words, and any error whose `report` is a
-    `FailureReport`, as `PeerError`'s is.
+    Such errors are those of Gloo, NCCL and stores with certain words, and errors with an attribute
+    `report` of type `FailureReport`, such as `PeerError`.
     """
     if _told(error) is not None:
         return True
@@ -334,7 +335,7 @@ def is_echo(error: BaseException) -> bool:
 
 
 def is_no_failure(error: BaseException) -> bool:
-    """Say if an exception only ends something early, as in recomputation when all is there."""
+    """Tell whether an exception only ends work early, such as a recomputation that is complete."""
     name = f"{type(error).__module__}.{type(error).__name__}"
     early = name == "torch.utils.checkpoint._StopRecomputationError"
     return early or isinstance(error, GeneratorExit)
@@ -346,24 +347,24 @@ def _told(error: BaseException) -> FailureReport | None:
 
 
 def mark_agreed(error: BaseException, ranks: Iterable[int]) -> None:
-    """Say that all of some ranks raise at this point, so that none of them has to be told."""
+    """Mark an error that all of some ranks raise at this point, so that it need not be reported."""
     setattr(error, _AGREED, frozenset(ranks))
 
 
 def is_agreed(
     error: BaseException, groups: Iterable[ProcessGroup], *, everything: bool = False
 ) -> bool:
-    """Say if all ranks of some groups raise together, or with `everything` those of the world."""
+    """Tell whether all ranks of some groups, or with `everything` of the world, raise together."""
     ranks: frozenset[int] = getattr(error, _AGREED, frozenset())
     concerned = [dist.group.WORLD] if everything else list(groups)
     return all(ranks.issuperset(global_ranks(group)) for group in concerned if group is not None)
 
 
 def break_group(group: ProcessGroup) -> None:
-    """Fail all operations of a group, this rank's and those of peers that wait for this rank.
+    """Fail all operations of a group, on this rank and on peers that wait for this rank.
 
-    Gloo has no call that wakes a thread of this process, but it gives up all connections of a group
-    as soon as one wait in it has taken too long. The group cannot be used any more.
+    Gloo has no call that wakes a thread of this process, but it closes all connections of a group
+    when one wait in it times out. The group cannot be used afterwards.
     """
     if group.size() == 1:
         return
@@ -372,7 +373,7 @@ def break_group(group: ProcessGroup) -> None:
     except ValueError:  # it was destroyed already
         return
     if "nccl" in backend:
-        # It waits for kernels of other groups too, which must not hold up the error.
+        # The call waits for kernels of other groups too, which must not delay the error.
         threading.Thread(target=group.abort, daemon=True).start()
         return
     peer = (group.rank() + 1) % group.size()

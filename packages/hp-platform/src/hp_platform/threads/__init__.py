@@ -1,1 +1,1 @@
-"""What a thread hands to its helpers, what it is doing, its process groups, its turn on a core."""
+"""State that a thread hands to helpers, words for its work, and its process groups."""

@@ -1,4 +1,4 @@
-"""`ThreadContext`: give a helper thread the thread-local state of the thread that started it."""
+"""`ThreadContext`: thread-local state, captured in one thread and applied in a helper thread."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class ThreadContext:
-    """Thread-local torch state. A new thread otherwise starts from torch's defaults.
+    """Thread-local state of torch; without it a new thread starts with torch's defaults.
 
     Attributes:
         stream: Current CUDA stream, which implies the device; None without CUDA.
-        grad_enabled: Grad mode.
-        inference: Inference mode.
-        autocast: State of autocast per device type: enabled, dtype.
-        autocast_cache: Whether autocast keeps cast weights.
+        grad_enabled: Whether gradients are enabled.
+        inference: Whether inference mode is on.
+        autocast: Device type, whether autocast is enabled for it, and its dtype.
+        autocast_cache: Whether autocast caches cast weights.
         multithreading: Whether backward may use the device threads of the autograd engine.
-        words: What the thread is doing, for messages about failures.
-        belonging: Thread whose groups it may use, and scope to which its uses are counted, so that
-            a failure breaks them.
+        words: Words for the work of the thread, for messages about failures.
+        belonging: Owner of the groups that the thread may use, and scope in which uses of groups
+            are recorded, so that a failure breaks them.
     """
 
     stream: torch.cuda.Stream | None
@@ -43,7 +43,7 @@ class ThreadContext:
     @classmethod
     def capture(cls) -> ThreadContext:
         """Read the state of this thread."""
-        # Asking for the current stream would create a CUDA context where nobody uses one.
+        # A request for the current stream would create a CUDA context in a process without one.
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             stream=torch.cuda.current_stream() if on_cuda else None,
@@ -61,8 +61,8 @@ class ThreadContext:
 
     @contextmanager
     def apply(self) -> Iterator[None]:
-        """Put this thread into the captured state inside the context."""
-        # OpenMP gives a new thread all cores; asking for the number has torch tell it otherwise.
+        """Set the captured state in this thread inside the context."""
+        # OpenMP gives a new thread all cores; this call makes torch set its own number of threads.
         torch.get_num_threads()
         with ExitStack() as stack:
             stack.enter_context(doing(*self.words))

@@ -1,8 +1,8 @@
-"""What each thread of this process is doing, in words, for messages about failures.
+"""Words for the current work of each thread of this process, for messages about failures.
 
-`doing` costs less than a microsecond, so that steps, microbatches and layers can be named. What a
-thread did is kept for other threads to read: one that answers for a rank that is stuck, and the
-threads of the autograd engine, which have no place of their own.
+`doing` costs less than a microsecond, so that steps, microbatches and layers can be named. The
+words of a thread are its place; other threads can read it: the thread that answers for a rank that
+hangs, and the threads of the autograd engine, which have no place of their own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Self
 
 _places: dict[int, tuple[str, ...]] = {}
 _STACK_FRAMES = 12
-_WAITING_FRAMES = 3  # what waits may be called through torch's operators
+_WAITING_FRAMES = 3  # torch's operators may be between the caller and the wait
 _MARK = "hp_place"
 
-# Where a thread stands that waits for other ranks: frames of these files.
+# Files whose frames are on the stack of a thread that waits for other ranks.
 _WAITING = (
     "torch/distributed/",
     "hp_platform/collectives/collectives.py",
@@ -32,12 +32,12 @@ _WAITING = (
 
 
 class doing:  # noqa: N801 - reads as a statement: `with doing("step 3"):`
-    """Say what this thread does inside the context; the innermost words come last.
+    """Add words to the place of this thread inside the context; the innermost words come last.
 
-    An exception that leaves the context remembers the whole place, see `place_of`.
+    An exception that leaves the context stores the whole place, see `place_of`.
 
     Args:
-        *words: Words for what is done, for example `"step 3"`, `"experts"`.
+        *words: Words for the work inside the context, for example `"step 3"`, `"experts"`.
 
     Example:
         >>> with doing("step 3"), doing("experts"):
@@ -72,43 +72,43 @@ class doing:  # noqa: N801 - reads as a statement: `with doing("step 3"):`
 
 
 def words_of_thread() -> tuple[str, ...]:
-    """Say what this thread is doing, outermost first, to be handed to a helper thread's `doing`."""
+    """Return the words of this thread, outermost first, for `doing` in a helper thread."""
     return _places.get(threading.get_ident(), ())
 
 
 def current_place() -> str:
-    """Say what this thread is doing; of a thread without a place, what the main thread is doing."""
+    """Return the place of this thread; if it has none, the place of the main thread."""
     return ", ".join(words_of_thread()) or main_place()
 
 
 def main_place() -> str:
-    """Return what the main thread is doing; any thread may ask."""
+    """Return the place of the main thread; any thread may call this."""
     return ", ".join(_places.get(threading.main_thread().ident or 0, ()))
 
 
 def mark_place(error: BaseException, place: str = "") -> None:
-    """Remember where an exception was raised, unless it has passed such a place before.
+    """Store the current place in an exception, unless it has one.
 
     Args:
-        error: What was raised.
-        place: More words than `current_place` says.
+        error: Exception that was raised.
+        place: Words to add to the current place.
     """
     if not getattr(error, _MARK, ""):
         setattr(error, _MARK, ", ".join(filter(None, (current_place(), place))))
 
 
 def place_of(error: BaseException) -> str:
-    """Say where an exception was raised: the innermost place that it left, else the current one."""
+    """Return the place stored in an exception, else the current place."""
     place: str = getattr(error, _MARK, "") or current_place()
     return place
 
 
 def stand() -> tuple[bool, list[str]]:
-    """Return where the main thread of this process stands; any thread may ask.
+    """Describe the stacks of this process; any thread may call this.
 
     Returns:
-        Whether a thread of it waits for other ranks, and the Python stack of the main thread,
-        innermost frame first.
+        Whether any thread waits for other ranks, and the Python stack of the main thread, innermost
+        frame first.
     """
     frames = sys._current_frames()  # noqa: SLF001 - documented, the underscore is its name
     mine = threading.get_ident()
@@ -124,6 +124,6 @@ def stand() -> tuple[bool, list[str]]:
 
 
 def _waits(innermost: FrameType) -> bool:
-    """Tell whether a thread stands in a function that waits for other ranks, or in one for them."""
+    """Tell whether the innermost frames of a thread include a function that waits for ranks."""
     frames = islice(traceback.walk_stack(innermost), _WAITING_FRAMES)
     return any(part in frame.f_code.co_filename for frame, _ in frames for part in _WAITING)

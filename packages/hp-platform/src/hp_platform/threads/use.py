@@ -1,13 +1,13 @@
-"""Who uses which process groups: the thread that a group belongs to, and what uses are counted to.
+"""Uses of process groups: the thread that owns a group, and the scopes that record its uses.
 
-Note [A group belongs to a thread]. Backends pair the collectives of a group by their order alone.
-Two threads without an order between them issue theirs in another order on each rank; then sizes do
-not match, and Gloo ends the process. So a group belongs to the thread that used it first, and a
-second one is refused before it sends anything, on every rank alike. A helper that runs under
-`hp_platform.ThreadContext` belongs to the thread that was captured: whoever hands work over knows
-its order. Threads of the autograd engine are nobody's; a thread that has ended leaves its groups to
-the next, and one rank alone has no order to keep. Single sends and receives are matched by peer and
-tag, and may come from any thread.
+Note [A group belongs to a thread]. Backends match the collectives of a group by their order alone.
+Two threads without a common order issue collectives in different orders on different ranks; sizes
+then differ, and Gloo ends the process. So the first thread that uses a group owns it, and another
+thread is refused on every rank before it sends anything. A helper that runs under
+`hp_platform.ThreadContext` counts as the captured thread, because the code that hands over work
+knows its order. Threads of the autograd engine own no groups and may use all of them. The groups of
+a thread that has ended go to the next user, and a group of one rank needs no order. Single sends
+and receives match by peer and tag, and may come from any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 
 class Scope:
-    """The groups that were used inside a `failing_together`, by whichever thread."""
+    """Groups that any thread has used inside a `failing_together`."""
 
     __slots__ = ("groups", "parent")
 
@@ -34,11 +34,11 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Belonging:
-    """What a helper thread shares with the thread that starts it.
+    """Facts that a helper thread shares with the thread that starts it.
 
     Attributes:
-        thread: Thread whose groups it may use.
-        scope: Scope to which its uses of groups are counted; None: none.
+        thread: Thread whose groups the helper may use.
+        scope: Scope that records its uses of groups; None: no scope.
     """
 
     thread: threading.Thread
@@ -46,7 +46,7 @@ class Belonging:
 
 
 class _Mine(threading.local):
-    """What a thread has of its own: whom it belongs to if it is a helper, and its scope."""
+    """Thread-local state: the captured thread of a helper, and the scope."""
 
     captured: threading.Thread | None = None
     scope: Scope | None = None
@@ -57,12 +57,13 @@ _mine = _Mine()
 
 
 def note_use(group: ProcessGroup, *, ordered: bool = True) -> None:
-    """Remember that this thread uses a group; every collective, send and receive says so.
+    """Record that this thread uses a group; every collective, send and receive calls this.
 
     Args:
-        group: Broken if what runs now fails: Note [Which groups] of `failures`.
-        ordered: Whether ranks must come in one order, as to a collective; False for a message,
-            which its peer and tag match.
+        group: Process group, which is broken if the current work fails: Note [Which groups] of
+            `failures`.
+        ordered: Whether the operation is matched by order, as a collective is; False for a message,
+            which is matched by peer and tag.
 
     Raises:
         ValueError: If the group belongs to another thread: Note [A group belongs to a thread].
@@ -93,13 +94,13 @@ def _claim(group: ProcessGroup) -> None:
 
 
 def belonging() -> Belonging:
-    """Describe what a helper thread is to share with this one; `belonging_to` takes it."""
+    """Return the facts that a helper thread shares with this thread, for `belonging_to`."""
     return Belonging(_mine.captured or threading.current_thread(), _mine.scope)
 
 
 @contextmanager
 def belonging_to(other: Belonging) -> Iterator[None]:
-    """Let this thread use the groups of another one, and count its uses as those of that."""
+    """Let this thread use the groups of another thread and record uses in its scope."""
     before, _mine.captured = _mine.captured, other.thread
     try:
         with in_scope(other.scope):
@@ -110,7 +111,7 @@ def belonging_to(other: Belonging) -> Iterator[None]:
 
 @contextmanager
 def in_scope(scope: Scope | None) -> Iterator[None]:
-    """Count uses inside the context to a scope as well; None for no other one."""
+    """Record uses inside the context in a scope; None: in the current scope."""
     before, _mine.scope = _mine.scope, scope or _mine.scope
     try:
         yield
@@ -119,5 +120,5 @@ def in_scope(scope: Scope | None) -> Iterator[None]:
 
 
 def current_scope() -> Scope | None:
-    """Return what uses of this thread are counted to."""
+    """Return the scope that records the uses of this thread."""
     return _mine.scope
