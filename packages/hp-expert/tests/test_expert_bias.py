@@ -29,7 +29,7 @@ STORED = pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused
 
 
 class Leaves(NamedTuple):
-    """What gradients are taken of; gate and up projections in one tensor or in two."""
+    """The tensors that require gradients; gate and up projections in one tensor or in two."""
 
     x: Tensor
     weights: Tensor

@@ -1,4 +1,4 @@
-"""What is dropped where an expert takes only so many slots of a sequence."""
+"""Slots that are dropped where experts have a capacity per sequence."""
 
 import math
 
@@ -28,7 +28,7 @@ def router(**changes: object) -> TopKRouter:
 def kept_plainly(
     experts: list[list[int]], weights: list[list[float]], *, capacity: int, policy: DropPolicy
 ) -> set[tuple[int, int]]:
-    """Which (token, choice) of one sequence the experts take, expert by expert."""
+    """Return a mask of the slots of one sequence that experts take, computed expert by expert."""
     kept: set[tuple[int, int]] = set()
     for expert in range(EXPERTS):
         slots = [(t, k) for t, row in enumerate(experts) for k, e in enumerate(row) if e == expert]

@@ -36,7 +36,7 @@ MIXTRAL = expert_names("mixtral")
 
 
 class Fused(nn.Module):
-    """What transformers calls the experts of a layer."""
+    """The experts of a layer under the names of transformers."""
 
     def __init__(self, num_local: int = EXPERTS, first: int = 0, dtype: Any = None) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ def mesh_of_size(ep: int, tp: int) -> DeviceMesh:
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether a module has the bits of `weights`, wherever they are."""
+    """Tell whether a module has the bits of `weights`, sharded or not."""
     parameters = dict(module.named_parameters())
     for name, expected in weights().items():
         found = parameters[f"experts.{name}"]

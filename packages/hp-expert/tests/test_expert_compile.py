@@ -59,7 +59,7 @@ class Residual(nn.Module):
 
 
 class Tokens(nn.Module):
-    """What a user writes who brings rows in expert order: the experts alone, between other work."""
+    """A user's module with rows in expert order: experts without a router, between other work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def tokens(count: int, *, rank: int = 0) -> Tensor:
 
 
 class Outcome(NamedTuple):
-    """How a compiled model differs from the eager one, over all token counts."""
+    """The differences of a compiled model from the eager one, over all token counts."""
 
     worst: float
     loads_equal: bool

@@ -1,4 +1,4 @@
-"""What a dry run is told of an exchange of rows is what a real one tells, number by number."""
+"""The numbers of an exchange of rows in a dry run are those of a real one."""
 
 from functools import partial
 from typing import Any

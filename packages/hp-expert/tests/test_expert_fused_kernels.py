@@ -112,7 +112,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 def routed(
     router: TopKRouter, logits: Tensor, grads: tuple[Tensor, Tensor], replay: Tensor | None
 ) -> list[Tensor]:
-    """What a router computes, its gradient and its loads."""
+    """Return the routing of a router, its gradient and its loads."""
     router.load.zero_()
     logits = logits.clone().requires_grad_()
     found = router.route(logits, replay=replay)

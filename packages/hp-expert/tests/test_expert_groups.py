@@ -1,4 +1,4 @@
-"""What decides which experts are chosen, and what they count then."""
+"""The choice of experts by scores, bias and groups, and their weights."""
 
 import math
 

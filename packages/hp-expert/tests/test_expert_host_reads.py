@@ -1,4 +1,4 @@
-"""How often a layer makes the host wait for the device: once in forward, never in backward."""
+"""Host reads of a layer: one in forward, none in backward."""
 
 from typing import Any
 

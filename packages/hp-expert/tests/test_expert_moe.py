@@ -85,7 +85,7 @@ def test_the_shared_expert_runs_while_rows_travel() -> None:
 
 
 def shared_while_rows_travel(group: ProcessGroup) -> list[bool]:
-    """Whether the exchange of rows was over when the shared expert began, ended, and at the end."""
+    """Tell whether the exchange of rows was over when the shared expert began, ended, and after."""
     slow = slow_group(group, latency=0.3)
     over: list[bool] = []
 

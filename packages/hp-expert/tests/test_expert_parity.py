@@ -139,7 +139,7 @@ def loss_of(y: Tensor, x: Tensor) -> Tensor:
 
 
 def expected(case: Case, grid: Grid) -> Tensors:
-    """What one process gives for the tokens of all ranks, cut to this rank's part."""
+    """Return one process's results for the tokens of all ranks, cut to this rank's part."""
     moe, ep, tp = build(case, num_ranks=grid.ep.size()), grid.ep, grid.tp
     everyone = [tokens(case, rank) for rank in range(ep.size())]
     x = torch.cat(everyone).requires_grad_()

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what equal use of them is worth."""
+"""The choice of experts for a token, and losses for their equal use."""
 
 import pytest
 import torch

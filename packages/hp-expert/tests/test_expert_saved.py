@@ -1,4 +1,4 @@
-"""What the experts keep for backward, in bytes, against the block that most models have."""
+"""Bytes that the experts keep for backward, against the block that most models have."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

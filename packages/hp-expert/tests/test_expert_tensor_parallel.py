@@ -263,7 +263,7 @@ def test_bits_do_not_depend_on_interleaving_recomputation_or_threads() -> None:
 
 
 def unwaited() -> list[bool]:
-    """Whether results of launches, and gradients that leave them, have been waited for."""
+    """Tell whether something has waited for results of launches, and for gradients of them."""
     ep, tp = groups(2)
     moe, x = layer(), tokens(ep.rank())
     ExpertTensorParallel().apply(moe, (ep, tp))

@@ -1,4 +1,4 @@
-"""What the experts keep for backward against the blocks of transformers themselves."""
+"""Bytes that the experts keep for backward, against the blocks of transformers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -39,7 +39,8 @@ def save_experts(
 
     Args:
         module: Module that contains the experts.
-        directory: Directory to write to; made if it is missing; must have no safetensors files.
+        directory: Directory of the checkpoint; made if it is missing; must have no safetensors
+            files.
         others: Whole tensors that are not experts, by their names in the module; those of rank 0
             are written. Tied tensors are written under each name.
         names: Names that the checkpoint uses, not stacked; None: `ExpertNames()`.

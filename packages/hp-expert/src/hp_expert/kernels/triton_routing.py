@@ -34,7 +34,7 @@ class Rule:
         scaling_factor: Factor of all weights, applied last.
         num_groups: Number of groups, equal runs of experts. Where a token's experts are limited to
             some groups, this and the number of experts must be powers of two.
-        num_limited_groups: Number of groups that a token's experts come from.
+        num_limited_groups: Number of groups that may have experts of a token.
         top2_sum: Whether the score of a group is the sum of its best two; else it is the best one.
     """
 
@@ -63,7 +63,7 @@ def route(
         logits_TE: fp32 or fp64 [T, E].
         rule: Settings of the router.
         bias: Bias added to the scores for the choice only [E]; None: nothing.
-        experts_TK: Experts that were chosen before, int64 [T, K]; one that does not exist gets the
+        experts_TK: Given experts, int64 [T, K]; one that does not exist gets the
             weight 0. None: the best ones, of equal scores the lower index.
 
     Returns:

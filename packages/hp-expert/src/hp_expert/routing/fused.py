@@ -30,7 +30,7 @@ def route(
         logits_TE: fp32 or fp64 [T, E].
         rule: How scores become weights.
         bias: Bias added to the scores for the choice only [E]; None: nothing.
-        experts_TK: Experts that were chosen before; None: the best ones.
+        experts_TK: Given experts, int64 [T, K]; None: the best ones.
         load: Counter of the slots of each expert, int64 [E], to which backward adds; None: slots
             are not counted. See Note [Counted in backward].
 

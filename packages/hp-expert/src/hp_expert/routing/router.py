@@ -91,7 +91,7 @@ class TopKRouter(nn.Module):
         bias: Whether logits have a bias (gpt-oss).
         correction_bias: Whether there is a correction bias, for `update_correction_biases`.
         num_groups: Number of groups, equal runs of experts, G.
-        num_limited_groups: Number of groups that a token's experts come from.
+        num_limited_groups: Number of groups that may have experts of a token.
         group_score: Score of a group, with the correction bias: its best score ("max") or the sum
             of its best two ("top2_sum").
         capacity_factor: Factor for the capacity of an expert: it takes ceil(factor * S * K / E)
