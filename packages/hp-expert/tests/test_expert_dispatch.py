@@ -291,7 +291,7 @@ def test_sorted_rows_travel_by_their_counts() -> None:
 
 
 def rank_without_message(num_slices: int) -> int:
-    """Check the error without messages, as between GPUs, for a wrong last slice of the last rank."""
+    """Return the rank in the error for a wrong last slice, where no message can be sent."""
     group = new_group([[0, 1], [2, 3]], name="ep")
     assert group is not None
     verdicts = [[0, 0]] * (2 * num_slices - 1) + [[-1, 0]]

@@ -163,7 +163,7 @@ def test_fsdp_cuts_inside_experts_where_there_are_too_few() -> None:
 
 
 def narrow_parts(num_shards: int) -> dict[str, int]:
-    """Return the cuts by FSDP2 of two experts with a hidden dim of four, half of it on a rank."""
+    """Return the dims that FSDP2 shards of two experts, half of whose hidden dim (4) is local."""
     mesh = init_device_mesh("cpu", (num_shards, 1, 2), mesh_dim_names=("efsdp", "ep", "tp"))
     experts = GroupedExperts(2, DIM, 4, bias=True)
     ExpertTensorParallel().apply(experts, mesh["ep", "tp"])
