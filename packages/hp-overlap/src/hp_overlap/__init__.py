@@ -1,16 +1,21 @@
-"""Overlap of one microbatch's forward with another's backward, deadlock-free by construction."""
+"""Overlap of one microbatch's forward with another's backward, deadlock-free by construction.
 
-import warnings
+A name loads its module when it is first used: reports of traces need no torch.
+"""
+
 from typing import TYPE_CHECKING
 
-from hp_overlap.coordinator import (
-    HookCoordinator,
-    OverlapAbortedError,
-    OverlapTimeoutError,
-    TraceEntry,
-)
-from hp_overlap.overlap import CommComputeOverlap
-from hp_overlap.report import OverlapReport, Transfer, overlap_report
+from hp_base.lazy import lazily
+
+if TYPE_CHECKING:
+    from hp_overlap.coordinator import (
+        HookCoordinator,
+        OverlapAbortedError,
+        OverlapTimeoutError,
+        TraceEntry,
+    )
+    from hp_overlap.overlap import CommComputeOverlap
+    from hp_overlap.report import OverlapReport, Transfer, overlap_report
 
 __all__ = [
     "CommComputeOverlap",
@@ -25,13 +30,16 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_RENAMED = {"HiddenReport": "OverlapReport", "hidden_communication": "overlap_report"}
-
-if not TYPE_CHECKING:  # which would let any name pass
-
-    def __getattr__(name: str) -> object:
-        """Return what has another name since 0.1."""
-        if name not in _RENAMED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{name} is called {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-        return globals()[_RENAMED[name]]
+__getattr__ = lazily(
+    __name__,
+    {
+        "CommComputeOverlap": "hp_overlap.overlap",
+        "HookCoordinator": "hp_overlap.coordinator",
+        "OverlapAbortedError": "hp_overlap.coordinator",
+        "OverlapReport": "hp_overlap.report",
+        "OverlapTimeoutError": "hp_overlap.coordinator",
+        "TraceEntry": "hp_overlap.coordinator",
+        "Transfer": "hp_overlap.report",
+        "overlap_report": "hp_overlap.report",
+    },
+)

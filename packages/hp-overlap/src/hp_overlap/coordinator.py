@@ -1,18 +1,11 @@
 """`HookCoordinator`: the state machine of Note [Turns] behind a lock."""
 
 import threading
-import warnings
 
 from hp_overlap.turn import OTHER, SECTIONS, Hook, Side, Turn
 from hp_overlap.waiting import OverlapAbortedError, OverlapTimeoutError, TraceEntry, TurnHolder
 
 __all__ = ["HookCoordinator", "OverlapAbortedError", "OverlapTimeoutError", "TraceEntry"]
-
-
-def _party(self: "HookCoordinator") -> Side:
-    """`HookCoordinator.side`, whose name this was until 0.1."""
-    warnings.warn("HookCoordinator.party is called side", DeprecationWarning, stacklevel=2)
-    return self.side()
 
 
 class HookCoordinator(TurnHolder):
@@ -25,8 +18,8 @@ class HookCoordinator(TurnHolder):
 
     Attributes:
         trace: The hooks of the current or last pair, in the order they were passed.
-        places: Where each side stands.
-        put_off: Called on the backward side where the forward side lends it the turn.
+        places: Place of each side, in words.
+        put_off: Function that the backward side calls where the forward side lends it the turn.
     """
 
     def __init__(self, *, timeout: float = 600.0) -> None:
@@ -78,7 +71,5 @@ class HookCoordinator(TurnHolder):
             self._pass(side, name, section if direction == side else "recompute")
 
     def side(self) -> Side:
-        """Return which side the calling thread is, if there is a pair."""
+        """Return the side of the calling thread in a pair."""
         return "forward" if threading.get_ident() == self._forward_thread else "backward"
-
-    party = _party

@@ -9,15 +9,14 @@ from torch import Tensor
 from hp_overlap.coordinator import HookCoordinator, TraceEntry
 from hp_overlap.pair import run_pair
 from hp_overlap.turn import Hook, Side
-from hp_overlap.weights import PutOffWeights
-from hp_platform import is_waited, outside_graph, sync_hook
+from hp_platform import WeightGradQueue, is_waited, outside_graph, sync_hook
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Launches(Protocol):
-    """What carries rows to experts and back and can be told to launch apart from finishing.
+    """A carrier of rows to experts and back whose launches are apart from their ends.
 
     `hp_expert.Dispatcher` is one.
 
@@ -29,13 +28,45 @@ class Launches(Protocol):
     """
 
     @property
-    def launch_dispatch(self) -> Callable[..., Any]: ...  # noqa: D102
+    def launch_dispatch(self) -> Callable[..., object]: ...  # noqa: D102
 
     @property
-    def launch_combine(self) -> Callable[..., Any]: ...  # noqa: D102
+    def launch_combine(self) -> Callable[..., object]: ...  # noqa: D102
 
 
 LaunchesT = TypeVar("LaunchesT", bound=Launches)
+
+
+class PutOffWeights:
+    """Weight gradients that the backward side puts off until the forward side waits for counts.
+
+    See Note [Turns]. Where the forward side lends no turn, as in dense layers, the gradients of a
+    layer are computed when the next one begins: at most one layer is put off.
+    """
+
+    def __init__(self) -> None:
+        self._queue = WeightGradQueue()
+        self._num_layers = 0
+
+    def run(self, bwd_fn: Callable[[], object]) -> None:
+        """Run a backward; at its end compute the gradients that are still put off."""
+        try:
+            with self._queue.defer(None):
+                bwd_fn()
+            self.compute()
+        finally:
+            self._queue.discard(None)  # after an error
+
+    def compute(self) -> None:
+        """Compute the gradients that were put off, and add them to those of the parameters."""
+        self._num_layers = 0
+        self._queue.flush(None)
+
+    def enter_layer(self) -> None:
+        """Note that the backward of a layer begins."""
+        if self._num_layers:
+            self.compute()
+        self._num_layers += 1
 
 
 class CommComputeOverlap:
@@ -46,7 +77,7 @@ class CommComputeOverlap:
     the wrapped call. Note [Turns] states the protocol.
 
     Args:
-        coordinator: Where the two sides meet; its own one when None.
+        coordinator: Coordinator at which the two sides meet; a new one when None.
         strict: While a pair runs, raise where a wrapped function returned a result that was
             waited for already, or its backward a gradient that was: nothing would be hidden.
         puts_off_weight_gradients: Whether the backward of a pair leaves the weight gradients that
@@ -76,7 +107,7 @@ class CommComputeOverlap:
 
     @property
     def coordinator(self) -> HookCoordinator:
-        """Return where the two sides meet."""
+        """Return the coordinator at which the two sides meet."""
         return self._coordinator
 
     @property
@@ -114,7 +145,7 @@ class CommComputeOverlap:
         One whose `prepare` is in two parts (`hp_expert.PreparesInTwo`) meets hook N between them.
 
         Args:
-            dispatcher: Left as it is; of what is returned, all else is its own.
+            dispatcher: Dispatcher, which is not changed; the returned one uses it for all else.
         """
         after_counts = partial(self._meet, "forward", "N")
         return cast("LaunchesT", _WrappedLaunches(dispatcher, self, after_counts))
@@ -127,7 +158,7 @@ class CommComputeOverlap:
         thread's device, stream, autocast, grad mode and context variables.
 
         Raises:
-            BaseException: What either side raised first, with the other side's end as a note.
+            BaseException: The first error of the two sides, with the other side's end as a note.
                 The other side was stopped at its next hook, and no thread is left, except
                 where a side never came back within the coordinator's time-out: the note and
                 the log then name its place.
@@ -202,18 +233,18 @@ class _WrappedLaunches:
         self.launch_dispatch = overlap.wrap_dispatch(dispatcher.launch_dispatch)
         self.launch_combine = overlap.wrap_combine(dispatcher.launch_combine)
 
-    def _prepare_in_two(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_in_two(self, *args: object, **kwargs: object) -> object:
         dispatcher: Any = self._dispatcher
         started = dispatcher.start_prepare(*args, **kwargs)
         self._after_counts()
         return dispatcher.finish_prepare(started)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_"):  # what `copy` asks of an object that has nothing yet
             raise AttributeError(name)
         return getattr(self._dispatcher, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_WrappedLaunches":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_WrappedLaunches":
         return self  # as dispatchers do: copies of a module share the group and the coordinator
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ _logger = logging.getLogger("hp_overlap")
 _LAST_SECONDS = 1.0
 
 _Errors = dict[Side, BaseException]
-"""What the sides raised so far, the root cause first."""
+"""Errors that the sides raised so far, the root cause first."""
 
 
 def run_pair(

@@ -1,4 +1,4 @@
-"""How much of the communication in a profiler's trace is hidden behind compute. No torch here.
+"""The share of communication in a profiler's trace that compute hides. No torch here.
 
 A transfer is a kernel of NCCL, or a range that Gloo or `hp_platform.testing.slow_group` recorded.
 Compute is every other kernel; where a trace has no kernels, it is the time in which an operator
@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 Interval = tuple[float, float]
 """Start and end in microseconds."""
@@ -21,6 +21,17 @@ _HOST_TRANSFER = re.compile(r"(gloo|slow):")
 _NO_COMPUTE = re.compile(
     r"(_c10d_functional|c10d|gloo|slow|nccl)[:_]|.*(SyncHook|AllToAll|WaitTens)"
 )
+
+
+class _Event(NamedTuple):
+    """An event of a trace that has a duration."""
+
+    interval: Interval
+    name: str
+    process: int | str
+    thread: object
+    category: object
+    more: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +46,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class OverlapReport:
-    """What was hidden in one process.
+    """Transfers of one process, and the share of them that was hidden.
 
     Attributes:
-        process: Its id in the trace; of a GPU, its index.
+        process: Id of the process in the trace; for a GPU, its index.
         transfers: Transfers in the order of their starts.
         total: Microseconds in which at least one transfer ran.
-        hidden: Those of them in which compute ran as well.
+        hidden: Microseconds in which compute ran as well.
     """
 
     process: int | str
@@ -55,13 +66,13 @@ class OverlapReport:
         return self.hidden / self.total if self.total else 1.0
 
 
-def overlap_report(trace: Mapping[str, Any], *, match: str = EXCHANGES) -> list[OverlapReport]:
+def overlap_report(trace: Mapping[str, object], *, match: str = EXCHANGES) -> list[OverlapReport]:
     """Compare transfers with compute, process by process.
 
     Args:
         trace: A trace in Chrome's JSON format, as torch's profiler exports it.
-        match: Which transfers count: a regular expression found in the name, the collective's name
-            or the description of its process group, in any case.
+        match: Regular expression of the transfers that count, found in the name, the collective's
+            name or the description of its process group, in any case.
 
     Returns:
         A report for each process that has transfers.
@@ -74,98 +85,95 @@ def overlap_report(trace: Mapping[str, Any], *, match: str = EXCHANGES) -> list[
         wanted = re.compile(match, re.IGNORECASE)
     except re.error as error:
         raise ValueError(f"match ({match!r}) must be a regular expression: {error}") from None
-    transfers: dict[int | str, list[Mapping[str, Any]]] = defaultdict(list)
+    transfers: dict[int | str, list[_Event]] = defaultdict(list)
     kernels: dict[int | str, list[Interval]] = defaultdict(list)
     for event in events:
         if _is_transfer(event):
             if wanted.search(_described(event)):
-                transfers[event["pid"]].append(event)
-        elif event.get("cat") == "kernel":
-            kernels[event["pid"]].append(_interval(event))
+                transfers[event.process].append(event)
+        elif event.category == "kernel":
+            kernels[event.process].append(event.interval)
     reports = []
     for process, found in transfers.items():
         compute = kernels.get(process) or [i for of in kernels.values() for i in of]
-        busy = _union(compute or _host_compute(e for e in events if e["pid"] == process))
+        busy = _union(compute or _host_compute(e for e in events if e.process == process))
         reports.append(_report(process, _outermost(found), busy))
     return reports
 
 
-def _timed_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _timed_events(trace: Mapping[str, object]) -> list[_Event]:
     listed = trace.get("traceEvents", ())
     if not isinstance(listed, list | tuple) or not all(isinstance(e, Mapping) for e in listed):
         raise ValueError("traceEvents of the trace must be a list of objects")
-    events = [e for e in listed if e.get("ph") == "X" and "dur" in e]
+    events = [_event(e) for e in listed if e.get("ph") == "X" and "dur" in e]
     if not events:
         raise ValueError("traceEvents (0) of the trace must be > 0: is it one of torch.profiler?")
-    for event in events:
-        if not _is_whole(event):
-            raise ValueError(
-                f"an event of the trace must have name, pid, ts and dur: {str(event)[:80]}"
-            )
     return events
 
 
-def _is_whole(event: Mapping[str, Any]) -> bool:
-    times = (event.get("ts"), event["dur"])
-    return (
-        all(isinstance(time, int | float) and math.isfinite(time) for time in times)
-        and isinstance(event.get("name"), str)
-        and isinstance(event.get("pid"), int | str)
-        and isinstance(event.get("args", {}), Mapping)
-    )
+def _event(found: Mapping[str, object]) -> _Event:
+    match {"args": {}, **found}:
+        case {
+            "name": str(name),
+            "pid": int() | str() as process,
+            "ts": int() | float() as start,
+            "dur": int() | float() as duration,
+            "args": Mapping() as more,
+        } if math.isfinite(start) and math.isfinite(duration):
+            times = float(start), float(start) + float(duration)
+            return _Event(times, name, process, found.get("tid"), found.get("cat"), more)
+    raise ValueError(f"an event of the trace must have name, pid, ts and dur: {str(found)[:80]}")
 
 
 def _report(
-    process: int | str, events: Sequence[Mapping[str, Any]], busy: Sequence[Interval]
+    process: int | str, events: Sequence[_Event], busy: Sequence[Interval]
 ) -> OverlapReport:
     transfers = []
     for event in events:
-        start, end = _interval(event)
+        start, end = event.interval
         exposed = end - start - _length(_intersection([(start, end)], busy))
-        transfers.append(Transfer(event["name"], start, end, exposed))
-    communication = _union(map(_interval, events))
+        transfers.append(Transfer(event.name, start, end, exposed))
+    communication = _union(event.interval for event in events)
     hidden = _length(_intersection(communication, busy))
     return OverlapReport(process, tuple(transfers), _length(communication), hidden)
 
 
-def _is_transfer(event: Mapping[str, Any]) -> bool:
-    if event.get("cat") == "kernel":
-        return "nccl" in event["name"].lower()
+def _is_transfer(event: _Event) -> bool:
+    if event.category == "kernel":
+        return "nccl" in event.name.lower()
     # With the same names, the host marks how long it took to launch a kernel of NCCL.
-    return event.get("cat") in ("user_annotation", "cpu_op") and bool(
-        _HOST_TRANSFER.match(event["name"])
-    )
+    is_of_host = event.category in ("user_annotation", "cpu_op")
+    return is_of_host and bool(_HOST_TRANSFER.match(event.name))
 
 
-def _outermost(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _outermost(events: Iterable[_Event]) -> list[_Event]:
     """Sort by start and leave out what lies inside another: Gloo's part of a slow transfer."""
-    found: list[Mapping[str, Any]] = []
-    for event in sorted(events, key=_interval):
-        if not found or _interval(event)[1] > _interval(found[-1])[1]:
+    found: list[_Event] = []
+    for event in sorted(events, key=lambda e: e.interval):
+        if not found or event.interval[1] > found[-1].interval[1]:
             found.append(event)
     return found
 
 
-def _described(event: Mapping[str, Any]) -> str:
-    more = event.get("args", {})
+def _described(event: _Event) -> str:
     keys = ("Collective name", "Process Group Name", "Process Group Description")
-    return " ".join([event["name"], *(str(more[key]) for key in keys if key in more)])
+    return " ".join([event.name, *(str(event.more[key]) for key in keys if key in event.more)])
 
 
-def _host_compute(events: Iterable[Mapping[str, Any]]) -> Iterator[Interval]:
-    """Yield when each operator of the host ran itself, and not one that it called."""
-    threads: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
+def _host_compute(events: Iterable[_Event]) -> Iterator[Interval]:
+    """Yield the times in which operators of the host ran themselves, not one that they called."""
+    threads: dict[object, list[_Event]] = defaultdict(list)
     for event in events:
-        if event.get("cat") == "cpu_op":
-            threads[event["tid"]].append(event)
+        if event.category == "cpu_op":
+            threads[event.thread].append(event)
     for of_thread in threads.values():
-        of_thread.sort(key=lambda e: (float(e["ts"]), -float(e["dur"])))
-        calls: list[Mapping[str, Any]] = []
+        of_thread.sort(key=lambda e: (e.interval[0], -e.interval[1]))
+        calls: list[_Event] = []
         now = 0.0
         for event in of_thread:
-            start, _ = _interval(event)
-            while calls and _interval(calls[-1])[1] <= start:
-                end = _interval(calls[-1])[1]
+            start, _ = event.interval
+            while calls and calls[-1].interval[1] <= start:
+                end = calls[-1].interval[1]
                 yield from _own(calls.pop(), now, end)
                 now = max(now, end)
             if calls:
@@ -173,19 +181,14 @@ def _host_compute(events: Iterable[Mapping[str, Any]]) -> Iterator[Interval]:
             calls.append(event)
             now = start
         while calls:
-            end = _interval(calls[-1])[1]
+            end = calls[-1].interval[1]
             yield from _own(calls.pop(), now, end)
             now = max(now, end)
 
 
-def _own(event: Mapping[str, Any], start: float, end: float) -> Iterator[Interval]:
-    if start < end and not _NO_COMPUTE.match(event["name"]):
+def _own(event: _Event, start: float, end: float) -> Iterator[Interval]:
+    if start < end and not _NO_COMPUTE.match(event.name):
         yield start, end
-
-
-def _interval(event: Mapping[str, Any]) -> Interval:
-    start = float(event["ts"])
-    return start, start + float(event["dur"])
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -199,7 +202,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _intersection(a: Sequence[Interval], b: Sequence[Interval]) -> Iterator[Interval]:
-    """Yield what two unions have in common."""
+    """Yield the intervals that two unions have in common."""
     i = j = 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])

@@ -1,4 +1,4 @@
-"""Who may run when a forward and a backward run at once: a state machine. No torch, no threads.
+"""The turns of a forward and a backward that run at once: a state machine. No torch, no threads.
 
 Note [Turns]
 Two sides run one chunk each: the *forward* side on the thread that starts the pair, the
@@ -46,7 +46,7 @@ SECTIONS: dict[Side, dict[Hook, str]] = {
     "forward": {"N": "counts", "A": "dispatch", "B": "experts", "C": "combine", "D": "attention"},
     "backward": {"D": "combine", "C": "experts", "B": "dispatch", "A": "attention"},
 }
-"""What a side launches after each of its hooks, in the order it meets them."""
+"""The work that a side launches after each of its hooks, in the order it meets them."""
 
 COMPUTE = frozenset({"attention", "experts"})
 """Sections that follow a collective: the hook that leads into one hands the turn over."""
@@ -54,13 +54,13 @@ COMPUTE = frozenset({"attention", "experts"})
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Who holds the turn, who has not ended, who failed first. See Note [Turns].
+    """State of a pair: the side that holds the turn, and the ends of the sides. See Note [Turns].
 
     Attributes:
         holder: Side that may run.
         live: Sides that have not ended.
         failed: Side that failed first, if one has.
-        lent: Whether the holder only does what it has put off, and gives the turn back.
+        lent: Whether the holder only does the work it has put off, and gives the turn back.
     """
 
     holder: Side = "backward"
@@ -77,17 +77,17 @@ class Turn:
         return self.holder == side or self.stops(side)
 
     def at_hook(self, side: Side, direction: Side, name: Hook) -> "Turn":
-        """The state after `side` reached a hook of `direction`."""
+        """Return the state after `side` reached a hook of `direction`."""
         section = SECTIONS[direction][name]
         lends = section == "counts"
         hands_over = direction == side and (lends or section in COMPUTE) and len(self.live) == 2
         return replace(self, holder=OTHER[side], lent=lends) if hands_over else self
 
     def given_back(self) -> "Turn":
-        """The state after the holder of a lent turn has done what it had put off."""
+        """Return the state after the holder of a lent turn has done the work it had put off."""
         return replace(self, holder=OTHER[self.holder], lent=False) if self.lent else self
 
     def left(self, side: Side, *, failed: bool) -> "Turn":
-        """The state after `side` returned or raised."""
+        """Return the state after `side` returned or raised."""
         first = self.failed or (side if failed else None)
         return Turn(OTHER[side], self.live - {side}, first)

@@ -1,7 +1,6 @@
 """`TurnHolder`: one turn behind a lock, and two threads that wait for it. No torch."""
 
 import threading
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,21 +16,15 @@ class OverlapTimeoutError(TimeoutError):
 
 
 class TraceEntry(NamedTuple):
-    """A hook as it was passed; `section` is what the side ran after it, or "recompute"."""
+    """A hook that a side passed; `section` names the side's next work, or is "recompute"."""
 
     side: Side
     hook: Hook
     section: str
 
-    @property
-    def party(self) -> Side:
-        """The name of `side` until 0.1."""
-        warnings.warn("TraceEntry.party is called side", DeprecationWarning, stacklevel=2)
-        return self.side
-
 
 class TurnHolder:
-    """Who may run, where both sides stand, and what they passed to get there.
+    """The turn behind a lock, with the place of both sides and the hooks that they passed.
 
     Args:
         timeout: Seconds; see `HookCoordinator`.
@@ -48,7 +41,7 @@ class TurnHolder:
         self._turn: Turn | None = None
 
     def await_turn(self, side: Side, where: str = "its start") -> None:
-        """Wait until `side` may go on; do what it has put off as often as it is lent the turn.
+        """Wait until `side` may go on; whenever the turn is lent to it, do the work it has put off.
 
         Raises:
             OverlapAbortedError: The other side failed, or the pair was disabled.
