@@ -1,12 +1,4 @@
-"""The agent of torchrun as a rank needs it: alive, with a store without the past.
-
-Note [stale keys]: the agent keeps one store for all starts of its ranks, and no key in it says of
-which start it is. A rank that is started again may find there the Gloo address or the NCCL id of
-one that is dead, and ends or waits in vain. So the ranks of a start use this store only to tell
-each other the port of another one that rank 0 makes for them. Nothing from an earlier start can
-pass for its answer, since it answers to a word that each rank has just made up. Where all ranks are
-on one machine that store, Gloo and NCCL listen on loopback alone; torchrun's own store does not.
-"""
+"""The agent of torchrun as a rank needs it: alive, with a store without the past."""
 
 import os
 import socket
@@ -38,7 +30,14 @@ def has_agents_store(env: Mapping[str, str]) -> bool:
 def meet(
     agents: Store, info: RankInfo, env: MutableMapping[str, str], *, timeout: timedelta
 ) -> Store | None:
-    """Lead the ranks of one start to a store of their own: see Note [stale keys].
+    """Lead the ranks of one start to a store of their own.
+
+    The agent keeps one store for all starts of its ranks, and no key in it says of which start it
+    is. A rank that is started again may find there the Gloo address or the NCCL id of one that is
+    dead, and ends or waits in vain. So the ranks of a start use this store only to tell each other
+    the port of another one that rank 0 makes for them. Nothing from an earlier start can pass for
+    its answer, since it answers to a word that each rank has just made up. Where all ranks are on
+    one machine that store, Gloo and NCCL listen on loopback alone; torchrun's own store does not.
 
     Args:
         agents: The agent's store.

@@ -3,11 +3,10 @@
 Signals and deaths are theirs to pass on; the time-out of collectives takes the place of the
 launcher's watch for hangs. What torchrun leaves to be done is in `hp_trainer.launch.agent`.
 
-Note [Hangs without a launcher]. A rank that has made no progress for `launch.hang_seconds` asks all
-ranks where they stand (Note [Liveness check] of `hp_platform.failures`), and leaves a report about
-the one that is gone, or that waits for nobody, with its Python stack. As after any failure the
-others stop waiting then and raise with that report. A rank that cannot, because it is the one that
-is stuck, is ended from here.
+A rank that has made no progress for `launch.hang_seconds` asks all ranks where they stand (Note
+[Liveness check] of `hp_platform.failures`), and leaves a report about the one that is gone, or that
+waits for nobody, with its Python stack. As after any failure the others stop waiting then and raise
+with that report. A rank that cannot, because it is the one that is stuck, is ended from here.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Ranks on this machine: processes forked from a server that has imported what they need.
 
-Note [no door]: other users of a machine can connect to every port, also of the loopback interface,
-and can write to a store that listens on one. So ranks that a launcher starts meet in a file without
-a name, which only they have open. Nothing listens but Gloo and NCCL, and those on loopback.
+Other users of a machine can connect to every port, also of the loopback interface, and can write to
+a store that listens on one. So ranks that a launcher starts meet in a file without a name, which
+only they have open. Nothing listens but Gloo and NCCL, and those on loopback.
 
 The launcher itself does without torch: what a rank is made of is imported by the server.
 """

@@ -1,10 +1,10 @@
 """Rows for experts in buffers of a fixed size, whose numbers the host does not read.
 
-Note [Run again]. In a step, every rank has room for so many rows from each other rank, and nothing
-waits for the device. Where rows did not fit, outputs were NaN on the ranks that share the experts.
-Each rank asks once per step, after the backward and before the update, and tells all others in what
-they sum in any case (see Note [one agreed step]). If it happened anywhere, all ranks drop the
-gradients and run the step again with as much room as it takes: no update is made of fewer rows.
+In a step, every rank has room for so many rows from each other rank, and nothing waits for the
+device. Where rows did not fit, outputs were NaN on the ranks that share the experts. Each rank asks
+once per step, after the backward and before the update, and tells all others in what they sum in
+any case (see Note [one agreed step]). If it happened anywhere, all ranks drop the gradients and run
+the step again with as much room as it takes: no update is made of fewer rows.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,13 +1,13 @@
 """The parts of blocks that `torch.compile` runs.
 
-Note [What is compiled]. Attention and feed-forward of a block, each with its norm, are a region of
-their own. What is around them stays as it is: dropout and balancing loss read what travels with the
-call, which changes in every step, and a region that runs again in backward is wrapped from outside.
-Inside a region graphs are cut where something is not to be compiled: at attention proper, whose
-masks, exchanges and kernels are hp-context's; between the choice of experts and the sum of their
-outputs, which is hp-expert's; and where tensor-parallel ranks gather and scatter positions. What
-the graphs see keeps its shape, however many tokens an expert gets and wherever documents end; only
-whether there are documents at all makes two versions of those around attention.
+Attention and feed-forward of a block, each with its norm, are a region of their own. What is around
+them stays as it is: dropout and balancing loss read what travels with the call, which changes in
+every step, and a region that runs again in backward is wrapped from outside. Inside a region graphs
+are cut where something is not to be compiled: at attention proper, whose masks, exchanges and
+kernels are hp-context's; between the choice of experts and the sum of their outputs, which is
+hp-expert's; and where tensor-parallel ranks gather and scatter positions. What the graphs see keeps
+its shape, however many tokens an expert gets and wherever documents end; only whether there are
+documents at all makes two versions of those around attention.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,4 @@
-"""Initial weights that depend on the seed and on each parameter's global name alone.
-
-Note [tiles]: a matrix is drawn in tiles of 64 x 256 numbers, each from a stream of its own that the
-seed, the parameter's name and the tile's place decide. A rank draws the tiles that it holds a part
-of and no others, so what it draws shrinks with its share of the model, and every layout has the
-same bits. Tiles are independent, so threads draw them side by side. Experts draw by their own
-global index, so the same expert starts the same wherever it lives.
-"""
+"""Initial weights that depend on the seed and on each parameter's global name alone."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +35,13 @@ def initialize_parameters(
     seed: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill the local part of every parameter in place; see Note [tiles].
+    """Fill the local part of every parameter in place.
+
+    A matrix is drawn in tiles of 64 x 256 numbers, each from a stream of its own that the seed, the
+    parameter's name and the tile's place decide. A rank draws the tiles that it holds a part of and
+    no others, so what it draws shrinks with its share of the model, and every layout has the same
+    bits. Tiles are independent, so threads draw them side by side. Experts draw by their own global
+    index, so the same expert starts the same wherever it lives.
 
     Numbers are drawn in fp32 on the CPU, and the part that is here is then cast and copied, so that
     dtype, device and layout do not change them. Of a parameter that is one part at a time.

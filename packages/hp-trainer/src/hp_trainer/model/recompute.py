@@ -42,7 +42,13 @@ _Kept = dict[Any, deque["_Result"]]
 
 
 class _Result:
-    """The result of an operator; see Note [Kept results].
+    """The result of an operator.
+
+    What an operator has given may be overwritten: parts of attention are added up in the first of
+    them, and sinks weigh in place. So operators that write are looked at as well, and what is kept
+    is copied before one writes to its memory, and not where none does. torch's own modes of
+    selective checkpointing refuse that, and they take an operator that only the second run has for
+    a mistake: FSDP gathers parameters inside of a block, and may have had them in the first run.
 
     Args:
         given: A tensor, or several.
@@ -92,13 +98,6 @@ class _Mode(TorchDispatchMode):
 
 class _First(_Mode):
     """Keeps what some operators give, and runs all.
-
-    Note [Kept results]. What an operator has given may be overwritten: parts of attention are added
-    up in the first of them, and sinks weigh in place. So operators that write are looked at as
-    well, and what is kept is copied before one writes to its memory, and not where none does.
-    torch's own modes of selective checkpointing refuse that, and they take an operator that only
-    the second run has for a mistake: FSDP gathers parameters inside of a block, and may have had
-    them in the first run.
 
     Args:
         kept: Filled.

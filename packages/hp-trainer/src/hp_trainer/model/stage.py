@@ -1,14 +1,5 @@
 """`Stage`: the part of a model that the trainer, the planner and checkpoints use.
 
-Note [Models of one's own]. A model is a function that makes its stages:
-`build(config, vocab_size, layers=..., first=..., last=..., compute_dtype=...)`, the arguments of
-`TransformerStage`. `model.factory` names it. A stage derives from `Stage` and has its blocks in
-`layers`, under their index in the whole model, so that names and initial weights of parameters are
-those of the whole model on every layout. Parameters that are not those of known modules are
-declared (`hp_trainer.model.declare`). Everything else follows: blocks are what FSDP shards, what
-runs again in backward and what a compiler gets; modules of hp-expert are spread over ranks, and so
-is `hp_context.Attention`. What only some models can do is in `hp_trainer.model.capabilities`.
-
 Shape symbols: B sequences, S positions of a rank, D width of the stream, V vocabulary.
 """
 
@@ -37,7 +28,16 @@ from hp_trainer.model.recompute import Recompute, recomputed
 
 
 class Stage(nn.Module):
-    """One pipeline stage of a model; see Note [Models of one's own].
+    """One pipeline stage of a model.
+
+    A model is a function that makes its stages: `build(config, vocab_size, layers=..., first=...,
+    last=..., compute_dtype=...)`, the arguments of `TransformerStage`. `model.factory` names it. A
+    stage derives from `Stage` and has its blocks in `layers`, under their index in the whole model,
+    so that names and initial weights of parameters are those of the whole model on every layout.
+    Parameters that are not those of known modules are declared (`hp_trainer.model.declare`).
+    Everything else follows: blocks are what FSDP shards, what runs again in backward and what a
+    compiler gets; modules of hp-expert are spread over ranks, and so is `hp_context.Attention`.
+    What only some models can do is in `hp_trainer.model.capabilities`.
 
     `forward(x, *, microbatch)` gets token ids int64 [B, S] on the first stage and what the stage
     before returned on others, and a `Microbatch`. It returns [B, S, D] in `compute_dtype`. The last

@@ -2,22 +2,22 @@
 
 Nothing that the user has set is changed. All of it is read once, when a process first uses the GPU.
 
-Note [Order of launches]. A kernel of NCCL waits on the device for those of other ranks. NCCL asks
-that kernels of several communicators start in one order everywhere, and sees to it if it is asked:
-each starts after the one that the host launched before it has started (NVIDIA's guide, "Using
-multiple NCCL communicators concurrently"). That needs a host order without a cycle over the ranks,
-and one thread at a time that launches. `hp_schedule.validate` proves the order for every schedule
-that `add_send_recv` has completed, even where each message held up its rank until the other side
-is there, early receives and collectives inside compute steps included. Stages of different sizes,
-and chains that come back to the first ranks, launch from a second thread: there it is not set.
-Before CUDA 12.3 NCCL keeps the order by letting each kernel end first, which undoes all overlap.
+A kernel of NCCL waits on the device for those of other ranks. NCCL asks that kernels of several
+communicators start in one order everywhere, and sees to it if it is asked: each starts after the
+one that the host launched before it has started (NVIDIA's guide, "Using multiple NCCL communicators
+concurrently"). That needs a host order without a cycle over the ranks, and one thread at a time
+that launches. `hp_schedule.validate` proves the order for every schedule that `add_send_recv` has
+completed, even where each message held up its rank until the other side is there, early receives
+and collectives inside compute steps included. Stages of different sizes, and chains that come back
+to the first ranks, launch from a second thread: there it is not set. Before CUDA 12.3 NCCL keeps
+the order by letting each kernel end first, which undoes all overlap.
 
-Note [Modules that load late]. CUDA loads a kernel's module when it is launched first, which waits
-for what the device was given and keeps other threads from launching. Where one thread launches, it
-is one more wait of the host, which the proof of the order allows. Where a second thread sends, a
-receive may wait on the device for what that thread is kept from sending. There torch's modules are
-loaded before all else (`CUDA_MODULE_LOADING`, which takes time and memory of the device), and those
-of Triton while the first run goes through the hosts (Note [By host] of hp-vtp).
+CUDA loads a kernel's module when it is launched first, which waits for what the device was given
+and keeps other threads from launching. Where one thread launches, it is one more wait of the host,
+which the proof of the order allows. Where a second thread sends, a receive may wait on the device
+for what that thread is kept from sending. There torch's modules are loaded before all else
+(`CUDA_MODULE_LOADING`, which takes time and memory of the device), and those of Triton while the
+first run goes through the hosts (Note [By host] of hp-vtp).
 """
 
 import ctypes

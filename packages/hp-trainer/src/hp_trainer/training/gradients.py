@@ -1,10 +1,4 @@
-"""Gradients of the whole model: summed over the ranks, one norm, one clip.
-
-Note [gradient norm]: the norm is summed in fp64 over (parameter name, expert) entries in one
-fixed order. What of an entry is here is computed by one of the ranks that hold it, and every rank
-adds its part of the entry or zero, so that the result does not depend on the layout beyond the
-rounding of the gradients themselves and of sums of squares in fp64.
-"""
+"""Gradients of the whole model: summed over the ranks, one norm, one clip."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -73,7 +67,12 @@ def _side_by_side(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class GradientNorm:
-    """Squared gradient norms by parameter and expert; see Note [gradient norm].
+    """Squared gradient norms by parameter and expert.
+
+    The norm is summed in fp64 over (parameter name, expert) entries in one fixed order. What of an
+    entry is here is computed by one of the ranks that hold it, and every rank adds its part of the
+    entry or zero, so that the result does not depend on the layout beyond the rounding of the
+    gradients themselves and of sums of squares in fp64.
 
     All ranks construct it together: they tell each other the names they hold.
 

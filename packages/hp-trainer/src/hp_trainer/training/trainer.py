@@ -174,7 +174,7 @@ class Trainer:
         return metrics, agreed.flags.stop > 0
 
     def _agreed_gradients(self) -> tuple[Losses, Agreed]:
-        """Compute gradients until the rows of all ranks fit; see Note [Run again].
+        """Compute gradients until the rows of all ranks fit; see `hp_trainer.model.buffers`.
 
         Returns:
             This rank's share of the losses, and what all ranks agree on.
