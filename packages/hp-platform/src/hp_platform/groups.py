@@ -1,17 +1,4 @@
-"""Process groups, each a communicator of its own, and meshes over them.
-
-Note [A group of its own]. `DeviceMesh` uses the default group for a mesh axis that spans the world.
-Expert, context, data-parallel and control traffic would then share one queue and one sequence of
-collectives. So `new_group` always makes a new communicator, and `mesh_of` builds a mesh over such
-groups.
-
-Note [One split]. NCCL makes all parts of a partition in one collective of the whole world
-(`split_group`). A call of torch's `new_group` for each part would take one collective for each:
-over a thousand at 256 ranks. Without a communicator to split, as with Gloo, each rank makes only
-the group that contains it. Since torch 2.11 the colour of a part is its lowest rank (pytorch pull
-request 173687, listed in its release notes); before, it was a hash, which two parts may share: the
-author names ranks 1474 and 1475, 1984 and 1985.
-"""
+"""Process groups, each a communicator of its own, and meshes over them."""
 
 from __future__ import annotations
 
@@ -43,7 +30,11 @@ def new_group(
 
     Every rank of the default group, member or not, must call this with the same arguments and in
     the same order among its calls. The communicators are new even if another group has the same
-    ranks (Note [A group of its own]).
+    ranks.
+
+    `DeviceMesh` uses the default group for a mesh axis that spans the world. Expert, context,
+    data-parallel and control traffic would then share one queue and one sequence of collectives. So
+    `new_group` always makes a new communicator, and `mesh_of` builds a mesh over such groups.
 
     Args:
         rank_lists: Disjoint, ascending lists of global ranks. Ranks may be left out.
@@ -72,8 +63,15 @@ def new_groups(
 ) -> dict[str, ProcessGroup]:
     """Create the groups of several purposes in as few calls of torch as their ranks allow.
 
-    Groups of different purposes without a common rank are made together (Note [One split]), such as
-    the groups of every other edge of a pipeline. Every rank of the default group must call this.
+    Groups of different purposes without a common rank are made together, such as the groups of
+    every other edge of a pipeline. Every rank of the default group must call this.
+
+    NCCL makes all parts of a partition in one collective of the whole world (`split_group`). A call
+    of torch's `new_group` for each part would take one collective for each: over a thousand at 256
+    ranks. Without a communicator to split, as with Gloo, each rank makes only the group that
+    contains it. Since torch 2.11 the colour of a part is its lowest rank (pytorch pull request
+    173687, listed in its release notes); before, it was a hash, which two parts may share: the
+    author names ranks 1474 and 1475, 1984 and 1985.
 
     Args:
         rank_lists: Name -> rank lists, as in `new_group`. Lists of different names may overlap.

@@ -2,11 +2,11 @@
 
 Ranks that make groups in different orders would hang.
 
-Note [strangers]. Gloo does not authenticate connections. It accepts the first process that sends a
-number, which can be guessed, as the rank that it waits for, and any user of a machine can connect
-to a port of its loopback interface. So every rank proves to every other rank, through the group
-itself, that it has read a secret in the store of the default group. A stranger fails the proof: the
-message of the real rank waits at another connection, and the exchange fails or times out.
+Gloo does not authenticate connections. It accepts the first process that sends a number, which can
+be guessed, as the rank that it waits for, and any user of a machine can connect to a port of its
+loopback interface. So every rank proves to every other rank, through the group itself, that it has
+read a secret in the store of the default group. A stranger fails the proof: the message of the real
+rank waits at another connection, and the exchange fails or times out.
 
 The proof is as safe as the store: only this user can read a store in a file, but any process that
 can connect to a store on a port can read that store.

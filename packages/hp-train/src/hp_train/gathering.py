@@ -1,10 +1,10 @@
 """The choice of FSDP's gathering, made before ranks start where the config leaves it open.
 
-Note [Decided before ranks start]. What `mesh.gather = "auto"` becomes depends on prices and on the
-GPUs of the machine. The process that starts the ranks, or under torchrun each process before it
-becomes a rank, asks the driver for the GPUs and hp-plan for prices, and puts the word into the
-config that ranks get and that the run directory keeps: no rank prices anything. Without GPUs, or
-where the driver does not tell of them, it is by stage, which is what a trainer takes "auto" for.
+What `mesh.gather = "auto"` becomes depends on prices and on the GPUs of the machine. The process
+that starts the ranks, or under torchrun each process before it becomes a rank, asks the driver for
+the GPUs and hp-plan for prices, and puts the word into the config that ranks get and that the run
+directory keeps: no rank prices anything. Without GPUs, or where the driver does not tell of them,
+it is by stage, which is what a trainer takes "auto" for.
 """
 
 import csv

@@ -4,11 +4,6 @@ A pipeline stage can send its input gradient before it computes the gradients of
 which no other stage waits ("Zero Bubble Pipeline Parallelism", Qi et al. 2023, arXiv:2401.10241).
 Instead of cutting the autograd graph in two, layers give the second half of their backward to a
 queue: inside `WeightGradQueue.defer` the queue stores it, outside it is computed at once.
-
-Note [Order of accumulation]. `flush` adds up the gradients of one parameter in the order in which
-backward met them, then accumulates that sum into `param.grad`, as autograd does. Flushing the keys
-in ascending order of microbatch therefore gives the same bits as an ordinary backward per
-microbatch in that order.
 """
 
 from __future__ import annotations
@@ -86,9 +81,14 @@ class WeightGradQueue:
     def flush(self, key: Hashable) -> int:
         """Compute what is queued under `key` and accumulate it into the `grad` of the parameters.
 
-        Gradients are accumulated through autograd, so that hooks of the parameters run
-        (Note [Order of accumulation]). torch has called the hooks once before, in the backward that
-        left the gradient out, with None and an unchanged `param.grad`.
+        Gradients are accumulated through autograd, so that hooks of the parameters run. torch has
+        called the hooks once before, in the backward that left the gradient out, with None and an
+        unchanged `param.grad`.
+
+        `flush` adds up the gradients of one parameter in the order in which backward met them, then
+        accumulates that sum into `param.grad`, as autograd does. Flushing the keys in ascending
+        order of microbatch therefore gives the same bits as an ordinary backward per microbatch in
+        that order.
 
         Returns:
             Number of gradients that were computed; 0 for an unknown key.

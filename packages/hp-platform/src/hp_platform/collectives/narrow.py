@@ -1,13 +1,4 @@
-"""Parameters that FSDP2 gathers in a narrower dtype than the dtype of their gradients.
-
-Note [Narrow parameters]. With `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` the gathered
-parameter is a bf16 tensor, so that autograd rounds and sums its gradients in bf16, for all
-parameters of a module. Here each parameter has its own gathered dtype, through the hooks that FSDP2
-offers (`fsdp_pre_all_gather`): the shard is cast, and half of the bytes are exchanged and stored.
-The module sees a tensor that reports the dtype of the shard and gets gradients of that dtype, but
-stores its values in the narrow dtype. A cast before the gather gives the same bits as a cast after
-it. Code that reads such a parameter casts it, which costs nothing.
-"""
+"""Parameters that FSDP2 gathers in a narrower dtype than the dtype of their gradients."""
 
 from __future__ import annotations
 
@@ -118,7 +109,15 @@ _READS: dict[object, Callable[..., Tensor | None]] = {
 
 
 def set_fsdp_gather_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Let FSDP2 gather parameters in a narrower dtype; see Note [Narrow parameters].
+    """Let FSDP2 gather parameters in a narrower dtype.
+
+    With `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` the gathered parameter is a bf16 tensor,
+    so that autograd rounds and sums its gradients in bf16, for all parameters of a module. Here
+    each parameter has its own gathered dtype, through the hooks that FSDP2 offers
+    (`fsdp_pre_all_gather`): the shard is cast, and half of the bytes are exchanged and stored. The
+    module sees a tensor that reports the dtype of the shard and gets gradients of that dtype, but
+    stores its values in the narrow dtype. A cast before the gather gives the same bits as a cast
+    after it. Code that reads such a parameter casts it, which costs nothing.
 
     Gradients stay in the dtype of the parameter. Code that uses the gathered parameter must cast it
     to `dtype` first, or look up rows in it (`torch.nn.functional.embedding`); other uses raise

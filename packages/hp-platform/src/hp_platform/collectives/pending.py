@@ -10,11 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-
-# Note [Dropped operations]. Buffers must outlive their operation even if no code waits for it: the
-# backend may still read or write them. They are stored here until the operation reports
-# completion. Gloo reports the completion of a send or receive only to a wait, so that buffers of
-# dropped sends and receives are stored until `shutdown`.
 _dropped: dict[int, tuple[tuple[dist.Work, ...], tuple[Tensor, ...]]] = {}
 _serial = count()
 
@@ -22,8 +17,13 @@ _serial = count()
 class Pending(Generic[T]):
     """Result of an operation that may still be running.
 
-    It owns the buffers that the operation reads and writes. Without a `wait` they live
-    until the operation has finished (Note [Dropped operations]).
+    It owns the buffers that the operation reads and writes. Without a `wait` they live until the
+    operation has finished.
+
+    Buffers must outlive their operation even if no code waits for it: the backend may still read or
+    write them. They are stored here until the operation reports completion. Gloo reports the
+    completion of a send or receive only to a wait, so that buffers of dropped sends and receives
+    are stored until `shutdown`.
     """
 
     __slots__ = ("_buffers", "_finish", "_result", "_waited", "_works")

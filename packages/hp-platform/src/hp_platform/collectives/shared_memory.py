@@ -1,11 +1,11 @@
 """Memory that the ranks of a group share if all ranks are processes of one machine.
 
-Note [Shared memory]. Between processes of one machine Gloo sends through sockets: the kernel copies
-all bytes twice, and threads wake up to receive them. A `Channel` has memory of each rank that the
-other ranks map, and a pipe from each rank to each other rank for two messages: bytes are ready to
-read, and bytes were read. Neither has a name in a file system; ranks open them through
-`/proc/PID/fd`. So nothing is left behind when a process ends in any way, and the other ranks notice
-at once that a rank has ended, because its ends of the pipes are closed.
+Between processes of one machine Gloo sends through sockets: the kernel copies all bytes twice, and
+threads wake up to receive them. A `Channel` has memory of each rank that the other ranks map, and a
+pipe from each rank to each other rank for two messages: bytes are ready to read, and bytes were
+read. Neither has a name in a file system; ranks open them through `/proc/PID/fd`. So nothing is
+left behind when a process ends in any way, and the other ranks notice at once that a rank has
+ended, because its ends of the pipes are closed.
 """
 
 from __future__ import annotations

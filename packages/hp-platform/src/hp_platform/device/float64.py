@@ -1,12 +1,7 @@
 """float64: a job that computes in it, and norms that are added up in it.
 
-Note [Lifted jobs]. In a lifted job, parameters, factories and casts to shorter floats give float64
-instead. Rounding is then about 1e-16, so that a larger difference between two jobs is a mistake.
-
-Note [Norms without copies]. Torch reduces a tensor in a wider dtype than its own by casting all of
-it first, on a CPU and on CUDA (`make_reduction` of aten/src/ATen/native/ReduceOpsUtils.h): for
-gradients in float32 that takes twice their memory. CUDA's kernels for lists of tensors cast what
-they read. A CPU has no such kernels, so that pieces are cast there that stay in its caches.
+In a lifted job, parameters, factories and casts to shorter floats give float64 instead. Rounding is
+then about 1e-16, so that a larger difference between two jobs is a mistake.
 """
 
 from __future__ import annotations
@@ -71,7 +66,12 @@ def lifted(value: object) -> object:
 
 
 def float64_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
-    """Return the norm of each tensor, summed in float64; see Note [Norms without copies].
+    """Return the norm of each tensor, summed in float64.
+
+    Torch reduces a tensor in a wider dtype than its own by casting all of it first, on a CPU and on
+    CUDA (`make_reduction` of aten/src/ATen/native/ReduceOpsUtils.h): for gradients in float32 that
+    takes twice their memory. CUDA's kernels for lists of tensors cast what they read. A CPU has no
+    such kernels, so that pieces are cast there that stay in its caches.
 
     Args:
         tensors: Tensors of any shapes and floating dtypes on one device; no DTensors.

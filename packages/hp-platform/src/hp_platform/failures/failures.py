@@ -10,12 +10,6 @@ that died has written none: then the others check which ranks are alive
 Note [Which groups]. A failure inside `failing_together` breaks the groups that it was given and the
 groups whose collectives of this package ran inside, in any thread of it; other groups of the
 process still work. Around a whole training step all groups are broken.
-
-Note [Calm before a break]. When a connection closes, Gloo wakes the operations that wait for their
-turn in it, but not the message that it is writing or reading at that moment: the receiver of that
-message waits until the time-out of the group (`Pair::signalException` of its TCP transport). So a
-failing rank leaves its connections open for a moment, in which Gloo's threads finish the exchange
-that the rank launched last, and that the others expect. A rank that is killed cannot do so.
 """
 
 from __future__ import annotations
@@ -253,7 +247,13 @@ def _broken_by(
         notes.insert(0, world_note())
         groups = groups + _internals.all_groups()
     first = first_failure(error, notes)
-    if not is_echo(error):  # see Note [Calm before a break]; an echo comes of a closed connection
+    # When a connection closes, Gloo wakes the operations that wait for their turn in it, but not the
+    # message that it is writing or reading at that moment: the receiver of that message waits until
+    # the time-out of the group (`Pair::signalException` of its TCP transport). So a failing rank
+    # leaves its connections open for a moment, in which Gloo's threads finish the exchange that the
+    # rank launched last, and that the others expect. A rank that is killed cannot do so, and an
+    # echo comes of a connection that is closed already.
+    if not is_echo(error):
         time.sleep(_CALM_SECONDS)
     for each in groups:
         break_group(each)

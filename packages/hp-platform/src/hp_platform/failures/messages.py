@@ -1,9 +1,4 @@
-"""What ranks tell each other: JSON of a stated form, and nothing that could be executed.
-
-Note [no pickles]: the object collectives of torch unpickle what comes from another process, and a
-pickle runs whatever it says. Nobody who writes to a socket of a run may have that, so ranks send
-JSON, which can only be wrong, and is checked against the form that the receiver expects.
-"""
+"""What ranks tell each other: JSON of a stated form, and nothing that could be executed."""
 
 from __future__ import annotations
 
@@ -37,7 +32,11 @@ _PLAIN = (bool, int, float, str, NoneType)
 
 
 def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> list[T]:
-    """Exchange values as JSON; see Note [no pickles].
+    """Exchange values as JSON.
+
+    The object collectives of torch unpickle what comes from another process, and a pickle runs
+    whatever it says. Nobody who writes to a socket of a run may have that, so ranks send JSON,
+    which can only be wrong, and is checked against the form that the receiver expects.
 
     Args:
         value: What this rank tells the others.

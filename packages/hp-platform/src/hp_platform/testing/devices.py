@@ -1,12 +1,4 @@
-"""Two devices on a machine that has one: every operator's operands are to be on one of them.
-
-Note [a device beside the host]: torch takes `cpu:0` for another device than `cpu` wherever it is
-asked for one, and makes the same memory for both. So here `cpu` is the host, and `cpu:0` plays the
-accelerator: which storage is on which is remembered, and `Tensor.device` tells it. Everything else
-is real: values, autograd, threads of ranks, Gloo. What CUDA refuses, because operands are on two
-devices, is found where the same code runs as it would there. What is not run are branches for
-devices of type `cuda`: streams, events, pinned memory, kernels of CUDA.
-"""
+"""Two devices on a machine that has one: every operator's operands are to be on one of them."""
 
 from __future__ import annotations
 
@@ -48,9 +40,16 @@ devices; what a program asks `Tensor.to` for does not come there."""
 def watch_devices() -> Iterator[list[str]]:
     """Let `STAND_IN` be a device of its own beside the CPU, and look at every operator.
 
-    See Note [a device beside the host]. Threads that are started inside are looked at as well.
-    Methods of classes are changed meanwhile: use it once in a process at a time, from before the
-    first tensor of the device is made until the threads have ended.
+    Threads that are started inside are looked at as well. Methods of classes are changed meanwhile:
+    use it once in a process at a time, from before the first tensor of the device is made until the
+    threads have ended.
+
+    torch takes `cpu:0` for another device than `cpu` wherever it is asked for one, and makes the
+    same memory for both. So here `cpu` is the host, and `cpu:0` plays the accelerator: which
+    storage is on which is remembered, and `Tensor.device` tells it. Everything else is real:
+    values, autograd, threads of ranks, Gloo. What CUDA refuses, because operands are on two
+    devices, is found where the same code runs as it would there. What is not run are branches for
+    devices of type `cuda`: streams, events, pinned memory, kernels of CUDA.
 
     Yields:
         A list that grows as operators with operands on two devices are run, and reads of the device

@@ -1,9 +1,4 @@
-"""Run layouts, record them, compare the recordings. Ranks are started by `hp_trainer.launch`.
-
-Note [Whose checkpoint]. In the middle of a run a new trainer goes on from a checkpoint: the run
-that came first from its own, every other from that of the first of the same batches, which had
-another layout. What a run itself has saved is read back whole and compared as well.
-"""
+"""Run layouts, record them, compare the recordings. Ranks are started by `hp_trainer.launch`."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -111,7 +106,12 @@ class Runs:
         return run_dir
 
     def _request_of(self, config: Config, run_dir: Path) -> Request:
-        """See Note [Whose checkpoint]."""
+        """Return what is asked of a run.
+
+        In the middle of a run a new trainer goes on from a checkpoint: the run that came first from
+        its own, every other from that of the first of the same batches, which had another layout.
+        What a run itself has saved is read back whole and compared as well.
+        """
         if config.data in self._first:
             return replace(self._request, source=str(self._first[config.data]))
         is_very_first = not self._first
