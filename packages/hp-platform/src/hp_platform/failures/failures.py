@@ -247,12 +247,12 @@ def _broken_by(
         notes.insert(0, world_note())
         groups = groups + _internals.all_groups()
     first = first_failure(error, notes)
-    # When a connection closes, Gloo wakes the operations that wait for their turn in it, but not the
-    # message that it is writing or reading at that moment: the receiver of that message waits until
-    # the time-out of the group (`Pair::signalException` of its TCP transport). So a failing rank
-    # leaves its connections open for a moment, in which Gloo's threads finish the exchange that the
-    # rank launched last, and that the others expect. A rank that is killed cannot do so, and an
-    # echo comes of a connection that is closed already.
+    # When a connection closes, Gloo wakes the operations that wait for their turn in it, but not
+    # the message that it is writing or reading at that moment: the receiver of that message waits
+    # until the time-out of the group (`Pair::signalException` of its TCP transport). So a failing
+    # rank leaves its connections open for a moment, in which Gloo's threads finish the exchange
+    # that the rank launched last, and that the others expect. A rank that is killed cannot do so,
+    # and an echo comes of a connection that is closed already.
     if not is_echo(error):
         time.sleep(_CALM_SECONDS)
     for each in groups:
