@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hp_context import ContextParallel
 from hp_expert import save_routing
@@ -48,7 +49,7 @@ from hp_trainer.model.casts import (
     split_weight_gradients,
 )
 from hp_trainer.model.compiled import compile_blocks
-from hp_trainer.model.declared import declared
+from hp_trainer.model.declared import Declared, declared
 from hp_trainer.model.parameters import Parameter, named_parameters
 from hp_trainer.model.sharding import LastBackward, is_sharded
 from hp_trainer.model.spreading import spread, vocabulary_of
@@ -224,50 +225,99 @@ def build_pipeline(
         on_step: Called before each step of a schedule, for heartbeats.
         on_progress: Called again and again while weights are made, which may take minutes.
     """
-    num_stages = count_stages(config)
-    layers = layers_of_stages(config)
     schedule = training_schedule(
         config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
     )
-    is_split = splits_backward(config)
-    by_block = config.mesh.gather == "block"
-    edges = build_edges(
-        schedule,
-        mesh,
-        runtime,
-        returns=KINDS[config.pipeline.schedule].returns,
-        timeout=timeout,
-    )
+    # Groups are made by all ranks in one order: edges, tied tables, then beside rows of experts.
+    returns = KINDS[config.pipeline.schedule].returns
+    edges = build_edges(schedule, mesh, runtime, returns=returns, timeout=timeout)
     tied, tied_ranks = tied_parameters(config.model), None
     if tied:
+        stage_members = [stage.members for stage in mesh.layout.stages]
         tied_ranks = tied_group(
-            schedule.stage_to_rank,
-            [stage.members for stage in mesh.layout.stages],
-            backend=runtime.backend,
-            timeout=timeout,
+            schedule.stage_to_rank, stage_members, backend=runtime.backend, timeout=timeout
         )
-    degree = config.mesh.heads_degree
     sequence = SequenceShare.of(
         mesh,
         seq_len=config.data.seq_len,
-        gathers_keys=degree < config.mesh.cp,
+        gathers_keys=config.mesh.heads_degree < config.mesh.cp,
         splits_positions=not config.model.transformers,
         device=runtime.device,
     )
-    context = ContextParallel(degree, ring=config.mesh.cp_ring, layout=sequence.layout)
+    beside_rows = small_group(mesh, runtime, timeout=timeout) if config.pipeline.overlap else None
     # Experts of one rank exchange nothing: there a backward and a forward follow each other.
     overlaps = config.pipeline.overlap and mesh.size("ep") > 1
-    overlap = _overlap(timeout) if overlaps else None
-    beside_rows = small_group(mesh, runtime, timeout=timeout) if config.pipeline.overlap else None
+    builder = _StageBuilder(
+        config,
+        mesh,
+        vocab_size=vocab_size,
+        sequence=sequence,
+        device=runtime.device,
+        overlap=_overlap(timeout) if overlaps else None,
+        beside_rows=beside_rows,
+    )
     modules: dict[int, Stage] = {}
     parameters: list[Parameter] = []
-    for stage in schedule.stages_of(mesh.pp_index):
+    for index in schedule.stages_of(mesh.pp_index):
+        module, whole = builder.build(index)
+        if index and index == builder.num_stages - 1 and 0 in modules:
+            share_tables(modules[0], module, tied)
+        parameters += builder.fill(module, whole, on_progress=on_progress)
+        modules[index] = module
+    return Pipeline(
+        modules=modules,
+        parameters=merge_copies(parameters, tied, tied_ranks),
+        num_stages=builder.num_stages,
+        vocab_size=vocab_size,
+        sequence=sequence,
+        config=config,
+        mesh=mesh,
+        device=runtime.device,
+        edges=edges,
+        on_step=on_step,
+        overlap=builder.overlap,
+        buffers=_buffers([*modules.values()], config, mesh, sequence, runtime.device),
+    )
+
+
+class _StageBuilder:
+    """Builds the stages of one rank: cut, sharded, on its device, with their first weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        *,
+        vocab_size: int,
+        sequence: SequenceShare,
+        device: torch.device,
+        overlap: CommComputeOverlap | None,
+        beside_rows: ProcessGroup | None,
+    ) -> None:
+        self.num_stages, self.overlap = count_stages(config), overlap
+        self._config, self._mesh, self._vocab_size = config, mesh, vocab_size
+        self._device, self._beside_rows = device, beside_rows
+        self._layers = layers_of_stages(config)
+        self._by_block = config.mesh.gather == "block"
+        degree, ring = config.mesh.heads_degree, config.mesh.cp_ring
+        self._context = ContextParallel(degree, ring=ring, layout=sequence.layout)
+
+    def build(self, index: int) -> tuple[Stage, Mapping[str, Declared]]:
+        """Build a stage without values; the order of what is done to it matters.
+
+        Args:
+            index: Index of the stage.
+
+        Returns:
+            The stage, and what the whole of each of its parameters is.
+        """
+        config, mesh = self._config, self._mesh
         module = build_stage(
             config.model,
-            vocab_size,
-            layers=layers[stage],
-            first=stage == 0,
-            last=stage == num_stages - 1,
+            self._vocab_size,
+            layers=self._layers[index],
+            first=index == 0,
+            last=index == self.num_stages - 1,
             compute_dtype=DTYPES[config.train.dtype],
         )
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
@@ -275,48 +325,51 @@ def build_pipeline(
         if isinstance(module, Spreading):
             module.expect_ranks({axis: mesh.size(axis) for axis in ("ep", "tp", "cp")})
         whole = declared(module)
-        spread(module, mesh, context, vocab_size, by_block=by_block)
-        if overlap is not None:
-            overlap_experts(module, overlap, small_group=beside_rows)
-        module.to_empty(device=runtime.device)
+        spread(module, mesh, self._context, self._vocab_size, by_block=self._by_block)
+        if self.overlap is not None:
+            overlap_experts(module, self.overlap, small_group=self._beside_rows)
+        module.to_empty(device=self._device)
         gather_narrow(module)
-        share_casts(module, sharded=not by_block)
-        split_weight_gradients(module, is_split=is_split)
+        share_casts(module, sharded=not self._by_block)
+        split_weight_gradients(module, is_split=splits_backward(config))
         module.recompute(config.train.recompute)
         compile_blocks(module, config.train.compile)
-        if stage and stage == num_stages - 1 and 0 in modules:
-            share_tables(modules[0], module, tied)
-        found = named_parameters(module, whole, mesh)
+        return module, whole
+
+    def fill(
+        self, module: Stage, whole: Mapping[str, Declared], *, on_progress: Callable[[], None]
+    ) -> list[Parameter]:
+        """Give a stage its first weights, and try documents once they are there.
+
+        Args:
+            module: Stage that was built.
+            whole: What the whole of each of its parameters is.
+            on_progress: Called again and again.
+
+        Returns:
+            The parameters of the stage.
+        """
+        config = self._config
+        found = named_parameters(module, whole, self._mesh)
         module.initialize(found, config.model, seed=config.run.seed, on_progress=on_progress)
         if config.data.documents == "separate" and isinstance(module, DocumentTrial):
             module.try_documents()
-        modules[stage] = module
-        parameters += found
+        return found
+
+
+def _buffers(
+    stages: Sequence[Stage],
+    config: Config,
+    mesh: Mesh,
+    sequence: SequenceShare,
+    device: torch.device,
+) -> ExpertBuffers:
+    """Make the buffers for rows between experts, as large as a rank's most tokens need."""
     most = config.train.microbatch_size * len(sequence.attended)
     if config.data.packing == "planned":
         most = planned_tokens(config)
-    tokens = -(-most // mesh.size("tp"))
-    buffers = ExpertBuffers.of(
-        [*modules.values()],
-        mesh,
-        factor=config.mesh.ep_buffer,
-        slots=(tokens, config.model.top_k),
-        device=runtime.device,
-    )
-    return Pipeline(
-        modules,
-        merge_copies(parameters, tied, tied_ranks),
-        num_stages,
-        vocab_size,
-        sequence,
-        config,
-        mesh,
-        runtime.device,
-        edges,
-        on_step,
-        overlap,
-        buffers,
-    )
+    slots = (-(-most // mesh.size("tp")), config.model.top_k)
+    return ExpertBuffers.of(stages, mesh, factor=config.mesh.ep_buffer, slots=slots, device=device)
 
 
 def _overlap(timeout: timedelta) -> CommComputeOverlap:
