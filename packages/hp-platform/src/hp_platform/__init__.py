@@ -1,6 +1,6 @@
 """Devices, process groups and differentiable collectives over torch.distributed, fully typed.
 
-A name loads its module when somebody asks for it: sends and receives need no FSDP, for example.
+A public name loads its module at its first use, so that sends need no FSDP, for example.
 """
 
 from importlib import import_module
@@ -201,7 +201,7 @@ _HOMES = {
 """Module of each public name."""
 
 
-if not TYPE_CHECKING:  # who checks types knows the names from above
+if not TYPE_CHECKING:  # type checkers know the names from above
 
     def __getattr__(name: str) -> object:
         """Load the module of a public name.

@@ -1,4 +1,4 @@
-"""Devices that compute nothing, as hp-dry has one, and what the host reads of a device.
+"""Devices that compute nothing, such as hp-dry's, and reads of device memory by the host.
 
 `is_dry` tells whether this process is inside such a device.
 

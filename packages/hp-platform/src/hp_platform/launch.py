@@ -50,7 +50,7 @@ class RankInfo:
     Attributes:
         rank: Rank of this process among all processes, from 0.
         world_size: Number of processes.
-        local_rank: Rank of this process among those of this machine, from 0.
+        local_rank: Rank of this process among the processes of this machine, from 0.
         local_world_size: Number of processes of this machine.
     """
 

@@ -50,7 +50,7 @@ def are_noted() -> bool:
 
 
 def device_number() -> int:
-    """Return a number for what kernels are launched on: 0 for GPUs, another for each dry device.
+    """Return the number of the device: 0 for GPUs, another number for each dry device.
 
     Code that stores tensors of a device for later calls stores the number with them: tensors of one
     dry device do not exist on the next.

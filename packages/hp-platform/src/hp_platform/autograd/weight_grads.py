@@ -79,7 +79,7 @@ class WeightGradQueue:
                 self._deferring[key] -= 1
 
     def flush(self, key: Hashable) -> int:
-        """Compute what is queued under `key` and accumulate it into the `grad` of the parameters.
+        """Compute the gradients under `key` and accumulate them into the `grad` of the parameters.
 
         Gradients are accumulated through autograd, so that hooks of the parameters run. torch has
         called the hooks once before, in the backward that left the gradient out, with None and an

@@ -24,25 +24,25 @@ class NarrowParameter(Tensor):
     would use rounded values as exact values.
 
     Args:
-        held: Values in the narrower dtype, contiguous.
+        stored: Values in the narrower dtype, contiguous.
         dtype: Dtype that the tensor reports.
     """
 
-    held: Tensor
+    stored: Tensor
 
-    def __new__(cls, held: Tensor, dtype: torch.dtype) -> Self:
+    def __new__(cls, stored: Tensor, dtype: torch.dtype) -> Self:
         """Make a tensor without memory of its own."""
-        made: Self = _internals.make_wrapper(cls, held, dtype=dtype)
-        made.held = held
+        made: Self = _internals.make_wrapper(cls, stored, dtype=dtype)
+        made.stored = stored
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
         """Show both dtypes."""
-        return f"NarrowParameter({self.held}, dtype={self.dtype})"
+        return f"NarrowParameter({self.stored}, dtype={self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         """See torch's protocol for compilers."""
-        return ["held"], self.dtype
+        return ["stored"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(
@@ -50,7 +50,7 @@ class NarrowParameter(Tensor):
     ) -> NarrowParameter:
         """See torch's protocol for compilers."""
         del size, stride
-        return NarrowParameter(tensors["held"], dtype)
+        return NarrowParameter(tensors["stored"], dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares what stands for none
@@ -72,7 +72,7 @@ class NarrowParameter(Tensor):
 
 
 def _again(x: NarrowParameter, *_args: object) -> Tensor | None:
-    return NarrowParameter(x.held.detach(), x.dtype)
+    return NarrowParameter(x.stored.detach(), x.dtype)
 
 
 def _reshaped(
@@ -85,16 +85,16 @@ def _reshaped(
 def _cast(
     x: NarrowParameter, *, dtype: torch.dtype | None = None, **_others: object
 ) -> Tensor | None:
-    return x.held.detach() if dtype == x.held.dtype else None
+    return x.stored.detach() if dtype == x.stored.dtype else None
 
 
 def _part(x: NarrowParameter, *place: int | None) -> Tensor:
-    return NarrowParameter(aten.slice.Tensor(x.held, *place), x.dtype)
+    return NarrowParameter(aten.slice.Tensor(x.stored, *place), x.dtype)
 
 
 def _rows(x: NarrowParameter, ids: Tensor, *options: object) -> Tensor:
     # The values of a row are narrow, and their sum in backward is wide.
-    rows: Tensor = aten.embedding.default(x.held, ids, *options)
+    rows: Tensor = aten.embedding.default(x.stored, ids, *options)
     return rows.to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Devices: the one of this process, the backend that serves it, operands on two of them."""
+"""The device of this process, the backend for its tensors, and operands on two devices."""
 
 from __future__ import annotations
 

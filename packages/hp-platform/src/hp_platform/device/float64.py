@@ -32,7 +32,7 @@ class Lifting(TorchFunctionMode):
         args: _internals.Arguments = (),
         kwargs: _internals.Keywords | None = None,
     ) -> object:
-        """Call a function of torch with float64 in place of shorter floats."""
+        """Call a function of torch with float64 instead of shorter floats."""
         if func in _CASTS:
             return args[0].double()
         return func(*map(lifted, args), **{k: lifted(v) for k, v in (kwargs or {}).items()})

@@ -1,6 +1,6 @@
-"""Failures that end a step on every rank and name the culprit, and messages between ranks.
+"""Failures that end a step on every rank and name the failed rank, and messages between ranks.
 
-Whoever loads a module of this package has failures ask the other ranks whom to blame.
+Every module of this package loads `liveness`, which finds the rank to blame for a failure.
 """
 
 from hp_platform.failures import liveness

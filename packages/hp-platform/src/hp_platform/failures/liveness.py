@@ -1,10 +1,11 @@
-"""Who is still there: every rank answers for itself, from a thread, also while it is stuck.
+"""Liveness of ranks: a thread of every rank answers for it, also while the rank hangs.
 
-Note [Liveness check]. A rank that died leaves no report, and a rank that is stuck does not know it.
-So a rank that waited in vain asks all of them through the store, and a thread of every rank answers
-what the rank is doing, whether it waits for others, and its Python stack. Who does not answer is
-gone or stopped; of those who answer, one that waits for nobody is what the others wait for. Nothing
-is written as long as nothing fails: the thread only looks, twice a second, whether somebody asks.
+Note [Liveness check]. A rank that died writes no report, and a rank that hangs does not notice it.
+So a rank whose wait has failed asks all ranks through the store. A thread of every rank answers
+with the place of the rank, whether it waits for other ranks, and its Python stack. A rank without
+an answer is gone or stopped; of the ranks with an answer, one that does not wait is the rank that
+the others wait for. Without failures nothing is written: the thread only looks for a question twice
+a second.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from hp_platform.threads.places import main_place, place_of, stand
 _KEY = "hp_platform/liveness"
 _PROCESS_KEY = "hp_platform/process"
 RANK_KEYS = (f"{_KEY}/[0-9]+", _PROCESS_KEY)
-"""Patterns of keys that, with a rank behind them, hold what that rank says of itself."""
+"""Patterns of keys that, followed by a rank, contain a statement of that rank about itself."""
 _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
-_SLOW_SECONDS = 15.0  # for processes of this machine that are there and not stopped
+_SLOW_SECONDS = 15.0  # for processes of this machine that exist and are not stopped
 _POLL_SECONDS = 0.05
 _GONE = "is gone"
 _LATE = "did not come"
-_RANKS_PER_LOOK = 512  # a store of one host serves so many questions at a time without delay
+_RANKS_PER_LOOK = 512  # a store of one host answers so many ranks at a time without delay
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank says of itself.
+    """Answer of a rank about itself.
 
     Attributes:
-        place: What its main thread is doing, in words.
-        waits: Whether it waits for other ranks.
-        stack: Its main thread's Python stack, innermost frame first.
+        place: Place of its main thread, in words.
+        waits: Whether the rank waits for other ranks.
+        stack: Python stack of its main thread, innermost frame first.
     """
 
     place: str
@@ -67,7 +68,7 @@ class Answer:
 
     @classmethod
     def parse(cls, text: bytes | str) -> Answer | None:
-        """Read an answer from the store; None for what is none."""
+        """Read an answer from the store; return None for other texts."""
         try:
             fields = json.loads(text)
             place, waits, stack = fields["place"], fields["waits"], fields["stack"]
@@ -84,7 +85,7 @@ class Answer:
 
 
 def whom_to_blame(error: BaseException) -> FailureReport:
-    """Ask who is alive, and say who is to blame for an error that came from another rank.
+    """Ask all ranks, and report the rank to blame for an error that came from another rank.
 
     Args:
         error: Error of an operation that waited for other ranks.
@@ -106,21 +107,21 @@ def is_loss(report: FailureReport) -> bool:
 
 
 def is_hang(report: FailureReport) -> bool:
-    """Tell whether a report says that a rank is there and others wait for it."""
+    """Tell whether a report says that a rank exists and others wait for it."""
     return report.error.startswith((_LATE, "HangError"))
 
 
 def blame(
     answers: Mapping[int, Answer], *, me: int, world_size: int, place: str, text: str
 ) -> FailureReport:
-    """Say whom a rank waited for in vain; see Note [Liveness check].
+    """Report the rank for which another rank waited in vain; see Note [Liveness check].
 
     Args:
-        answers: Answers by global rank, of those who gave one.
+        answers: Global rank -> its answer, without ranks that did not answer.
         me: Global rank that waited.
         world_size: Number of ranks.
-        place: Where it waited.
-        text: What it raised.
+        place: Place of the rank that waited.
+        text: Error of the rank that waited.
     """
     waited = f"rank {me}{f', {place},' if place else ''} waited in vain: {text}"
     missing = [rank for rank in range(world_size) if rank != me and rank not in answers]
@@ -140,16 +141,16 @@ def blame(
 
 
 class Watcher:
-    """The thread that answers for this rank, and that ends its waiting when a job has failed.
+    """Thread that answers for this rank, and that breaks groups after a failure of the whole job.
 
     Args:
-        world: The default process group; the thread ends with it.
+        world: Default process group; the thread ends with it.
     """
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.world = weakref.ref(world)
         self._rank, self._size = world.rank(), world.size()
-        # A connection of its own: another thread may wait in the one that it is cloned from.
+        # A separate connection: another thread may be waiting in the original.
         self._store = _internals.clone_of(_internals.default_store())
         self._note = FailureNote(self._store, WORLD_KEY)
         self._scale = max(1.0, self._size / _RANKS_PER_LOOK)
@@ -161,15 +162,15 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread: an interpreter must not end while it is in the store."""
+        """End the thread, which must not use the store when the interpreter ends."""
         self._stopped.set()
         self._thread.join(2 * _LOOK_SECONDS)
 
     def ask_all(self) -> dict[int, Answer] | None:
-        """Ask every rank what it is doing; see Note [Liveness check].
+        """Ask every rank for its place; see Note [Liveness check].
 
         Returns:
-            Answers by global rank, this one's included; None where the store cannot be reached.
+            Global rank -> answer, this rank included; None if the store cannot be reached.
         """
         try:
             store = _internals.clone_of(self._store)
@@ -188,7 +189,7 @@ class Watcher:
         return {rank: answer for rank, text in found.items() if (answer := Answer.parse(text))}
 
     def _is_over(self, store: _internals.Store, missing: list[int], waited: float) -> bool:
-        """Say if those who have not answered will not: what this machine knows of them counts."""
+        """Tell whether no further answers will come, by the states of processes of this machine."""
         states = {_state_of(store, rank) for rank in missing}
         if states == {"gone"}:
             return True
@@ -201,7 +202,7 @@ class Watcher:
                 return
             try:
                 self._look()
-            except RuntimeError:  # the rank that holds the store is gone
+            except RuntimeError:  # the rank with the store is gone
                 return
 
     def _look(self) -> None:
@@ -210,13 +211,13 @@ class Watcher:
             self._next += 1
         if not self._is_broken and self._note.read() is not None:
             self._is_broken = True
-            # Wakes the threads that wait; each finds the report and raises with it.
+            # This wakes the threads that wait; each finds the report and raises with it.
             for group in _internals.all_groups():
                 break_group(group)
 
 
 def _process() -> str:
-    """Name this process so that others of this machine, and no others, can look at it."""
+    """Name this process so that processes of this machine, and no others, can inspect it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = str(Path("/proc/self/ns/pid").readlink())
@@ -226,7 +227,7 @@ def _process() -> str:
 
 
 def _state_of(store: _internals.Store, rank: int) -> str:
-    """Return "gone", "stopped" or "there" for a rank of this machine; "" for others."""
+    """Return "gone", "stopped" or "there" for a rank of this machine; "" for other ranks."""
     key = f"{_PROCESS_KEY}/{rank}"
     if not store.check([key]):
         return ""
@@ -245,7 +246,7 @@ _lock = threading.Lock()
 
 
 def watch() -> Watcher | None:
-    """Have this rank answer liveness checks from now on; None where it is alone."""
+    """Start the thread that answers liveness checks; return None in a world of one rank."""
     global _watcher  # noqa: PLW0603 - one thread per process
     world = dist.group.WORLD
     if world is None or world.size() == 1:
@@ -257,7 +258,7 @@ def watch() -> Watcher | None:
 
 
 def stop_watching() -> None:
-    """End the thread, before groups and their store go."""
+    """End the thread, before groups and their store are destroyed."""
     global _watcher
     with _lock:
         watcher, _watcher = _watcher, None

@@ -1,4 +1,4 @@
-"""What ranks tell each other: JSON of a stated form, and nothing that could be executed."""
+"""Messages between ranks: JSON of a stated form, which cannot run code."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ Values: TypeAlias = list[Any]
 MAX_BYTES = 256 << 20
 _FAILED = -1
 _LEAST_BITS = 12
-"""Texts are padded to a power of two of bytes, at least 4 KiB: so what is sent is of one size in
-groups of one kind, whose texts differ by the digits of their ranks."""
+"""Texts are padded to a power of two of bytes, at least 4 KiB, so that messages in groups of one
+kind have one size, although their texts differ in the digits of ranks."""
 _PLAIN = (bool, int, float, str, NoneType)
 
 
 def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> list[T]:
     """Exchange values as JSON.
 
-    The object collectives of torch unpickle what comes from another process, and a pickle runs
-    whatever it says. Nobody who writes to a socket of a run may have that, so ranks send JSON,
-    which can only be wrong, and is checked against the form that the receiver expects.
+    The object collectives of torch unpickle bytes of another process, and a pickle can run any
+    code. A process that can write to a socket of a run must not be able to do that. So ranks send
+    JSON, which the receiver checks against the form that it expects.
 
     Args:
-        value: What this rank tells the others.
-        of: What every rank's must be, for example ``dict[str, list[int]]``: made of bool, int,
+        value: Value of this rank.
+        of: Type of every rank's value, for example ``dict[str, list[int]]``: made of bool, int,
             float, str, None, lists, tuples, dicts with str or int as keys, unions and named tuples.
-        group: Every rank of it must call; None: the default group. One that has no CPU tensors
-            sends through the current CUDA device.
+        group: Process group, all ranks of which must call; None: the default group. A group without
+            a backend for the CPU sends through the current CUDA device.
 
     Returns:
-        What every rank gave, by group rank.
+        Values of all ranks, by group rank.
 
     Raises:
         ValueError: If the value of this rank is not JSON, or has more than `MAX_BYTES`.
-        PeerError: On the others then; on all of them if a rank sent anything else than `of`.
+        PeerError: On the other ranks then; on all ranks if a rank sent a value of another type.
         RuntimeError: If a rank is gone.
     """
     group = group or dist.group.WORLD
@@ -81,20 +81,21 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
 
 
 def on_one_rank(make: Callable[[], T], *, of: type[T], group: ProcessGroup, where: str = "") -> T:
-    """Make a value on the first rank and give it to all as JSON, or raise on all.
+    """Make a value on the first rank and send it to all ranks as JSON, or raise on all ranks.
 
-    For what must be the same everywhere and need not be made everywhere: a searched schedule as
-    text, a file that is read.
+    Use it for a value that all ranks need and one rank can make: the text of a searched schedule,
+        or
+    the contents of a file.
 
     Args:
-        make: Called on the first rank of the group alone.
-        of: What it returns, as in `all_gather_json`; the first rank as well has it from JSON.
-        group: CPU group, usually `Runtime.control`. Every rank of it must call.
-        where: What was about to happen, for the message.
+        make: Function that returns the value; called on the first rank of the group only.
+        of: Type of the value, as in `all_gather_json`; all ranks decode it from JSON.
+        group: CPU group, usually `Runtime.control`, all ranks of which must call.
+        where: Words for the work, for the message.
 
     Raises:
-        Exception: What `make` raised, on the first rank.
-        PeerError: On all others then.
+        Exception: Exception of `make`, on the first rank.
+        PeerError: On all other ranks then.
         RuntimeError: If a rank is gone.
     """
     text = b""
@@ -137,18 +138,18 @@ def _decode(text: bytes, of: type[T], rank: int, group: ProcessGroup) -> T:
 
 
 def as_form(form: object, value: object) -> Any:
-    """Return what JSON has read, as the form that it must have: see `all_gather_json`.
+    """Convert a value that JSON has read to the type that it must have: see `all_gather_json`.
 
-    A named tuple may come as a list, as messages have it, or as an object of its fields.
+    A named tuple may be a list, as in messages, or an object of its fields.
 
     Raises:
-        ValueError: If it has another one.
+        ValueError: If the value has another type.
     """
     return _as_forms(form, [value])[0]
 
 
 def _as_forms(form: object, values: Values) -> Values:
-    """`as_form` of many values of one form, column by column; of a manifest they are thousands."""
+    """Convert many values of one type, column by column, as manifests have thousands of them."""
     origin, parts, types = get_origin(form), get_args(form), set(map(type, values))
     found: Values
     if not values or (form in _PLAIN and types == {form}):
@@ -191,13 +192,13 @@ def _forms_of(form: type) -> tuple[object, ...]:
 
 
 def _as_lists(form: object, values: Values) -> list[Values]:
-    """Lists of items of one form, checked as the one list of all items."""
+    """Convert lists of items of one type, checked as a single list of all items."""
     items = iter(_as_forms(form, list(chain.from_iterable(values))))
     return [list(islice(items, len(value))) for value in values]
 
 
 def _columns(forms: Sequence[object], values: Values) -> list[Values]:
-    """The first item of all values, then the second, each as its form."""
+    """Convert the first items of all values, then the second items, each to its type."""
     for value in values:
         if not isinstance(value, list) or len(value) != len(forms):
             raise ValueError(f"{str(value)[:80]!r} must be a list of {len(forms)}")
@@ -218,14 +219,14 @@ def _as_one_of(forms: Sequence[object], value: object) -> object:
 
 def _device(group: ProcessGroup) -> torch.device:
     cpu = torch.device("cpu")
-    # A group that wraps another one, as those of hp_platform.testing do, tells no backend.
+    # A group that wraps another group, as in hp_platform.testing, has no name of a backend.
     if _internals.backend_name(group, cpu) is not None or not torch.cuda.is_available():
         return cpu
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """The bytes of a tensor in row-major order; without NumPy, which need not be there."""
+    """Return the bytes of a tensor in row-major order, without NumPy, which may be missing."""
     flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
     buffer = bytearray(len(flat))
     if buffer:

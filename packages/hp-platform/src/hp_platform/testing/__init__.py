@@ -1,6 +1,6 @@
 """Run ranks in tests: processes or threads, a slow link, comparisons, operators, memory, exchanges.
 
-Needs no test framework; pytest, if there is one, is imported ahead for the ranks.
+It needs no test framework; if pytest is installed, the server of the ranks imports it once.
 """
 
 from hp_platform.testing.comparing import Comparison, Difference, compare

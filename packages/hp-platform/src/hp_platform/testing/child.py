@@ -35,18 +35,18 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a rank has to do.
+    """Task of a rank process.
 
     Attributes:
         rank: Rank of this process.
         world_size: Number of ranks.
-        store: File in which the ranks meet, in a folder of the caller's own.
+        store: Path of the file in which the ranks meet, in a private folder of the caller.
         timeout: Seconds for the function.
         threads: Intra-op threads of torch.
-        env: The whole environment.
-        output: File for what the rank prints.
+        env: Whole environment of the process.
+        output: Path of the file for the output of the rank.
         module: Name of the module that defines the function.
-        module_file: Its file, to import it from if the name alone does not lead there.
+        module_file: Path of the module, for an import if its name does not lead there.
         payload: Pickled function and arguments.
     """
 
@@ -64,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception of a rank, as text, since not every exception can be pickled."""
+    """Exception of a rank as text, since not every exception can be pickled."""
 
     kind: str
     message: str
@@ -74,9 +74,9 @@ class Failure:
 def run_rank(connection: Connection, task: Task) -> None:
     """Run the task: send None once connected to the others, then the result or a `Failure`.
 
-    After each of the two it waits for the caller to answer.
+    After each message it waits for an answer of the caller.
     """
-    gc.freeze()  # what was imported before the fork, or each rank searches and copies it
+    gc.freeze()  # modules from before the fork, or each rank would search and copy them
     _isolate(task)
     outcome: bytes | Failure
     try:
@@ -84,9 +84,9 @@ def run_rank(connection: Connection, task: Task) -> None:
         function, args = pickle.loads(task.payload)  # noqa: S301  # made by the parent process
         _connect(task)
         connection.send(None)
-        # Until all are connected: a rank that ended now would look like a crash to the others.
+        # Wait until all are connected: a rank that ended now would look like a crash.
         connection.recv()
-        # Shows in the output where a hung rank stands, just before the caller gives up on it.
+        # Write the stack of a rank that hangs to its output, just before the caller ends it.
         faulthandler.dump_traceback_later(task.timeout - min(0.5, task.timeout / 5))
         outcome = _dumps(function(*args))
     except BaseException as error:  # noqa: BLE001  # handed to the caller
@@ -96,16 +96,16 @@ def run_rank(connection: Connection, task: Task) -> None:
     sys.stderr.flush()
     try:
         connection.send(outcome)
-        # Leaving now would look like a lost connection to ranks that still run.
+        # An end now would look like a lost connection to ranks that still run.
         connection.recv()
     except (EOFError, OSError):
         pass
-    # Interpreter and backend need no orderly end: nothing outlives this process.
+    # Interpreter and backend need no orderly end.
     os._exit(0)
 
 
 class _Pickler(pickle.Pickler):
-    """Waits for tensors that a collective is still writing."""
+    """Pickler that waits for tensors which a collective is still writing."""
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, AsyncCollectiveTensor):
@@ -120,15 +120,15 @@ def _dumps(value: object) -> bytes:
 
 
 def _format(error: BaseException) -> str:
-    """The traceback without the frame of this module."""
+    """Return the traceback without the frame of this module."""
     trace = error.__traceback__
     shown = error.with_traceback(trace.tb_next if trace else None)
     return "".join(traceback.format_exception(shown))
 
 
 def _isolate(task: Task) -> None:
-    """Detach this process from the terminal and tie its life to that of the caller."""
-    os.setsid()  # so that whatever the rank starts can be killed with it
+    """Detach this process from the terminal, and let it end with the caller."""
+    os.setsid()  # so that children of the rank can be killed with it
     threading.Thread(target=_die_with_caller, name="watch-caller", daemon=True).start()
     if sys.platform == "linux":  # the parent is the server, which may be killed as well
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -149,7 +149,7 @@ def _isolate(task: Task) -> None:
 def _die_with_caller() -> None:
     """Wait for the end of the process that called `run_distributed`, then kill this group.
 
-    The server does not end with the caller: it lives while any of its children does.
+    The server does not end with the caller: it lives as long as any of its children.
     """
     caller = multiprocessing.parent_process()
     if caller is not None:
@@ -158,7 +158,7 @@ def _die_with_caller() -> None:
 
 
 def _import(name: str, file: str | None) -> None:
-    """Make `name` importable: by name if that leads to `file`, else from `file`."""
+    """Make `name` importable: by its name if that leads to `file`, else from `file`."""
     if name in sys.modules or file is None:
         return
     try:
@@ -193,7 +193,7 @@ def _connect(task: Task) -> None:
 
 
 def describe(function: Callable[..., object]) -> tuple[str, str | None]:
-    """Name and file of the module that defines a function or what a partial calls."""
+    """Return name and file of the module that defines a function or the function of a partial."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__module__", None) or "__main__"

@@ -12,12 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one tensor is from what was expected.
+    """Difference between a tensor and the expected tensor.
 
     Attributes:
-        name: Its name in both runs.
-        error: max|a - b| / max|b|, infinite where the tensors cannot be compared.
-        note: Why they cannot be compared; empty if they can.
+        name: Name of the tensor in both runs.
+        error: max|a - b| / max|b|; infinite if the tensors cannot be compared.
+        note: Reason why the tensors cannot be compared, or their dtypes if those differ; else
+            empty.
     """
 
     name: str
@@ -32,10 +33,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences of two runs, the worst first. `str()` is a table.
+    """Differences of two runs, the largest first. `str()` is a table.
 
     Attributes:
-        differences: One per name of either run.
+        differences: Difference of each name in either run.
         bound: Largest error that counts as equal.
     """
 
@@ -62,12 +63,12 @@ class Comparison:
 def compare(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, bound: float = 0.0
 ) -> Comparison:
-    """Compare tensors of the same name; a missing name, another shape and NaN all fail.
+    """Compare tensors by name; a missing name, another shape and NaN all fail.
 
     Args:
-        actual: What a run gave.
-        expected: What it should have given; the errors are relative to it.
-        bound: Largest error that counts as equal; 0: every value is the same.
+        actual: Tensors of a run.
+        expected: Expected tensors; errors are relative to them.
+        bound: Largest error that counts as equal; 0: all values must be the same.
     """
     names = dict.fromkeys([*expected, *actual])
     differences = [_difference(name, actual.get(name), expected.get(name)) for name in names]

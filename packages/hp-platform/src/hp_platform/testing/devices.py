@@ -1,4 +1,4 @@
-"""Two devices on a machine that has one: every operator's operands are to be on one of them."""
+"""Two devices on a machine without a GPU, to find operators whose operands are on both."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from hp_platform.collectives.shared_memory import Channel
 from hp_platform.device.device import may_mix
 
 STAND_IN = torch.device("cpu", 0)
-"""The device that plays the accelerator inside `watch_devices`."""
+"""Device that stands in for the accelerator inside `watch_devices`."""
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _BY_OPTIONS = ("aten::_to_copy", "aten::new_empty_strided")
-"""With them torch casts and copies gradients, by the options of a tensor, which say `cpu` for both
-devices; what a program asks `Tensor.to` for does not come there."""
+"""Operators by which torch casts and copies gradients with the options of a tensor, which say `cpu`
+for both devices; calls of `Tensor.to` in a program do not use them."""
 
 
 @contextmanager
 def watch_devices() -> Iterator[list[str]]:
-    """Let `STAND_IN` be a device of its own beside the CPU, and look at every operator.
+    """Let `STAND_IN` be a device besides the CPU, and check every operator inside the context.
 
-    Threads that are started inside are looked at as well. Methods of classes are changed meanwhile:
-    use it once in a process at a time, from before the first tensor of the device is made until the
-    threads have ended.
+    Threads that are started inside are checked as well. Methods of classes are patched meanwhile:
+    use one context in a process at a time, from before the first tensor of the device is made until
+    the threads have ended.
 
-    torch takes `cpu:0` for another device than `cpu` wherever it is asked for one, and makes the
-    same memory for both. So here `cpu` is the host, and `cpu:0` plays the accelerator: which
-    storage is on which is remembered, and `Tensor.device` tells it. Everything else is real:
-    values, autograd, threads of ranks, Gloo. What CUDA refuses, because operands are on two
-    devices, is found where the same code runs as it would there. What is not run are branches for
-    devices of type `cuda`: streams, events, pinned memory, kernels of CUDA.
+    torch distinguishes the devices `cpu:0` and `cpu` but uses the same memory for both. So here
+    `cpu` is the host and `cpu:0` stands in for the accelerator: the device of each storage is
+    recorded, and `Tensor.device` reports it. Everything else is real: values, autograd, threads of
+    ranks, Gloo. Operators that CUDA would refuse because their operands are on two devices are
+    found, as far as the code is the same on both. Branches for devices of type `cuda` do not run:
+    streams, events, pinned memory, kernels of CUDA.
 
     Yields:
-        A list that grows as operators with operands on two devices are run, and reads of the device
-        through `numpy`: the operator, its devices and the line. Not counted is what CUDA takes:
-        copies, indices on the host, and scalars on the host (tensors of no dim) for operators that
-        go element by element, though not for fused and foreach ones.
+        List of operators with operands on two devices, and of reads of the device through `numpy`,
+        each with its devices and its line; it grows as they run. Operands that CUDA accepts are not
+        counted: copies, indices on the host, and scalars on the host (tensors without dims) of
+        pointwise operators, except fused and foreach operators.
     """
     places = _Places()
     with ExitStack() as stack:
@@ -67,25 +67,25 @@ def watch_devices() -> Iterator[list[str]]:
 
 
 class _Places:
-    """Which storages are on the stand-in, and what was found."""
+    """Storages on the stand-in, and operators that were found."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
         self._there: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def put(self, x: Tensor) -> Tensor:
-        """Take a new tensor for one of the stand-in."""
+        """Record that a new tensor is on the stand-in."""
         self._there.add(x.untyped_storage())
         return x
 
     def has(self, x: Tensor) -> bool:
         """Tell whether a tensor is on the stand-in."""
         if type(x) not in _PLAIN:
-            return _internals.device_of(x) == STAND_IN  # a wrapper was told
+            return _internals.device_of(x) == STAND_IN  # a wrapper reports its device itself
         return x.layout is torch.strided and x.untyped_storage() in self._there
 
     def report(self, name: str, why: str) -> None:
-        """Note what CUDA would refuse."""
+        """Record an operator that CUDA would refuse."""
         self.found.append(f"{name}: {why}, at {_where()}")
 
 
@@ -106,7 +106,7 @@ class _Watch(TorchDispatchMode):
         if any(isinstance(x, FakeTensor) for x in given):
             return func(*args, **kwargs)  # torch works out shapes
         if any(type(x) not in _PLAIN for x in given):
-            return NotImplemented  # DTensor and its like: what they are made of comes here
+            return NotImplemented  # tensors inside a DTensor or its like come here by themselves
         devices = [self._places.has(x) for x in given]
         if len(set(devices)) > 1 and not may_mix(func, args, self._places.has):
             strangers = [x for x, there in zip(given, devices, strict=True) if not there]
@@ -127,7 +127,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _changes(places: _Places) -> Iterator[tuple[object, str, object]]:
-    """Yield what of torch does not come to the operators: owner, name, and what stands for it."""
+    """Yield functions of torch that call no operator: owner, name, and replacement."""
 
     def device(x: Tensor) -> torch.device:
         return STAND_IN if places.has(x) else _internals.device_of(x)
@@ -169,12 +169,12 @@ def _changes(places: _Places) -> Iterator[tuple[object, str, object]]:
     yield torch, "tensor", made(torch.tensor)
     yield torch, "as_tensor", made(torch.as_tensor)
     yield Thread, "run", run
-    # Memory that processes share is the host's: what stands in its place sends from the device.
+    # Shared memory is memory of the host; without a channel, tensors are sent from the device.
     yield Channel, "connect", lambda *_, **__: None
 
 
 class _Move(torch.autograd.Function):
-    """Copy to another device; the gradient comes back."""
+    """Copy to another device, whose backward copies the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: torch.device) -> Tensor:
@@ -187,7 +187,7 @@ class _Move(torch.autograd.Function):
 
 
 def _asked(args: Arguments, kwargs: Keywords) -> torch.device | None:
-    """The device that `Tensor.to` is given."""
+    """Return the device among the arguments of `Tensor.to`; None if there is none."""
     for x in (*args[:1], kwargs.get("device"), kwargs.get("other")):
         if isinstance(x, Tensor):
             return x.device
@@ -203,7 +203,7 @@ def _without_device(args: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def _where() -> str:
-    """The innermost line that is neither torch's nor of this file."""
+    """Return the innermost line outside torch and this file."""
     torchs = str(Path(torch.__file__).parent)
     for frame, line in traceback.walk_stack(sys._getframe(1)):  # noqa: SLF001 # of this thread
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""A record of what a rank sends to others, taken from the operators it runs."""
+"""Record of the exchanges of a rank, taken from its operators."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hp_platform.testing.operators import watch_operators
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective, send or receive of this rank.
+    """Collective, send or receive of this rank.
 
     Attributes:
         kind: `"all_to_all"`, `"all_gather"`, `"reduce_scatter"`, `"all_reduce"`, `"broadcast"`,
             `"barrier"`, `"send"` or `"recv"`.
         group: Name of the group.
-        num_bytes: What this rank sends to others. Of a reduction what the best algorithm needs: of
-            an all-reduce of b bytes over N ranks 2 * b * (N - 1) / N, rounded up. Nothing of a
-            broadcast, a barrier or what is received.
+        num_bytes: Bytes that this rank sends to others. A reduction counts the bytes of the best
+            algorithm: 2 * b * (N - 1) / N, rounded up, for an all-reduce of b bytes over N ranks. A
+            broadcast, a barrier and a receive count 0.
         dtype: Dtype of the tensors.
     """
 
@@ -37,14 +37,13 @@ class Exchange:
 
 @contextmanager
 def record_exchanges() -> Iterator[list[Exchange]]:
-    """Yield a list of what this thread exchanges in the context, forward and backward alike.
+    """Yield a list of the exchanges of this thread in the context, in forward and backward.
 
-    Sums of `num_bytes` are what a formula of costs must meet, and how many exchanges there are of
-    each kind shows a collective too many. Bytes count by the tensors; what a backend adds or saves
-    is not seen.
+    Tests compare sums of `num_bytes` with formulas of costs, and the number of exchanges of each
+    kind with the expected number. Bytes are those of the tensors, without overhead of a backend.
 
     Raises:
-        ValueError: From the operator itself: it is a collective that is not known here.
+        ValueError: From an operator that is an unknown collective.
     """
     exchanges: list[Exchange] = []
 
@@ -89,7 +88,7 @@ def _p2p(kind: str, xs: Sequence[Tensor], group: ProcessGroup) -> Exchange:
     return _exchange(kind, group, sent, xs[0])
 
 
-# By operator: the arguments that it is called with, in torch's order.
+# Exchange of each operator, from its arguments in torch's order.
 _RULES: dict[str, Callable[..., Exchange]] = {
     "alltoall_base_": lambda _, x, group, __, splits, *___: _all_to_all(x, splits, group_of(group)),
     "alltoall_": lambda _, xs, group, *__: _exchange(

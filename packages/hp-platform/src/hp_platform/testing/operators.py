@@ -1,4 +1,4 @@
-"""A look at every operator that a thread runs, and at the memory that they take."""
+"""Operators of a thread, intercepted one by one, and the memory of their results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def watch_operators(
 ) -> Iterator[None]:
     """Call `seen` before each operator that this thread runs in the context.
 
-    Those are the operators below autograd, of forward and backward, and collectives: what reads
-    values on the host, allocates, or sends is there under the name torch's dispatcher gives it.
-    What a test counts this way it finds without a GPU.
+    They are the operators below autograd in forward and backward, and collectives. Operators that
+    read values on the host, allocate, or send have the names of torch's dispatcher. So a test can
+    count them without a GPU.
 
     Args:
-        seen: Called with the name, such as `"aten::nonzero"` or `"aten::index.Tensor"`, and the
-            positional and keyword arguments. An exception from it ends the operator.
+        seen: Function of the name, such as `"aten::nonzero"` or `"aten::index.Tensor"`, and the
+            positional and keyword arguments. An exception from it prevents the operator.
     """
     with _Watch(seen):
         yield
@@ -52,14 +52,14 @@ class _Watch(TorchDispatchMode):
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts the memory of tensors that this thread makes in it.
+    """Context that counts the memory of tensors which this thread makes inside.
 
-    A tensor counts until its memory is let go of, also after the context; what a kernel takes only
-    while it runs does not. It works without memory, too: with fake tensors of any size.
+    A tensor counts until its memory is freed, also after the context; temporary memory of a kernel
+    does not count. Fake tensors of any size, which have no memory, count as well.
 
     Attributes:
-        now: Bytes that they hold.
-        peak: The most bytes that they have held at once.
+        now: Bytes of the tensors that are alive now.
+        peak: Most bytes of tensors that were alive at once.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`run_distributed`: a function on several ranks, each a process."""
+"""`run_distributed`: run a function on several ranks, each a process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hp_platform.testing.preload import MODULES_VARIABLE
 
 T = TypeVar("T")
 
-# Imported once by the server the ranks are forked from, before what the caller has imported. torch
-# imports the third and fourth itself at the first use of a lazy collective and of an optimizer,
+# Modules that the server imports once, before the modules of the caller, for all forked ranks.
+# torch would import the third and fourth at the first use of a lazy collective and of an optimizer,
 # which would cost each rank seconds.
 _PRELOADED = [
     "torch",
@@ -36,20 +36,22 @@ _PRELOADED = [
     "pytest",
     "hypothesis",
 ]
-# Packages of which the server has enough with that.
+# Packages of which the server needs no further modules.
 _COMMON = {*sys.stdlib_module_names, "torch", "numpy", "sympy", "pytest", "_pytest", "hypothesis"}
-_LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of what a socket is bound to
+_LONGEST_FOLDER = 107 - len(
+    "/pymp-xxxxxxxx/listener-xxxxxxxx"
+)  # of the path that a socket is bound to
 _MODULES_BYTES = 100_000  # the system takes a little more; a name cut in two is passed over
 _START_SECONDS = 120.0  # until all ranks are connected; the first call imports torch
-_GRACE_SECONDS = 0.3  # after a failure, for others to report theirs
+_GRACE_SECONDS = 0.3  # after a failure, for other ranks to report theirs
 _OUTPUT_BYTES = 8000
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not finish in time.
+    """Error of a rank that raised, died or did not finish in time.
 
     Attributes:
-        rank: The rank that failed, the first cause if there are several.
+        rank: Rank that failed; of several ranks, the one that caused the failure.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:
@@ -66,22 +68,22 @@ def run_distributed(
 ) -> list[T]:
     """Run `fn(*args)` on `world_size` ranks, each a process in one Gloo world on this machine.
 
-    The default process group is initialised before `fn` is called; `RANK`, `WORLD_SIZE` and the
-    like are set, so `hp_platform.initialize` works in it as well. Processes are forked from a
-    server that has imported torch and what the caller had imported at its first call: that one
-    takes seconds, the others 0.1-0.3 s.
-    None outlives the call, nor the calling process. Other users of the machine cannot reach the
-    file in which they meet. What ranks print is printed here at the end, in rank order.
+    The default process group exists when `fn` is called; `RANK`, `WORLD_SIZE` and similar variables
+    are set, so that `hp_platform.initialize` works in `fn` as well. A server forks the processes.
+    It has imported torch and the modules that the caller had imported at its first call. That call
+    takes seconds, further calls 0.1-0.3 s. No process outlives the call or the calling process.
+    Other users of the machine cannot read the file in which ranks meet. The output of ranks is
+    printed at the end, in rank order.
 
     Args:
-        fn: A function at the top level of a module, or a `functools.partial` of one.
-        *args: Picklable; every rank gets the same.
+        fn: Function at the top level of a module, or a `functools.partial` of such a function.
+        *args: Picklable arguments, the same for every rank.
         world_size: Number of ranks.
-        timeout: Seconds for `fn`, counted from when all ranks are connected.
+        timeout: Seconds for `fn` after all ranks have connected.
         threads: Intra-op threads of torch in each rank.
 
     Returns:
-        What `fn` returned, by rank; picklable.
+        Results of `fn`, which must be picklable, by rank.
 
     Raises:
         RankError: If a rank raised, died or did not finish. All ranks are killed; the message names
@@ -123,7 +125,7 @@ def run_distributed(
 
 
 class _Rank:
-    """A rank process, seen from the caller."""
+    """Rank process, as the caller controls it."""
 
     def __init__(self, task: Task) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -153,7 +155,7 @@ class _Rank:
         return isinstance(self.outcome, Failure) and self.outcome.kind == "PeerError"
 
     def read(self) -> None:
-        """Take what the rank has to say, or notice that it is gone."""
+        """Receive messages of the rank, or notice that it is gone."""
         try:
             while not self.finished and self.connection.poll():
                 self.outcome = self.connection.recv()
@@ -164,7 +166,7 @@ class _Rank:
             self.lost = not self.connection.poll()
 
     def proceed(self) -> None:
-        """Answer a rank that waits: all are connected, or all have finished."""
+        """Let a rank continue that waits until all are connected or all have finished."""
         with contextlib.suppress(OSError):  # it may be gone
             self.connection.send(None)
 
@@ -176,7 +178,7 @@ class _Rank:
         return self._file.read_text(errors="replace") if self._file.exists() else ""
 
     def report(self) -> str:
-        """Say what happened to this rank, in words."""
+        """Describe the end of this rank in words."""
         who = f"rank {self.rank} of {self.world_size}"
         if isinstance(self.outcome, Failure):
             text = f"{who} raised {self.outcome.kind}: {self.outcome.message}"
@@ -191,7 +193,7 @@ class _Rank:
         return f"\n--- output of rank {self.rank} ---\n{text}" if text else ""
 
     def end(self) -> None:
-        """Let a finished rank go, kill any other with whatever it started."""
+        """End a finished rank; kill any other rank with its children."""
         if isinstance(self.outcome, bytes):
             self.proceed()
         elif self.process.is_alive():
@@ -237,7 +239,7 @@ def _supervise(ranks: list[_Rank], timeout: float) -> None:
 
 
 def _failure(ranks: list[_Rank]) -> RankError:
-    """Name the cause first: a dead rank, else an error that is not the echo of another rank's."""
+    """Report the cause first: a dead rank, else an error that follows from no other rank."""
     failed = [rank for rank in ranks if rank.failed]
     failed.sort(key=lambda rank: (not rank.lost, rank.is_echo))
     others = [rank.report().splitlines()[0] for rank in failed[1:]]
@@ -245,7 +247,7 @@ def _failure(ranks: list[_Rank]) -> RankError:
 
 
 def _overdue(ranks: list[_Rank], timeout: float) -> RankError:
-    """Name a rank first that does not stand in a collective: the others wait for that one."""
+    """Report first a rank outside a collective, for which the others wait."""
     running = [rank for rank in ranks if not rank.finished]
     numbers = [rank.rank for rank in running]
     running.sort(key=lambda rank: "torch/distributed" in rank.output())
@@ -255,10 +257,10 @@ def _overdue(ranks: list[_Rank], timeout: float) -> RankError:
 
 
 def _start_server() -> None:
-    """Start the server that ranks are forked from, unless it runs.
+    """Start the server that forks ranks, unless it runs.
 
-    It imports what this process has imported by now, or each rank would. Modules of tests are left
-    out: some stop their own import.
+    The server imports the modules of this process, which each rank would import otherwise, except
+    modules of tests, because some stop their own import.
     """
     names = [
         name
@@ -277,16 +279,16 @@ def _start_server() -> None:
 
 
 def _have_short_folder() -> None:
-    """Let multiprocessing's folder have a path that a socket can be bound to.
+    """Give multiprocessing a folder whose path is short enough for a socket.
 
-    The descriptor of the folder for temporary files, by which its path is short, stays open.
+    The path goes through a descriptor of the folder for temporary files, which stays open.
     """
     found = tempfile.gettempdir()
     if len(os.fsencode(found)) <= _LONGEST_FOLDER:
         return
     tempfile.tempdir = f"/proc/self/fd/{os.open(found, os.O_RDONLY | os.O_DIRECTORY)}"
     try:
-        util.get_temp_dir()  # which is kept from then on
+        util.get_temp_dir()  # multiprocessing uses this folder from then on
     finally:
         tempfile.tempdir = found
 
@@ -305,7 +307,7 @@ def _pickle(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
 def _environment(rank: int, world_size: int, folder: str, threads: int) -> dict[str, str]:
     env = dict(os.environ)
     if sys.platform == "linux":
-        env["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else needs to reach them
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # no other machine needs to reach them
     return env | {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -317,11 +319,11 @@ def _environment(rank: int, world_size: int, folder: str, threads: int) -> dict[
 
 
 def _kill_group(process: BaseProcess) -> None:
-    """Kill a rank and what it started; each rank leads a process group of its own."""
+    """Kill a rank and its children; each rank leads a process group of its own."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has not got so far as to make the group
+    except ProcessLookupError:  # it has not made the group yet
         process.kill()
 
 

@@ -1,4 +1,4 @@
-"""A process group with injected latency and bandwidth, so that overlap shows on a CPU."""
+"""Process group with added latency and limited bandwidth, to show overlap on a CPU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _serial = count()
 
 
 class CountedClock:
-    """Seconds of one rank that are counted and not spent, the same on any machine.
+    """Clock of one rank that counts simulated seconds, the same on any machine.
 
-    Compute says with `spend` how long it takes; operations of a `slow_group` with this clock end
-    when they would, and whoever waits for one goes on at that time.
+    Compute calls `spend` with its duration. Operations of a `slow_group` with this clock end at
+    their simulated times, and a wait for one moves the clock to that time.
 
     Attributes:
-        now: Seconds since the clock was made.
+        now: Simulated seconds since the clock was made.
     """
 
     def __init__(self) -> None:
@@ -37,22 +37,22 @@ class CountedClock:
         self._lock = threading.Lock()
 
     def spend(self, seconds: float) -> None:
-        """Let time pass, as compute does."""
+        """Move the clock forward, as compute does."""
         with self._lock:
             self.now += seconds
 
     def transfer(self, seconds: float, *, after: float = 0.0) -> float:
-        """Start an operation now, or when its link is free; return when it ends.
+        """Start an operation now, or when its link is free; return its end in simulated seconds.
 
         Args:
-            seconds: How long it takes.
-            after: When the link is free.
+            seconds: Duration of the operation.
+            after: Time at which the link is free.
         """
         with self._lock:
             return max(self.now, after) + seconds
 
     def reach(self, then: float) -> None:
-        """Wait until a time."""
+        """Move the clock to a time, unless it is later already."""
         with self._lock:
             self.now = max(self.now, then)
 
@@ -64,18 +64,17 @@ def slow_group(
     bandwidth: float = math.inf,
     clock: CountedClock | None = None,
 ) -> ProcessGroup:
-    """Wrap `group` in one whose operations take `latency + bytes / bandwidth` seconds longer.
+    """Wrap `group` so that its operations take `latency + bytes / bandwidth` seconds longer.
 
-    The delay is spent in a thread, one operation after the other as on one link; whoever launched
-    the operation is free until it waits. Bytes are those that this rank passes in. `group` itself
-    must not be used meanwhile.
+    A thread waits for the delays, one operation after the other as on one link; the caller of an
+    operation can continue until it waits. Bytes are those of this rank's input. `group` itself must
+    not be used meanwhile.
 
     Args:
-        group: Group of this rank, for example of `run_in_threads` or the default one.
-        latency: Seconds.
-        bandwidth: Bytes per second.
-        clock: Clock of this rank: the delay is counted there and not spent. None: the delay is
-            spent.
+        group: Group of this rank, for example of `run_in_threads` or the default group.
+        latency: Latency in seconds.
+        bandwidth: Bandwidth in bytes per second.
+        clock: Clock of this rank, which counts the delay without waiting. None: wait.
 
     Raises:
         ValueError: If `latency` is negative or `bandwidth` not positive.
@@ -98,7 +97,7 @@ class _SlowWork(dist.Work):
         self._future, self._clock, self._end = future, clock, end
         self._tensors = tensors  # alive until the operation is done
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # the group has its own
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # the group has its own time-out
         self._future.result()
         if self._clock is not None:
             self._clock.reach(self._end)
@@ -109,7 +108,7 @@ class _SlowWork(dist.Work):
 
 
 def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
-    """A method that runs the one of the wrapped group later; argument `sent` is what it sends."""
+    """Make a method that calls the method of the wrapped group later; `sent` is its input."""
 
     def method(self: _SlowGroup, *args: object, **kwargs: object) -> _SlowWork:
         seconds = self.latency + (_num_bytes(args[sent]) if args else 0) / self.bandwidth
@@ -128,8 +127,8 @@ def _delayed(name: str, *, sent: int) -> Callable[..., _SlowWork]:
     return method
 
 
-# By the name of a method: the one of the wrapped group, and which argument is what it sends. Newer
-# torch calls some operations by their newer names.
+# Name of a method -> method of the wrapped group, and index of the argument that it sends. Newer
+# versions of torch call some operations by newer names.
 _DELAYED = {
     "alltoall": ("alltoall", 1),
     "alltoall_base": ("alltoall_base", 1),
@@ -148,7 +147,7 @@ _DELAYED = {
 
 
 class _SlowGroup(ProcessGroup):
-    """Delays what another group does: what `_DELAYED` says."""
+    """Process group that delays operations of another group, as listed in `_DELAYED`."""
 
     def __init__(
         self, inner: ProcessGroup, latency: float, bandwidth: float, clock: CountedClock | None
@@ -157,20 +156,20 @@ class _SlowGroup(ProcessGroup):
         self.clock = clock
         self.inner, self.latency, self.bandwidth = inner, latency, bandwidth
         self.link = ThreadPoolExecutor(1, thread_name_prefix="slow-link")
-        self.is_free = 0.0  # when the link has done all that was launched, by the clock
+        self.is_free = 0.0  # simulated time at which the link has finished all operations
         self._name = ""
 
     def recv(self, *args: Any) -> dist.Work:
-        """Not delayed: the send is, and must not queue up behind a receive."""
+        """Receive without a delay: a send has one, and must not queue up behind a receive."""
         return self.inner.recv(*args)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        """Return what torch shows for this group."""
+        """Return the name that torch shows for this group."""
         return "slow"
 
     @property
     def group_name(self) -> Any:
-        """Name that functional collectives find this group by."""
+        """Name by which functional collectives find this group."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Several real Gloo ranks inside one process, one thread each."""
+"""Several real Gloo ranks in one process, each a thread."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def run_in_threads(
 ) -> list[T]:
     """Run `fn` once per rank, each in a thread of this process with a Gloo group of its own.
 
-    Quicker than processes and easy to debug, and `fn` may be any callable. The ranks share
-    everything else: module state, the random generator, the working directory. There is no default
-    group; pass the group everywhere.
+    Threads start faster than processes and are easy to debug, and `fn` may be any callable. The
+    ranks share everything but the group: module state, the random generator, the working directory.
+    There is no default group; pass the group everywhere.
 
     Args:
-        fn: Called with the group of its rank: `group.rank()`, `group.size()`.
+        fn: Function of the group of its rank: `group.rank()`, `group.size()`.
         world_size: Number of ranks.
         timeout: Seconds for all ranks together, and for each collective.
 
     Returns:
-        What `fn` returned, by rank.
+        Results of `fn`, by rank.
 
     Raises:
-        RankError: If a rank raised (the first one that did; the original is the cause) or did not
+        RankError: If a rank raised (the error of the first such rank is the cause) or did not
             finish in time.
     """
     __tracebackhide__ = True
@@ -63,7 +63,7 @@ def run_in_threads(
         except BaseException as error:  # noqa: BLE001  # handed to the caller
             finished.put((rank, None, error))
             # Gloo closes the connections of this rank, and so ends collectives in which others
-            # wait for it, once nothing holds its group: not a frame of the traceback either.
+            # wait for it, once nothing refers to its group, frames of the traceback included.
             traceback.clear_frames(error.__traceback__)
             _forget_group(run, rank, groups)
 
