@@ -131,7 +131,7 @@ def test_a_socket_of_multiprocessing_has_a_place_where_paths_are_long(tmp_path: 
     long.mkdir()
     program = (
         "from multiprocessing.connection import Listener; "
-        "from hp_base.temporary import short_temporary_folder; "
+        "from hp_base.own_caches import short_temporary_folder; "
         "short_temporary_folder(); Listener(family='AF_UNIX').close()"
     )
     env = os.environ | {"TMPDIR": str(long)}

@@ -1,7 +1,7 @@
-"""What every package stands on, without torch: whole files, strangers' folders, one-line errors."""
+"""Common parts of all packages, without torch: whole files, strangers' folders, one-line errors."""
 
 from hp_base.atomic_write import remove_unfinished, replace_file, replacing
-from hp_base.command_line import Parser, say, warn, write_named
+from hp_base.command_line import Parser, say, scratch, warn, write_named
 from hp_base.errors import (
     PREEMPTED,
     CheckpointError,
@@ -30,7 +30,6 @@ from hp_base.folder import (
 )
 from hp_base.lazy import lazily
 from hp_base.process import run_command
-from hp_base.scratch import scratch
 from hp_base.seeds import derive_seed
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Files that are there whole or not at all, and what writers that were killed leave behind.
+"""Files that exist whole or not at all, and the removal of files that killed writers left.
 
 A file is written under another name, locked as long as its writer lives, and renamed when it is
-whole. An unfinished one that nobody has locked is a leftover.
+whole. An unfinished file without a lock is a leftover.
 """
 
 import errno
@@ -23,8 +23,8 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file in one step: see :func:`replacing`.
 
     Args:
-        path: The file; it need not exist, its directory must.
-        content: All of it.
+        path: Path of the file, in a directory that exists.
+        content: All bytes of the file.
     """
     with closed_at_end(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)) as directory:
         with replacing(directory, path.name) as file:
@@ -34,9 +34,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(directory: int, name: str) -> Iterator[IO[bytes]]:
-    """Give a new file that gets its name at the end, whoever else does so, if nothing is raised.
+    """Yield a new file that gets its name at the end of the context, if nothing is raised.
 
-    Readers see all of the old content or all of the new one, under every name that the old one has.
+    Readers see all of the old content or all of the new content. Several writers may do so at the
+    same time: the last one counts.
 
     Args:
         directory: Descriptor of the directory.
@@ -58,7 +59,7 @@ def replacing(directory: int, name: str) -> Iterator[IO[bytes]]:
 
 
 def new_unfinished(directory: int, name: str) -> tuple[str, IO[bytes]]:
-    """Make an empty file under another name, locked, so that nobody takes it for a leftover."""
+    """Make an empty file under another name, locked, so that it is not taken for a leftover."""
     while True:
         unfinished = f"{name}.{uuid4().hex}.tmp"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -69,12 +70,12 @@ def new_unfinished(directory: int, name: str) -> tuple[str, IO[bytes]]:
 
 
 def remove_unfinished(directory: Path | int) -> None:
-    """Remove the files and folders that writers who died left unfinished in a directory.
+    """Remove the unfinished files and folders of dead writers from a directory.
 
-    Nothing is removed where the file system has no locks: another node may be writing it.
+    Nothing is removed where the file system has no locks: a writer may be on another node.
 
     Args:
-        directory: Descriptor, or path of one that need not exist.
+        directory: Descriptor of the directory, or its path, which need not exist.
     """
     if not isinstance(directory, int):
         with (
@@ -90,7 +91,7 @@ def remove_unfinished(directory: Path | int) -> None:
             kind = os.O_RDONLY | os.O_DIRECTORY if is_folder else os.O_RDWR
             flags = kind | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(name, flags, dir_fd=directory)
-        except OSError:  # it has its name by now, or is neither
+        except OSError:  # renamed meanwhile, or neither a file nor a folder
             continue
         with closed_at_end(descriptor):
             if not try_lock(descriptor, without_locks=False):
@@ -103,11 +104,11 @@ def remove_unfinished(directory: Path | int) -> None:
 
 
 def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
-    """Lock a file or directory until the descriptor is closed; False if another one holds the lock.
+    """Lock a file or directory until the descriptor is closed; return False if it is locked.
 
     Args:
         descriptor: Descriptor of an open file or directory.
-        without_locks: The answer where the file system has no such locks.
+        without_locks: Result where the file system has no such locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,9 +118,9 @@ def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
 
 
 def lock_holder(descriptor: int) -> str:
-    """Name the holder of the lock of an open file, in words; empty where the system does not tell.
+    """Describe the process that holds the lock of an open file; empty where it is unknown.
 
-    Another node of a network file system, for example, or a process of another container.
+    It is unknown on another node of a network file system, for example, or in another container.
     """
     about = os.fstat(descriptor)
     place = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
@@ -137,7 +138,7 @@ def lock_holder(descriptor: int) -> str:
 
 @contextmanager
 def closed_at_end(descriptor: int) -> Iterator[int]:
-    """Give an open file or directory, which is closed at the end."""
+    """Yield an open descriptor, and close it at the end of the context."""
     try:
         yield descriptor
     finally:

@@ -1,4 +1,4 @@
-"""Memory of a GPU that no tensor has: context, communicators of NCCL, peers. No torch."""
+"""Memory of a GPU besides tensors: context, communicators of NCCL, peers. No torch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Held(NamedTuple):
     """Communicators and buffers of NCCL that a rank holds while a run lasts.
 
     Attributes:
-        communicators: Number of those of more than one rank that NCCL has connected: the default
-            one, since it is given its device, and all others of a run, which sum a number when they
-            are made.
-        peers: Ranks that it sends to or receives from one by one, in exchanges and along edges of
-            the pipeline, each of them in each communicator; those on other nodes share a buffer
+        communicators: Number of communicators of more than one rank that NCCL has connected: the
+            default one, since it is given its device, and all others of a run, which sum a number
+            when they are made.
+        peers: Number of ranks that it sends to or receives from one by one, in exchanges and along
+            edges of the pipeline, counted in each communicator; ranks on other nodes share a buffer
             and count as one.
     """
 
@@ -37,19 +37,19 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, exchanges: Iterable[Sequence[int]], *, node_size: int) -> Held:
-        """Count what a rank holds.
+        """Count the communicators and buffers of a rank.
 
         Args:
-            rank: Global rank that holds them.
-            exchanges: For each of its communicators the ranks that it sends to or receives from
-                one by one; itself may be among them.
-            node_size: Devices of a node.
+            rank: Global rank.
+            exchanges: For each communicator of the rank, the ranks that it sends to or receives
+                from one by one, perhaps with itself.
+            node_size: Number of devices of a node.
         """
         numbers = [_num_peers(rank, ranks, node_size) for ranks in exchanges]
         return cls(len(numbers), sum(numbers))
 
     def in_bytes(self) -> dict[str, int]:
-        """Return the memory of a GPU that no tensor has, by what has it."""
+        """Return the bytes of a GPU besides tensors, by their use."""
         return {
             "context": int(GPU_MARGIN["context_memory"]),
             "communicators": int(self.communicators * GPU_MARGIN["communicator_memory"]),

@@ -1,23 +1,27 @@
-"""Parsers of command lines, files that they name to be written, and what commands say."""
+"""Parsers of command lines, files and folders that flags name, and output of commands."""
 
 import argparse
 import errno
 import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hp_base.atomic_write import replace_file
-from hp_base.errors import ConfigError
+from hp_base.errors import ConfigError, HpError
 from hp_base.folder import why_not
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a wrong command line in one line.
+    """A parser that raises an error of one line for a wrong command line.
 
     Args:
         see: Command that shows its help; empty: the program with ``--help``.
-        **options: Those of `argparse.ArgumentParser`.
+        **options: Options of `argparse.ArgumentParser`.
     """
 
     def __init__(self, *, see: str = "", **options: Any) -> None:
@@ -34,26 +38,26 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(text: str) -> None:
-    """Write lines to standard output at once, whoever reads them."""
+    """Write lines to standard output, and flush it."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def warn(text: str) -> None:
-    """Write lines to standard error at once."""
+    """Write lines to standard error, and flush it."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def require_files(options: argparse.Namespace, *names: str) -> None:
-    """Refuse files that cannot be written, before a command works for what is to stand in them.
+    """Check that files can be written, before a command computes their content.
 
     Args:
         options: Parsed flags.
-        names: Names of flags that take a file, or none, without ``--``.
+        names: Names of flags for files, without ``--``; a flag without a value is not checked.
 
     Raises:
-        ConfigError: Naming the flag.
+        ConfigError: If a file cannot be written; names the flag.
     """
     for name in names:
         path = getattr(options, name)
@@ -65,10 +69,10 @@ def require_files(options: argparse.Namespace, *names: str) -> None:
 
 
 def require_folder(flag: str, path: str | None) -> None:
-    """Make a folder for what a command will have found, unless it is there or none is named.
+    """Make a folder for results of a command, if a flag names one and it does not exist.
 
     Raises:
-        ConfigError: Naming the flag, when it cannot be made or written to.
+        ConfigError: If the folder cannot be made or written to; names the flag.
     """
     if not path:
         return
@@ -80,7 +84,7 @@ def require_folder(flag: str, path: str | None) -> None:
 
 
 def write_named(flag: str, path: str, text: str) -> None:
-    """Write a file that a flag names, in one step; what is no regular file is written through.
+    """Write a file that a flag names in one step, or write to a device such as /dev/stdout.
 
     Raises:
         ConfigError: When it cannot be written.
@@ -92,6 +96,40 @@ def write_named(flag: str, path: str, text: str) -> None:
             replace_file(Path(path), text.encode())
     except (OSError, ValueError) as error:
         raise _unwritten(flag, path, error) from None
+
+
+@contextmanager
+def scratch(prefix: str, keep: str | None = None) -> Iterator[Path]:
+    """Yield a folder for runs: a temporary one, which stays after a failure, or one to keep.
+
+    Args:
+        prefix: Prefix of the name of a temporary folder.
+        keep: Folder to make and keep; None: a temporary one.
+
+    Raises:
+        ConfigError: When the folder to keep cannot be made.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix)) if keep is None else _new_folder(keep)
+    ended = False
+    try:
+        yield folder
+        ended = True
+    except HpError as error:
+        ended = error.exit_code > 128  # a user has stopped it
+        raise
+    finally:
+        if ended and keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_folder(keep: str) -> Path:
+    folder = Path(keep)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        reason = error.strerror
+        raise ConfigError(f"--keep ({keep}) must be a folder that can be made: {reason}") from None
+    return folder
 
 
 def _require_place(path: Path) -> None:

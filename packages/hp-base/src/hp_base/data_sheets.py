@@ -1,4 +1,4 @@
-"""Rates that data sheets of GPUs promise, and the part of them that programs reach."""
+"""Rates of GPUs in data sheets, and the part of them that programs reach."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -31,15 +31,15 @@ PEAK_TERAFLOPS: dict[str, dict[str, float]] = {
 }
 """Dense peaks of data sheets by words of CUDA's device name and by `train.dtype`.
 
-float32 without TF32, which torch leaves off by default; float64 on tensor cores, where there are
-such. What is not listed is not known: a T4 has no bf16.
+float32 is without TF32, which torch leaves off by default; float64 is on tensor cores, if a GPU has
+those. Missing entries are unknown, or do not exist: a T4 has no bf16.
 """
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the operations per second that a data sheet promises; None where that is not known.
+    """Return the operations per second in a data sheet; None where they are unknown.
 
-    Of several entries the longest counts that is whole words of the name:
+    The longest entry counts whose words are all in the name:
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16"), peak_flops("NVIDIA H100 PCIe", "bfloat16")
     (989000000000000.0, 756000000000000.0)
@@ -64,12 +64,12 @@ REACHED: Mapping[str, float] = {
     "compiled": 0.40,
     "launch seconds": 5.0e-6,
 }
-"""What programs reach of data sheets, fitted to published steps by `bench_plan_published.py`.
+"""Rates of programs as parts of data sheets, fitted to published steps (`bench_plan_published.py`).
 
-Of the peak of products of matrices, of those of experts and of attention; of the bandwidth of
-memory, counting each operand of a kernel once; of links within a node and between nodes. Of kernels
-that are no products, the share that is left where they are fused. And the seconds in which a host
-launches a kernel.
+Parts of the peak for products of matrices, grouped products of experts, and attention; parts of the
+bandwidth of memory, where each operand of a kernel counts once, of links within a node and between
+nodes; the part of the time of other kernels that is left where they are fused; and the seconds in
+which a host launches a kernel.
 """
 
 
@@ -78,11 +78,11 @@ class Sheet(NamedTuple):
 
     Attributes:
         teraflops: Dense peak in bfloat16.
-        gigabytes: Memory.
-        terabytes_per_second: Bandwidth of that memory.
+        gigabytes: Size of the memory.
+        terabytes_per_second: Bandwidth of the memory.
         link: Gigabytes per second to other GPUs of the node, in each direction.
-        node_link: The same to other nodes.
-        node_size: GPUs that such links connect.
+        node_link: Gigabytes per second to other nodes, in each direction.
+        node_size: Number of GPUs that the links of a node connect.
     """
 
     teraflops: float

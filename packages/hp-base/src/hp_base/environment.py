@@ -1,4 +1,4 @@
-"""Variables that torchrun or Slurm put into the environment, read without torch."""
+"""Environment variables of torchrun and Slurm, read without torch."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hp_base.errors import ConfigError
 
 _FIRST_SPECIAL_STEP = 2**32 - 16
-"""Slurm numbers the batch script and other steps that are no ``srun`` from the top down."""
+"""First number of Slurm's steps besides ``srun``, such as the batch script."""
 
 _REMEDIES = {
     "WORLD_SIZE": "; where no torchrun has started this process: unset RANK WORLD_SIZE",
@@ -18,10 +18,10 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Processes that somebody else has started.
+    """The processes of a job that torchrun or ``srun`` has started.
 
     Attributes:
-        variable: Where the number of processes was read.
+        variable: Variable with the number of processes.
         size: Number of processes.
     """
 
@@ -33,15 +33,15 @@ class World:
 
     @property
     def remedy(self) -> str:
-        """Remedy where the variables are left over from another job, to end a message."""
+        """Return the end of a message with a remedy for variables left over from another job."""
         return _REMEDIES[self.variable]
 
 
 def external_world(env: Mapping[str, str] = os.environ) -> World | None:
-    """Return the processes started by torchrun or ``srun``; None where this one is to start them.
+    """Return the processes started by torchrun or ``srun``; None where this process starts them.
 
-    A Slurm batch script is one process, whatever number of tasks its job asked for, and starts
-    the others itself; so does the one task of a step, a shell on a node for example.
+    A Slurm batch script is one process, whatever number of tasks its job has, and starts the other
+    processes itself; so does the only task of a step, such as a shell on a node.
 
     Raises:
         ConfigError: When the number of processes is not a number.
@@ -60,10 +60,10 @@ def external_world(env: Mapping[str, str] = os.environ) -> World | None:
 
 
 def require_unstarted(what: str) -> None:
-    """Refuse to start processes where somebody else has.
+    """Check that torchrun or ``srun`` has not started the processes already.
 
     Args:
-        what: What would start them, as the message begins.
+        what: Name of the command that would start processes, as the message begins.
 
     Raises:
         ConfigError: Under torchrun or ``srun``.
@@ -74,10 +74,10 @@ def require_unstarted(what: str) -> None:
 
 
 def require_meeting_point(env: Mapping[str, str]) -> None:
-    """Refuse ranks that are told of each other, but not where they meet.
+    """Check that ranks which torchrun's variables announce also have an address to meet at.
 
     Raises:
-        ConfigError: Naming the variable, and what to do where it is left over from another job.
+        ConfigError: If a variable is missing or wrong; names it, and a remedy.
     """
     remedy = _REMEDIES["WORLD_SIZE"]
     if not env.get("MASTER_ADDR"):
@@ -88,16 +88,16 @@ def require_meeting_point(env: Mapping[str, str]) -> None:
 
 
 def speaks_for_node(env: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether this process says what all processes of its machine have to say."""
+    """Tell whether this process is the one of its machine that prints messages."""
     try:
-        is_alone = external_world(env) is None  # whatever another job has left in the variables
+        is_alone = external_world(env) is None
     except ConfigError:
         is_alone = False
     return is_alone or env.get("LOCAL_RANK", env.get("SLURM_LOCALID", "0")) == "0"
 
 
 def slurm_rendezvous(env: Mapping[str, str]) -> dict[str, str]:
-    """Find where the processes of a Slurm step meet: the first host, and a port of the job.
+    """Return the address at which processes of a Slurm step meet: first host, port of the job.
 
     Returns:
         Values of ``MASTER_ADDR`` and ``MASTER_PORT`` that are not set already.

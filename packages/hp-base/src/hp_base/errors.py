@@ -23,7 +23,7 @@ PREEMPTED = 75
 
 
 def told(error: Exception, most: int) -> str:
-    """Say kind and message of somebody else's error in one line, cut to a number of characters."""
+    """Return the type and message of an error in one line, cut to a number of characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 
@@ -46,7 +46,7 @@ class DataError(HpError):
 
 
 class CheckpointError(HpError, ValueError):
-    """A checkpoint cannot be written or read, or does not have what is asked of it."""
+    """A checkpoint cannot be written or read, or lacks tensors or values that a caller needs."""
 
     exit_code = 4
 
@@ -76,13 +76,13 @@ class DifferenceError(HpError):
 
 
 class RunDirectoryError(HpError):
-    """The run directory is gone, cannot be used, or holds what no run puts there."""
+    """The run directory is gone, cannot be used, or contains files that are not of a run."""
 
     exit_code = 9
 
 
 class RehearsalError(HpError):
-    """A dry run found what a run would fail of."""
+    """A dry run found an error that a run would have."""
 
     exit_code = 10
 
@@ -94,10 +94,10 @@ class MachineError(HpError):
 
 
 class RunFailedError(HpError):
-    """A run that something else needs has failed, and has said why itself.
+    """A run inside of a command has failed, and has printed its error itself.
 
     Args:
-        message: What failed.
+        message: Description of the run that failed.
         status: Exit status of the run, which becomes that of the command.
     """
 

@@ -1,11 +1,10 @@
-"""Folders held open by descriptor, in which no link is followed and no pipe is waited for.
+"""Folders held open by descriptor, in which links are not followed and pipes do not block.
 
-Whoever gives a run directory away has chosen what stands in it: under the name of a log there may
-be a link to the reader's own files, a pipe that blocks for ever, a device. So the path that a
-person gives is opened once, and may be or lead through a link; every name below it is opened from
-that descriptor, is never followed, and must be a regular file or a directory. What is written is
-always a new file that is given its name when it is made, so that nobody's other name for the old
-one (a hard link) sees a byte of it.
+A run directory may come from a stranger: the name of a log may be a link to the reader's own files,
+a pipe that blocks for ever, or a device. So the path that a user gives is opened once, and may be
+or lead through a link; every name below it is opened from that descriptor without following links,
+and must be a regular file or a directory. A file is always written as a new file that replaces the
+old one, so that another name of the old file (a hard link) does not change.
 """
 
 import errno
@@ -27,21 +26,21 @@ from hp_base.atomic_write import (
 from hp_base.errors import RunDirectoryError
 
 MOST_BYTES = 1 << 26
-"""Of a file that is read as a whole, unless its reader says otherwise."""
+"""Largest file that is read as a whole, by default."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK a named pipe would block for ever.
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class DamageError(Exception):
-    """Tells that a thing on storage must not be used, and why, in one line."""
+    """A file or folder must not be used; the message of one line says why."""
 
 
 class Folder:
-    """A directory that stays the same one whatever happens to its name; closed at the end.
+    """An open directory, which stays the same if its name changes; a context that closes it.
 
-    Names are those of its entries, without slashes. Every method may raise RunDirectoryError, in
-    one line with the path: a name is something else than it must be, or the storage failed.
+    Names are names of its entries, without slashes. Every method may raise RunDirectoryError, in
+    one line with the path, if an entry is of the wrong kind, or the storage failed.
 
     Attributes:
         path: Path by which it was opened, for messages.
@@ -53,7 +52,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the directory that a person named, which may be a link to one."""
+        """Open the directory that a user named, which may be a link to one."""
         try:
             return cls(path, os.open(path, _DIRECTORY))
         except OSError as error:
@@ -72,7 +71,7 @@ class Folder:
 
     @property
     def is_here(self) -> bool:
-        """Tells whether its path still leads to it: it was neither removed nor renamed."""
+        """Tell whether its path still leads to it: it was neither removed nor renamed."""
         try:
             there = self.path.stat()
         except OSError:
@@ -81,7 +80,7 @@ class Folder:
 
     @property
     def gone(self) -> str:
-        """Message for when its path leads elsewhere."""
+        """Return the message for a directory that was removed or renamed."""
         return f"the run directory ({self.path}) is gone: it was removed or renamed"
 
     def sub(self, name: str, *, make: bool = False) -> "Folder":
@@ -102,18 +101,18 @@ class Folder:
         return self._about(name) is not None
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of what has that name; None if there is nothing."""
+        """Return the bytes of the entry with that name; None if there is none."""
         about = self._about(name)
         return None if about is None else about.st_size
 
     def require_file(self, name: str) -> None:
-        """Refuse anything of that name that is no regular file; there need be nothing."""
+        """Raise RunDirectoryError if an entry with that name exists and is not a regular file."""
         about = self._about(name)
         if about is not None and not stat.S_ISREG(about.st_mode):
             raise RunDirectoryError(f"{self.path / name} must be a regular file")
 
     def require_files(self) -> None:
-        """Refuse anything in it that is no regular file."""
+        """Raise RunDirectoryError if any entry is not a regular file."""
         with self._told("list", ""):
             names = names_in(self.descriptor)
         for name in names:
@@ -135,7 +134,7 @@ class Folder:
             os.unlink(name, dir_fd=self.descriptor)
 
     def fresh(self, name: str) -> IO[bytes]:
-        """Make an empty file, to be read and written, in place of the one that had the name."""
+        """Make an empty file for reading and writing, in place of one with the same name."""
         with self._told("write", name):
             self.require_file(name)
             draft, file = new_unfinished(self.descriptor, name)
@@ -144,7 +143,7 @@ class Folder:
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[IO[bytes]]:
-        """See :func:`hp_base.atomic_write.replacing`."""
+        """Yield a new file that gets its name at the end: see `hp_base.atomic_write.replacing`."""
         with self._told("write", name):
             self.require_file(name)
             with replacing(self.descriptor, name) as file:
@@ -157,7 +156,7 @@ class Folder:
         file.close()
 
     def remove_unfinished(self) -> None:
-        """Remove what writers that died left."""
+        """Remove the unfinished files of dead writers."""
         with self._told("list", ""):
             remove_unfinished(self.descriptor)
 
@@ -196,7 +195,7 @@ def open_directory(path: str | Path, parent: int | None = None) -> int:
 
 
 def opened_directory(path: str | Path, parent: int | None = None) -> AbstractContextManager[int]:
-    """Like :func:`open_directory`, and closed at the end."""
+    """Open a directory as :func:`open_directory`, for a context."""
     return closed_at_end(open_directory(path, parent))
 
 
@@ -227,7 +226,7 @@ def open_file(directory: int, name: str, flags: int = os.O_RDONLY, *, mode: int 
 
 
 def opened(directory: int, name: str) -> AbstractContextManager[int]:
-    """Like :func:`open_file`, to be read, and closed at the end."""
+    """Open a file for reading as :func:`open_file`, for a context."""
     return closed_at_end(open_file(directory, name))
 
 
@@ -248,9 +247,9 @@ def read_whole(directory: int, name: str, *, limit: int) -> bytes:
 
 
 def open_named(path: Path) -> int:
-    """Return the descriptor of a regular file that a person names, which may be a link to one.
+    """Return the descriptor of a regular file that a user names, which may be a link to one.
 
-    A pipe would be waited for, and a device has no end.
+    Pipes, which may block, and devices, which have no end, are refused.
 
     Raises:
         OSError: When it cannot be opened.
@@ -264,15 +263,15 @@ def open_named(path: Path) -> int:
 
 
 def read_named(path: Path, *, limit: int = MOST_BYTES) -> bytes:
-    """Return all bytes of a file that a person names; see `open_named`.
+    """Return all bytes of a file that a user names; see `open_named`.
 
     Args:
         path: Path of the file.
-        limit: Bytes that it may have.
+        limit: Most bytes that it may have.
 
     Raises:
         OSError: When it cannot be read.
-        ValueError: When it is no regular file, or a longer one.
+        ValueError: When it is not a regular file, or longer than `limit`.
     """
     with os.fdopen(open_named(path), "rb") as file:
         content = file.read(limit + 1)
@@ -282,7 +281,7 @@ def read_named(path: Path, *, limit: int = MOST_BYTES) -> bytes:
 
 
 def why_not(error: Exception) -> str:
-    """Say why a file cannot be read or parsed, in words that fit into a line."""
+    """Return the reason why a file cannot be read or parsed, in words that fit into a line."""
     told = error.strerror if isinstance(error, OSError) else None
     return " ".join((told or str(error)).split())[:120]
 
@@ -299,12 +298,12 @@ def read_span(descriptor: int, begin: int, end: int) -> bytes:
 
 
 def read_into(descriptor: int, buffer: memoryview, position: int = 0) -> int:
-    """Fill a buffer from a file; fewer bytes than it holds at the end of the file.
+    """Fill a buffer from a file, as far as the file has bytes.
 
     Args:
         descriptor: Descriptor of the file.
         buffer: Buffer for the bytes.
-        position: First byte.
+        position: Position in the file of the first byte.
 
     Returns:
         Number of bytes that were read.

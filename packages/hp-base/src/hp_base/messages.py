@@ -24,7 +24,7 @@ def shown(value: object, *, limit: int = _SHOWN) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """Return a path for a one-line message, which names most of them whole."""
+    """Return a path for a one-line message, cut only if it is very long."""
     return shown(str(path), limit=250)
 
 

@@ -1,4 +1,4 @@
-"""Numbers given to options of the command line, each checked where it is read."""
+"""Parsers of numbers for options of the command line, which check a number when it is read."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _LARGEST = 2**31 - 1
 
 
 def whole(option: str, *, least: int, largest: int = _LARGEST) -> Callable[[str], int]:
-    """Make what reads a whole number.
+    """Return a parser of a whole number.
 
     Args:
         option: Name of the option as it is given, for messages.
@@ -19,7 +19,7 @@ def whole(option: str, *, least: int, largest: int = _LARGEST) -> Callable[[str]
         largest: Largest number that is allowed.
 
     Returns:
-        For `argparse`; raises `ConfigError`.
+        A `type` for `argparse`; raises `ConfigError`.
     """
     return _reader(
         option,
@@ -31,14 +31,14 @@ def whole(option: str, *, least: int, largest: int = _LARGEST) -> Callable[[str]
 
 
 def real(option: str, *, below: float = math.inf) -> Callable[[str], float]:
-    """Make what reads a number that is not negative; neither NaN nor infinity is one.
+    """Return a parser of a finite number that is not negative.
 
     Args:
         option: Name of the option as it is given, for messages.
-        below: What it has to be less than.
+        below: Bound that the number must be less than.
 
     Returns:
-        For `argparse`; raises `ConfigError`.
+        A `type` for `argparse`; raises `ConfigError`.
     """
     return _reader(
         option,
@@ -53,7 +53,7 @@ def real(option: str, *, below: float = math.inf) -> Callable[[str], float]:
 def _reader(
     option: str, kind: Callable[[str], T], form: str, *rules: tuple[Callable[[T], bool], str]
 ) -> Callable[[str], T]:
-    """Make what reads a number of a kind; each rule says what the number must be."""
+    """Return a parser of a number of a kind, with rules: a condition and its words for messages."""
 
     def read(text: str) -> T:
         try:

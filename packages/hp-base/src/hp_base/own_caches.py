@@ -1,17 +1,18 @@
-"""Folders from which libraries load code that they have compiled: those of this user alone."""
+"""Folders that only this user can change: caches, compiled code of libraries, temporary files."""
 
 import atexit
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from multiprocessing import util
 from pathlib import Path
 
+from hp_base.atomic_write import closed_at_end
 from hp_base.errors import ConfigError, MachineError
 from hp_base.folder import why_not
-from hp_base.user_cache import make_own, user_cache
 
 FOLDER = "hp-train-compiled"
 CACHES = {
@@ -22,29 +23,70 @@ CACHES = {
     "CUDA_CACHE_PATH": "cuda",
     "HF_MODULES_CACHE": "modules",
 }
-"""Variables that name a folder of code, and the folder in `FOLDER` where they name none."""
+"""Variables for folders of code, and the folder in `FOLDER` for a variable that is not set."""
 _NO_PLACE = "no folder for temporary files can be written to: set TMPDIR to one that can"
-_OTHERS = ("/tmp", "/var/tmp")  # noqa: S108 - what is taken there is looked at
+_OTHERS = ("/tmp", "/var/tmp")  # noqa: S108 - folders in them are checked
 _RECORDS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""What NCCL did before a time-out; the name begins with this, and a link there is followed."""
+"""Variables for the prefix of files with NCCL's last calls before a time-out; follows links."""
+_LONGEST = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+"""Bytes that the path of a Unix socket may have, without those that multiprocessing adds."""
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def user_cache(name: str) -> Path:
+    """Return the path of a folder in ``$XDG_CACHE_HOME`` for files that several runs share.
+
+    Without a home the path does not exist, and cannot be made.
+    """
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(home):  # noqa: PTH117
+        return Path(home) / name
+    try:
+        return Path.home() / ".cache" / name
+    except RuntimeError:
+        return Path(os.devnull) / name
+
+
+def make_own(path: Path) -> None:
+    """Make a folder of this user, if it does not exist.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextmanager
+def opened_own(path: Path) -> Iterator[int | None]:
+    """Yield the descriptor of a folder of this user alone; None if it is not, or is missing."""
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except OSError:
+        yield None
+        return
+    with closed_at_end(descriptor):
+        about = os.fstat(descriptor)
+        is_own = about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077
+        yield descriptor if is_own else None
 
 
 def own_caches(env: MutableMapping[str, str]) -> None:
-    """Name folders of this user for all caches of code.
+    """Set the variables for all caches of code to folders of this user.
 
-    torch, Triton, CUDA and transformers keep code in folders that variables name, by default some
-    of them among temporary files, under names that everybody knows: who makes one first has their
-    code run by the next. So each of them is in a folder in the cache of this user, of whose path no
-    part belongs to another user or can be exchanged by one; where there is none, in a new folder
-    that ends with the process. A folder that a variable names is looked at alike.
-    docs/reference/files.md lists what else is read and written outside of a run directory.
+    torch, Triton, CUDA and transformers keep code in folders that variables name. Some are by
+    default among temporary files, under names that are known: another user who makes such a folder
+    first can have their code run. So each is put into the cache of this user, if no part of its
+    path can be changed by another user, else into a new folder that is removed with the process. A
+    folder that a variable names already is checked likewise. docs/reference/files.md lists other
+    files that are read and written outside of a run directory.
 
     Args:
-        env: Environment of this process and of those that it starts; names are added to it.
+        env: Environment of this process and of its children; variables are added to it.
 
     Raises:
-        ConfigError: When a variable names a folder that another user can change.
-        MachineError: When no folder can be made.
+        ConfigError: If a variable names a folder that another user can change.
+        MachineError: If no folder can be made.
     """
     for name in CACHES:
         if env.get(name):
@@ -61,10 +103,10 @@ def own_caches(env: MutableMapping[str, str]) -> None:
 
 
 def own_temporary_folder(env: MutableMapping[str, str]) -> None:
-    """Have temporary files of this process, and of those that it starts, in a folder of this user.
+    """Set the folder for temporary files of this process and its children to one of this user.
 
-    Of some of them everybody knows the name: torch loads generated modules and compiled kernels
-    from folders there, and takes no other place.
+    torch loads generated modules and compiled kernels from temporary folders with known names, and
+    has no setting for another place.
 
     Args:
         env: Environment of this process.
@@ -79,8 +121,27 @@ def own_temporary_folder(env: MutableMapping[str, str]) -> None:
     env["TMPDIR"] = tempfile.tempdir = _own_folder_in(shared)
 
 
+def short_temporary_folder() -> None:
+    """Give multiprocessing's folder of this process a path that is short enough for a socket.
+
+    The path is short because it names an open descriptor, which stays open as long as the process.
+
+    Raises:
+        OSError: When there is no folder for temporary files.
+    """
+    found = tempfile.gettempdir()
+    if len(os.fsencode(found)) <= _LONGEST:
+        return
+    short = f"/proc/self/fd/{os.open(found, os.O_RDONLY | os.O_DIRECTORY)}"
+    tempfile.tempdir = short
+    try:
+        util.get_temp_dir()  # multiprocessing keeps the result
+    finally:
+        tempfile.tempdir = found
+
+
 def why_not_kept() -> str:
-    """Say why compiled code is not kept from run to run; empty: it is."""
+    """Return the reason why compiled code is not kept from run to run; empty: it is kept."""
     try:
         make_own(user_cache(FOLDER))
     except OSError as error:
@@ -89,7 +150,7 @@ def why_not_kept() -> str:
 
 
 def why_unsafe(path: Path) -> str:
-    """Say why code must not be loaded from a folder; empty: only this user can change it."""
+    """Return the reason why a folder is not safe for code; empty: only this user can change it."""
     mine = {0, os.geteuid(), *_unmapped()}
     for folder in (path, *path.parents):
         about = folder.lstat()
@@ -98,7 +159,7 @@ def why_unsafe(path: Path) -> str:
             return f"{folder} is no folder"
         if about.st_uid not in mine:
             return f"{folder} belongs to user {about.st_uid}"
-        # Users have groups of their own where folders above are open to the group by default.
+        # Where parent folders are open to the group by default, each user has their own group.
         is_open = mode & 0o002 or (mode & 0o020 and about.st_gid not in (0, os.getegid()))
         if (mode & 0o022) if folder is path else (is_open and not mode & stat.S_ISVTX):
             return f"others can write to {folder} (mode {mode:o})"
@@ -122,14 +183,14 @@ def _named(name: str, value: str) -> str:
 
 
 def _folder() -> Path:
-    """In the cache of this user; where that cannot be, one that ends with this process."""
+    """Return a folder in the cache of this user, else one that is removed with this process."""
     if not why_not_kept():
         return user_cache(FOLDER)
     return Path(_passing(None, f"{FOLDER}-"))
 
 
 def _own_folder_in(shared: str) -> str:
-    """A folder for temporary files that only this user can change; one that passes, if need be."""
+    """Return a folder for temporary files that only this user can change, a new one if needed."""
     if not why_unsafe(Path(os.path.realpath(shared))):
         return shared
     for folder in dict.fromkeys((shared, *_OTHERS)):
@@ -142,7 +203,7 @@ def _own_folder_in(shared: str) -> str:
 
 
 def _passing(folder: str | None, prefix: str) -> str:
-    """Return a new folder that ends with this process."""
+    """Return a new folder that is removed when this process ends."""
     try:
         made = tempfile.mkdtemp(prefix=prefix, dir=folder)
     except OSError as error:
@@ -157,7 +218,7 @@ def _remove(folder: str, owner: int) -> None:
 
 
 def _unmapped() -> set[int]:
-    """Find the number that users of the machine have who have none in this container."""
+    """Return the user id that stands for users of the machine without one in this container."""
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
             return set()

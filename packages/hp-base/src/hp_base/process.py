@@ -1,4 +1,4 @@
-"""The beginning and the end of a command: what it finds on the machine, and its exit status."""
+"""The beginning and the end of a command: checks of the machine, and its exit status."""
 
 import os
 import resource
@@ -22,12 +22,12 @@ def run_command(
     *,
     on_error: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Run a command to its end; what it fails of is one line on standard error.
+    """Run a command to its end; write an error as one line to standard error.
 
     Args:
-        run: Runs it, given its arguments; returns its exit status.
-        argv: Arguments; None: those of this process, which is then at its end.
-        on_error: Also told the line of an error.
+        run: Function that runs the command with its arguments, and returns its exit status.
+        argv: Arguments; None: those of this process, which ends after the command.
+        on_error: Function that is also called with the line of an error.
 
     Returns:
         Exit status, see `hp_base.errors`.
@@ -55,14 +55,14 @@ def run_command(
 
 
 def _look_at_machine() -> None:
-    """See to what every process of a command finds on this machine.
+    """Check the machine for conditions under which torch or libraries would abort.
 
     Raises:
-        MachineError: When the current folder is gone: torch itself ends a process there. Or when
-            so few files may be open that libraries abort.
+        MachineError: If the current folder is gone, /proc is missing, or the limit of open files is
+            too low.
     """
     try:
-        os.getcwd()  # noqa: PTH109 - it is looked for, not used
+        os.getcwd()  # noqa: PTH109 - the call is the check
     except FileNotFoundError:
         raise MachineError(
             "the current folder is gone, it was removed: cd to one that is there"
@@ -87,6 +87,6 @@ def _refused(error: HpError, on_error: Callable[[str], None]) -> int:
 
 
 def _of_the_machine(error: Exception) -> str:
-    """Say what went wrong outside of a program, in a line with the place that met it."""
+    """Return an error from outside of the program in one line, with the place that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{told(error, 400)} (in {Path(frame.filename).name}:{frame.lineno})"

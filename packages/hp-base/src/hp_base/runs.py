@@ -11,11 +11,11 @@ def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def runs_in(sequences: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
-    """Yield sequence, first place there and indices here of runs that follow each other in one.
+    """Yield sequence, first place and slice of entries of each run inside of one sequence.
 
     Args:
-        sequences: The sequence of each entry; negative: none, and it is left out.
-        places: Its place in that.
+        sequences: Sequence of each entry; negative: the entry is left out.
+        places: Place of each entry in its sequence.
     """
     for begin, end in runs_of(places):
         changes = [i for i in range(begin + 1, end) if sequences[i] != sequences[i - 1]]

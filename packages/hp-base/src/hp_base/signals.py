@@ -1,10 +1,10 @@
-"""Requests to stop.
+"""Requests to stop, by signals.
 
-A request may reach a run many times over. Ctrl-C goes to every process of the terminal's group;
+One request may send many signals to a run. Ctrl-C goes to every process of the terminal's group;
 ``timeout`` signals its child and then its whole group; a scheduler may signal every process of a
-job. So the launcher passes a request on through shared memory and not by yet another signal, and
-whatever arrives within `ONE_REQUEST_SECONDS` of the first signal belongs to it. Only a later one
-means "now".
+job. So the launcher passes a request on through shared memory instead of another signal, and all
+signals within `ONE_REQUEST_SECONDS` of the first are one request. A later signal is a second
+request: to stop at once.
 """
 
 import os
@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self, TypeAlias
 
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ONE_REQUEST_SECONDS = 0.5
 
 
 def name_of(number: int) -> str:
-    """Return the name of a signal, such as ``SIGKILL``, or ``signal 64`` for one that has none."""
+    """Return the name of a signal, such as ``SIGKILL``, or ``signal 64`` for one without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -28,17 +29,17 @@ def name_of(number: int) -> str:
 
 
 def ending(status: int) -> str:
-    """Say how a program ended, by its exit status; below 0: minus the signal that killed it."""
+    """Describe the end of a program by its exit status; below 0: minus the number of a signal."""
     return f"ended with status {status}" if status >= 0 else f"was killed by {name_of(-status)}"
 
 
 class StopFlag:
-    """Remembers that this process, or the whole run, was asked to stop.
+    """A flag that is set when this process, or the whole run, is asked to stop.
 
     A second request ends the process at once with 128 + the signal's number.
 
     Args:
-        passed_on: Also tells whether to stop: the launcher's word.
+        passed_on: Function that tells whether the launcher was asked to stop; None: there is none.
     """
 
     def __init__(self, passed_on: Callable[[], bool] | None = None) -> None:
@@ -47,11 +48,11 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
-        """Tells whether to stop. Cheap enough to be asked at every step."""
+        """Tell whether to stop. Cheap enough to be asked at every step."""
         return self._first > 0 or (self._passed_on is not None and self._passed_on())
 
     def install(self) -> None:
-        """Listen to the stop signals; the process must be in its main thread."""
+        """Listen to the stop signals; must be called in the main thread."""
         for signum in _listened_to():
             signal.signal(signum, self._on_signal)
 
@@ -63,15 +64,15 @@ class StopFlag:
 
 
 class StopTrap:
-    """The launcher's ear for stop signals, between ``with`` and its end.
+    """The launcher's record of stop signals; a context in which it listens to them.
 
-    Until `is_watched` is set, a second request raises SystemExit from wherever the main thread
-    stands, for example in the middle of an import.
+    Until `is_watched` is set, a second request raises SystemExit in the main thread, for example
+    in the middle of an import.
 
     Attributes:
-        first: Number of the first signal; 0 while none came.
-        second: Number of the signal that asks to end at once; 0 while none came.
-        is_watched: Whether somebody looks at `second` all the time.
+        first: Number of the first signal; 0: none yet.
+        second: Number of the signal that asks to end at once; 0: none yet.
+        is_watched: Whether the launcher reads `second` all the time.
     """
 
     def __init__(self) -> None:
@@ -79,11 +80,11 @@ class StopTrap:
         self.second = 0
         self.is_watched = False
         self._asked_at = 0.0
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Handler] = {}
 
     @property
     def waiting_seconds(self) -> float:
-        """Seconds since the first signal; 0 while none came."""
+        """Return the seconds since the first signal; 0 without a signal."""
         return time.monotonic() - self._asked_at if self.first else 0.0
 
     def __enter__(self) -> Self:
@@ -111,11 +112,11 @@ class StopTrap:
 
 
 def ignore_stops() -> None:
-    """Let no signal change how a process ends whose work is done."""
+    """Ignore stop signals, so that a process whose work is done ends normally."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 def _listened_to() -> list[signal.Signals]:
-    """The stop signals, but for those that the caller's caller chose to ignore (``nohup``)."""
+    """Return the stop signals that are not ignored already, as by ``nohup``."""
     return [s for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]

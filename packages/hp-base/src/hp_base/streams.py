@@ -1,4 +1,4 @@
-"""Standard streams that are there, take every letter, and are no reason for a run to end."""
+"""Standard streams that exist, accept every character, and do not end a run when they fail."""
 
 import codecs
 import errno
@@ -12,21 +12,21 @@ from hp_base.errors import MachineError
 _BYTES = "hp-bytes"
 _NAMES = {1: "stdout", 2: "stderr"}
 _ENDURED = {2}
-"""Descriptors whose loss is no reason to end: there is no other place to tell of that of 2."""
+"""Descriptors whose loss does not end the process; standard error (2) could not be reported."""
 _TELLS: set[int] = set()
 
 
 def own_streams() -> None:
-    """Make the streams of this process: before it opens anything that it keeps open.
+    """Make the streams of this process, before it opens a file.
 
-    A descriptor that is closed would be that of the next file which is opened, and whatever is
-    printed would stand in it.
+    A closed descriptor would be used for the next file that is opened, and output would go to that
+    file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # Opened the wrong way round: whoever uses it learns that it cannot be used.
+            # Opened in the opposite direction, so that using the stream fails.
             opened = os.open(os.devnull, os.O_RDONLY if number else os.O_WRONLY)
             os.set_inheritable(opened, True)
     codecs.register_error(_BYTES, _as_bytes)
@@ -44,15 +44,15 @@ def own_streams() -> None:
 
 
 def endure(*, tells: bool = True) -> None:
-    """Let this process go on where standard output is lost.
+    """Let this process go on if standard output is lost.
 
-    A reader may go (``| head``), a disk be full, a descriptor be closed from the start. A command
-    whose answer is what it prints then ends: quietly where the reader went, as every program of a
-    pipe, else in one line on standard error. A run goes on: what it computes is in its directory.
-    Its exit status stays that of the run.
+    The reader may end (``| head``), a disk may be full, a descriptor may be closed from the start.
+    A command whose result is its output then ends: quietly if the reader has ended, as every
+    program in a pipe, else with one line on standard error. A run goes on, as its results are in
+    its directory, and keeps its exit status.
 
     Args:
-        tells: Whether to say so on standard error, as one process of a run does.
+        tells: Whether to warn on standard error, as one process of a run does.
     """
     _ENDURED.add(1)
     if tells:
@@ -60,12 +60,12 @@ def endure(*, tells: bool = True) -> None:
 
 
 class _Output(io.FileIO):
-    """Writes to a descriptor, and drops what follows once that has failed."""
+    """An output to a descriptor that drops all data after a write has failed."""
 
     def write(self, data: object, /) -> int:
         try:
             done = super().write(data)  # type: ignore[arg-type]
-            while done is None:  # another process has told the pipe not to wait
+            while done is None:  # another process has made the pipe non-blocking
                 _wait_for(self.fileno())
                 done = super().write(data)  # type: ignore[arg-type]
         except OSError as error:
@@ -81,7 +81,7 @@ def _wait_for(descriptor: int) -> None:
 
 
 def _lose(number: int, error: OSError) -> None:
-    # Whatever comes later, at the end of the interpreter too, must not fail again.
+    # Later writes, also at the end of the interpreter, must not fail again.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
     os.close(nowhere)
@@ -97,7 +97,7 @@ def _lose(number: int, error: OSError) -> None:
 
 
 def _as_bytes(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Let bytes of a path that are no text go out as they came; make escapes of other letters."""
+    """Encode undecodable bytes of a path as they were, and other characters as escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     told = b"".join(map(_byte_or_escape, error.object[error.start : error.end]))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hp_base.atomic_write import remove_unfinished
 from hp_base.errors import DataError
-from hp_base.user_cache import make_own, opened_own, user_cache
+from hp_base.own_caches import make_own, opened_own, user_cache
 from hp_data.folders import new_folder
 from hp_data.index import INDEX, Index, read_index, write_index
 from hp_data.tokens import SPLITS, TokenFile

@@ -284,7 +284,7 @@ _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 def main(path: str, separator: str, parent: int) -> None:
     """Encode what stands on standard input, a piece per line, until that is closed."""
-    from hp_base.lifetime import kill_when_parent_dies  # noqa: PLC0415 - of a process
+    from hp_base.session import kill_when_parent_dies  # noqa: PLC0415 - of a process
 
     kill_when_parent_dies()
     if os.getppid() != parent:

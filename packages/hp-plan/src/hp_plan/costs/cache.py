@@ -23,7 +23,7 @@ import msgspec
 
 from hp_base.atomic_write import names_in, replacing
 from hp_base.folder import DamageError, read_whole
-from hp_base.user_cache import make_own, opened_own, user_cache
+from hp_base.own_caches import make_own, opened_own, user_cache
 
 FOLDER = "hp-plan"
 _SOURCES = (

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from hp_base.beside_tensors import GPU_MARGIN
+from hp_base.command_line import scratch
 from hp_base.errors import HpError, RunFailedError
-from hp_base.scratch import scratch
 from hp_plan.costs.machine import Machine
 from hp_plan.costs.memory import static_memory
 from hp_plan.costs.modules import whole_model

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_base.atomic_write import replace_file
-from hp_base.command_line import require_files, say
+from hp_base.command_line import require_files, say, scratch
 from hp_base.environment import require_unstarted
 from hp_base.errors import ConfigError, DifferenceError
 from hp_base.messages import shown
 from hp_base.numbers import real, whole
-from hp_base.scratch import scratch
 from hp_plan.layouts.space import sample_layouts
 from hp_train.verify.covering import Design, cover
 from hp_train.verify.pairs import (

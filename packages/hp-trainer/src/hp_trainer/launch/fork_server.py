@@ -10,7 +10,7 @@ import os
 import signal
 from types import FrameType
 
-from hp_base.lifetime import LAUNCHER_VARIABLE, kill_when_parent_dies
+from hp_base.session import LAUNCHER_VARIABLE, kill_when_parent_dies
 from hp_base.signals import STOP_SIGNALS
 
 _server = os.getpid()

@@ -20,11 +20,10 @@ from hp_base.errors import (
     RunDirectoryError,
 )
 from hp_base.folder import Folder
-from hp_base.lifetime import LAUNCHER_VARIABLE
-from hp_base.own_caches import why_not_kept
+from hp_base.own_caches import short_temporary_folder, why_not_kept
+from hp_base.session import LAUNCHER_VARIABLE
 from hp_base.signals import STOP_SIGNALS, StopTrap, name_of
 from hp_base.streams import endure
-from hp_base.temporary import short_temporary_folder
 from hp_trainer.config import Config
 from hp_trainer.config.options import Resolved
 from hp_trainer.config.timeouts import Timeouts

@@ -13,7 +13,7 @@ from typing import IO, Any
 import torch
 
 from hp_base.errors import HangError, HpError, RankLostError, RunDirectoryError
-from hp_base.lifetime import die_with
+from hp_base.session import die_with
 from hp_base.signals import StopFlag
 from hp_platform import PeerError, RankInfo, is_echo
 from hp_platform.failures.liveness import is_hang, is_loss
