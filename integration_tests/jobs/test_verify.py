@@ -178,6 +178,20 @@ def test_a_job_of_ones_own_goes_through_the_same_hook(job: str, expected: int, c
     assert ("first difference: step 1, loss" in text) is (expected != 0)
 
 
+@pytest.mark.parametrize(("job", "status"), [("TiedExperts", 0), ("ApartExperts", 8)])
+def test_a_difference_after_a_choice_that_rounding_decides_is_excused(
+    job: str, status: int, corpus: str
+) -> None:
+    ended, text = verify(
+        *(MODEL, "--data", corpus, "mesh.dp_replicate=2", "--dtype=float32", "--steps=1"),
+        *("--job", f"integration_tests.jobs.verify_jobs:{job}"),
+    )
+    assert ended == status, text
+    assert "first other choice: step 1, router: 1 token chooses other experts, scores at" in text
+    assert "first difference: step 1, loss: 1.000e+00" in text
+    assert ("excused: it follows from that choice, which rounding decides" in text) is (status == 0)
+
+
 def test_a_layout_that_hangs_is_ended_and_named(corpus: str) -> None:
     began = time.monotonic()
     status, text = verify(

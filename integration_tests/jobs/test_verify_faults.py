@@ -13,7 +13,15 @@ from hp_train.verify.program import Program
 from hp_train.verify.runs import Runs
 from hp_trainer.config import Config
 from hp_trainer.config.options import checked_config, one_process, resolve
-from integration_tests.jobs.verify_faults import CONTEXT, FAULTS, LAYOUTS, PIPELINE, SHARDED, TENSOR
+from integration_tests.jobs.verify_faults import (
+    CONTEXT,
+    FAULTS,
+    LAYOUTS,
+    MATRIX,
+    PIPELINE,
+    SHARDED,
+    TENSOR,
+)
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = Program(steps=8)
@@ -160,6 +168,9 @@ def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -
     assert comparison.ok, str(comparison)
     assert comparison.num_steps == PROGRAM.steps
     assert comparison.num_values > 50_000
+    # What this layout saved, and what it loaded of the other one's checkpoint.
+    states = {f"{kind}.{MATRIX}" for kind in ("model", "optimizer.exp_avg")}
+    assert all(states <= comparison.worst[phase].keys() for phase in ("saved", "loaded"))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hp_trainer.launch.task import Worker
 from hp_trainer.layout import vocabulary
 from hp_trainer.model import parallelize
 from hp_trainer.model.randomness import generator
+from hp_verify.comparing.ties import CHOICES, SCORES
 from hp_verify.recording.values import Part, ValueRecorder
 
 
@@ -95,3 +96,21 @@ class OwnModelUnsummed(OwnModel):
 
     def sum_over_ranks(self, tensor: torch.Tensor) -> None:
         del tensor
+
+
+class TiedExperts(OwnModel):
+    """Two experts whose scores are apart by `GAP`; several ranks take the other one."""
+
+    GAP = 1e-7
+
+    def train_step(self, record: ValueRecorder) -> None:
+        scores = torch.tensor([[0.5, 0.3, 0.3 - self.GAP]], dtype=torch.float64)
+        record.add(CHOICES, {"router": torch.tensor([[0, 1 + (self.size > 1)]])})
+        record.add(SCORES, {"router": scores})
+        record.add_scalar("loss", 1.0 + (self.size > 1))
+
+
+class ApartExperts(TiedExperts):
+    """The same, of scores that rounding does not confuse."""
+
+    GAP = 1e-3

@@ -48,7 +48,7 @@ class Command(Protocol):
     """A module that adds a command, which takes a config, by an entry point of `hp.commands`.
 
     Attributes:
-        SUMMARY: What the command does, for `hp --help`.
+        SUMMARY: Purpose of the command in one line, for `hp --help`.
     """
 
     SUMMARY: str
@@ -149,7 +149,7 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
 
 
 def _parser() -> tuple[Parser, Mapping[str, Parser]]:
-    """The parser of ``hp``, and those of its commands by their names."""
+    """Return the parser of ``hp``, and those of its commands by their names."""
     parser = Parser(prog="hp", description="Train mixture-of-experts language models.")
     parser.add_argument("--version", action="version", version=f"hp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

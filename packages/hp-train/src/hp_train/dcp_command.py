@@ -118,7 +118,7 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
 
 
 def _new_moments(sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Zeros beside every weight: what Adam starts with."""
+    """Return zeros beside every weight: what Adam starts with."""
     moments = {}
     for name, source in sources.items():
         if not name.startswith("model.") or name.endswith(".correction_bias"):
@@ -145,7 +145,7 @@ def _extra(folder: Path) -> dict[str, Any]:
 
 
 def _resolved(folder: Path, resolved: Resolved | None, extra: Mapping[str, Any]) -> Resolved:
-    """The config that was given, else the one that was saved."""
+    """Return the config that was given, else the one that was saved."""
     if resolved is not None:
         return resolved
     if "config" not in extra:

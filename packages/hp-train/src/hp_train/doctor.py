@@ -35,10 +35,10 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: What.
+        name: Subject of the check.
         status: ``missing`` keeps training from working, ``optional`` does not.
-        value: What was found.
-        advice: What to do about it; empty if nothing.
+        value: Finding, for people.
+        advice: Advice on the finding; empty: none is needed.
     """
 
     name: str
@@ -215,7 +215,7 @@ def _installed(name: str) -> bool:
 
 
 def _free_memory() -> int:
-    """Bytes that processes can still take, within the limit of a container."""
+    """Return bytes that processes can still take, within the limit of a container."""
     text = Path("/proc/meminfo").read_text()
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     free = int(fields["MemAvailable"].split()[0]) * 1024

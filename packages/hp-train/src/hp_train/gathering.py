@@ -28,7 +28,7 @@ class VisibleGpu(NamedTuple):
     """A GPU of this machine that the ranks of a run may use.
 
     Attributes:
-        name: What its driver calls it.
+        name: Name that the driver gives it.
         memory: Bytes of its memory.
     """
 

@@ -22,7 +22,7 @@ def published(source: Source, found: Mapping[str, Made]) -> dict[str, Made]:
 
     Args:
         source: An open checkpoint, of any format.
-        found: Its tensors by the names that they have there.
+        found: Tensors of the checkpoint by their names there.
 
     Returns:
         Tensors by further names; empty where the checkpoint is of another trainer.

@@ -33,8 +33,8 @@ class JobFailedError(HpError):
     """Tells that a job, or its reference, ended with a failure of its own.
 
     Args:
-        message: How it ended, and its last lines.
-        recording: What it had recorded; None: nothing.
+        message: Way in which the job ended, and the last lines of its log.
+        recording: Recording up to the failure; None: nothing was recorded.
 
     Attributes:
         so_far: A report of what the job had computed by then; empty: it was the reference.

@@ -24,7 +24,7 @@ _CUTTING: tuple[Axis, ...] = ("tp", "ep", "etp", "expert_shard")
 def classes_of(
     config: Config, skew: Skew, *, vocab_size: int, apart: Sequence[int] = ()
 ) -> dict[int, tuple[int, ...]]:
-    """The lowest rank of each class, and all ranks of the class.
+    """Return the lowest rank of each class, and all ranks of the class.
 
     Args:
         config: Config of the run.
@@ -56,7 +56,7 @@ def classes_of(
 
 
 def _weights(config: Config, pp_index: int, vocab_size: int) -> list[Weight]:
-    """The different parameters of a pipeline rank."""
+    """Return the different parameters of a pipeline rank."""
     layers = layers_of_stages(config)
     works = (
         stage(
@@ -83,7 +83,7 @@ def _position(config: Config, layout: Layout, place: StageLayout, rank: int) -> 
 
 
 def _load(config: Config, skew: Skew, place: StageLayout, ep_index: int) -> Hashable:
-    """Slots of each local expert and rows of the rank, by layer."""
+    """Return slots of each local expert and rows of the rank, by layer."""
     model = config.model
     if place.ep == 1 or not model.num_experts:
         return None

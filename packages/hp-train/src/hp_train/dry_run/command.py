@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _typical(config: Config, options: argparse.Namespace) -> Mapping[str, Sequence[int] | None]:
-    """Sequences at the middle and near the end of a distribution, by attention, and their names."""
+    """Return a typical and a long sequence of a distribution, by attention, with their names."""
     if config.data.paths or config.data.documents != "separate" or options.documents:
         raise ConfigError(
             f"--lengths ({options.lengths}) must come without data.paths and --documents, and with "
@@ -144,7 +144,7 @@ def fit_to(gpus: int | None) -> Callable[[Config, Mapping[str, str]], Mapping[st
 
 
 def _batch_size(config: Config) -> int:
-    """The configured one, or the next that the layout can cut into microbatches."""
+    """Return the configured batch size, or the next that the layout can cut into microbatches."""
     size, unit = config.train.global_batch_size, config.batch_unit
     least = -(-size // unit)
     for number in range(least, least + 4 * config.mesh.pp * config.pipeline.stages_per_rank + 1):
@@ -186,7 +186,7 @@ def require_possible(config: Config, ranks: Sequence[int]) -> None:
 
 
 def dry_config(config: Config, *, gpus_per_node: int = 8) -> Config:
-    """The config as ranks are given it: they share few cores, so that nothing is late.
+    """Return the config as ranks are given it: they share few cores, so that nothing is late.
 
     `mesh.gather` is decided as a run on such devices decides it: what tells how long their kernels
     take is a dry device as well, and a process is in one at a time.

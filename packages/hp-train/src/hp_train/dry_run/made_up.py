@@ -25,7 +25,7 @@ def count_documents(seq_len: int) -> int:
 
 
 def document_lengths(seq_len: int, num_documents: int) -> list[int]:
-    """Lengths of the documents of a sequence: in the ratio of 1, 1/2, 1/3, ..., the longest first.
+    """Return lengths of a sequence's documents: in the ratio of 1, 1/2, 1/3, ...; longest first.
 
     Args:
         seq_len: Tokens of the sequence, the sum of the lengths.
@@ -71,7 +71,7 @@ def write_tokens(folder: Path, tokenizer: Tokenizer, lengths: Sequence[int]) -> 
 
 
 def _sequence(tokenizer: Tokenizer, lengths: Sequence[int]) -> NDArray[np.unsignedinteger]:
-    """One sequence: the last of each document but the last is the separator."""
+    """Return one sequence: the last of each document but the last is the separator."""
     plain = next(i for i in range(tokenizer.vocab_size) if i != tokenizer.separator)
     tokens = np.full(sum(lengths), plain, dtype=tokenizer.dtype)
     tokens[np.cumsum(lengths)[:-1] - 1] = tokenizer.separator

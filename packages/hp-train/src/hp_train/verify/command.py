@@ -254,7 +254,7 @@ def _part(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def _two_numbers(text: str, between: str) -> tuple[int, int]:
-    """Two whole numbers that stand on either side of a mark; zeros where there are no such."""
+    """Return the whole numbers on either side of a mark; zeros where one is missing."""
     one, _, other = text.partition(between)
     return (int(one), int(other)) if one.isdecimal() and other.isdecimal() else (0, 0)
 

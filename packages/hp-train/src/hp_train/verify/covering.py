@@ -116,7 +116,7 @@ class Setting(NamedTuple):
         return not self.value or is_one or self.value in ("none", "keep")
 
     def __str__(self) -> str:
-        """As an override."""
+        """Return the override."""
         value = list(self.value) if isinstance(self.value, tuple) else self.value
         return f"{self.key}={value if isinstance(value, str) else shown(value)}".replace(" ", "")
 
@@ -143,11 +143,11 @@ class Design:
 
     @cached_property
     def refused(self) -> Mapping[Pair, str]:
-        """The pairs that no config has, and why."""
+        """Return the pairs that no config has, and why."""
         return {pair: why for pair, why in self.pairs.items() if isinstance(why, str)}
 
     def lines(self) -> Iterator[str]:
-        """Every pair with the overrides of its config, or why there is none; then what has none."""
+        """Yield every pair with the overrides of its config, or the reason why no config has it."""
         named = [" ".join(map(str, changes(each, self.base))) for each in self.configs]
         for (feature, setting), found in self.pairs.items():
             what = f"refused: {found}" if isinstance(found, str) else named[found]
@@ -176,7 +176,7 @@ def cost(config: Config) -> float:
 
 
 def changes(config: Config, base: Config) -> list[Setting]:
-    """Settings of a config that are not those of another one."""
+    """Return settings of a config that are not those of another one."""
     return [Setting(k, v) for k in fields() if (v := _value(config, k)) != _value(base, k)]
 
 
@@ -195,7 +195,7 @@ def cover(
     Args:
         base: Allowed config, whose values are among those of every key.
         num_processes: Most processes of a config.
-        settings: What is paired with features; None: all values of all other keys.
+        settings: Settings to pair with features; None: all values of all other keys.
         seed: Seed of the order in which changes are tried.
 
     Raises:
@@ -205,7 +205,7 @@ def cover(
 
 
 def values_of(base: Config, num_processes: int) -> tuple[dict[str, list[Setting]], dict[str, str]]:
-    """Values of each key that are paired, and what is left out, with the reason.
+    """Return values of each key that are paired, and what is left out, with the reason.
 
     Args:
         base: Its own value is the first.
@@ -258,7 +258,7 @@ def is_one_of(key: str, patterns: str) -> bool:
 
 
 def _candidates(field: Field, kept: Any) -> Sequence[object]:
-    """Other values of a key: all of a list, else the nearest of its type, and none at all."""
+    """Return other values of a key: all of its list, else the nearest numbers, and 0 or none."""
     if field.choices or field.base is bool:
         return field.choices or (False, True)
     near: Sequence[Any]
@@ -271,7 +271,7 @@ def _candidates(field: Field, kept: Any) -> Sequence[object]:
 
 
 def _nothing(field: Field) -> object:
-    """The number at which what a key asks for is as good as not there; None where it always is."""
+    """Return the number by which a key switches its feature off; None: it has none."""
     least = next((meta.ge for meta in field.metas if meta.ge is not None), None)
     return None if least is None or (least and field.base is int) else field.base(least)
 
@@ -320,7 +320,7 @@ class _Covering:
         self.order = [*self.features, *self.settings]
 
     def _reached(self, key: str) -> Iterator[Setting]:
-        """Values of a key that some config has; of numbers, the nearest beside that of the base."""
+        """Yield values of a key that some config has; of numbers, those nearest to the base's."""
         field = fields()[key]
         is_list = bool(field.choices) or field.base is bool or is_one_of(key, _KEYS_OF_AXES)
         has_other = False
@@ -363,7 +363,7 @@ class _Covering:
         return bool(setting.value == _value(self.base, setting.key))
 
     def _filled(self, config: Config, pair: Pair, open_: Mapping[Setting, int]) -> Config:
-        """Change what is not of the pair as long as more pairs come up that none has."""
+        """Change other keys than the pair's, as long as pairs come up that no config has yet."""
         pinned = _pinned(pair)
         assert pinned is not None
         best = self._gain(config, open_)
@@ -380,7 +380,7 @@ class _Covering:
         return config
 
     def _gain(self, config: Config, open_: Mapping[Setting, int]) -> float:
-        """Pairs that come up first in a config, by what it takes."""
+        """Return pairs that come up first in a config, by what it takes."""
         mask = self._mask(config)
         found = sum((open_[f] & mask).bit_count() for f in self._effective(config, self.features))
         return found / cost(config)
@@ -389,7 +389,7 @@ class _Covering:
         return sum(1 << self.place[each] for each in self._effective(config, self.settings))
 
     def _effective(self, config: Config, of: Iterable[Setting]) -> Iterator[Setting]:
-        """Those that a config has, and that do something in it."""
+        """Yield the settings that a config has and that have an effect in it."""
         for each in of:
             if _value(config, each.key) == each.value and all(
                 _fits(_value(config, key), needed, key) for key, needed in _needs(each).items()
@@ -404,7 +404,7 @@ class _Covering:
         depth: int = _DEPTH,
         tries: int = _TRIES,
     ) -> Config | _Refusal:
-        """Change a config so that it has some settings, which do something, and breaks no rule."""
+        """Change a config so that it has some settings, all effective, and breaks no rule."""
         pinned = _pinned(wanted)
         if pinned is None:
             return _Refusal(f"{wanted[0]} does nothing beside {wanted[-1]}, or it there")
@@ -439,7 +439,7 @@ class _Covering:
         return next(each.value for each in self.values[key] if not each.is_off)
 
     def _problem(self, config: Config) -> str:
-        """The first rule that a config breaks, in words; empty: none."""
+        """Return the first rule that a config breaks, in words; empty: none."""
         if config.world_size > self.num_processes:
             sizes = [f"mesh.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
             keys = " x ".join([*sizes, "mesh.stage_tp"])
@@ -463,7 +463,7 @@ def _needs(setting: Setting) -> Mapping[str, object]:
 
 
 def _pinned(wanted: Sequence[Setting]) -> dict[str, object] | None:
-    """Keys and values that settings and what they need come to; None: they exclude each other."""
+    """Return the keys and values that settings need together; None: they exclude each other."""
     found: dict[str, object] = {each.key: each.value for each in wanted}
     for each in wanted:
         for key, needed in _needs(each).items():

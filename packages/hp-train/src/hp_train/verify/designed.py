@@ -27,8 +27,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         config: Overrides of the base.
         ok: Whether it is equal to one process, and that to the oracle.
-        results: What was compared, in words.
-        seconds: What that took.
+        results: Comparisons in words.
+        seconds: Seconds that they took.
         named: Of a config that is not equal, the fewest overrides that are not; empty: not looked
             for.
     """
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rows(results: Path | None) -> dict[tuple[str, ...], Row]:
-    """The rows of a file of results, by their overrides; of several of one config the last.
+    """Return the rows of a file of results, by their overrides; of several of one config the last.
 
     Raises:
         ConfigError: When the file has other lines.
@@ -66,7 +66,7 @@ class Designed:
 
     Attributes:
         design: The configs.
-        program: What happens in each run.
+        program: Program of each run.
         scratch: An empty folder.
         job: ``module:callable``, see `hp_train.verify.rank.Build`.
         results: File that rows are added to; what it has as equal is not run again.
@@ -120,7 +120,7 @@ class Designed:
         return verdicts
 
     def cut_down(self, config: Config) -> list[Setting]:
-        """The fewest changes of the base that still fail."""
+        """Return the fewest changes of the base that still fail."""
 
         def fails(kept: Sequence[Setting]) -> bool:
             found = with_keys(self.design.base, {each.key: each.value for each in kept})
@@ -152,7 +152,7 @@ def fewest(those: Sequence[Setting], fails: Callable[[Sequence[Setting]], bool])
 
 
 def overrides(those: Sequence[Setting]) -> list[str]:
-    """Settings as they are given to a command."""
+    """Return settings as they are given to a command."""
     return list(map(str, those))
 
 

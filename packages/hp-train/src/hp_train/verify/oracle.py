@@ -77,7 +77,7 @@ class _Pass:
     """One forward of some sequences: what it needs, and what it finds on the way.
 
     Attributes:
-        seen: Which keys of its document a query may see [B, S, S]; causality included.
+        seen: Keys of the document that each query may see [B, S, S]; causality included.
         drop: Seed, step and index of the first sequence; None outside training.
         balance: Balancing losses, one per layer and sequence.
         choices: See `Outcome`.
@@ -172,13 +172,13 @@ class Oracle:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> float:
-        """Mean cross-entropy of rows of tokens [B, S + 1]."""
+        """Return the mean cross-entropy of rows of tokens [B, S + 1]."""
         losses = [self._forward(row, (0,), None)[1][0] for row in tokens.split(1)]
         (aims,) = self.aims(tokens)
         return float(sum(losses)) / max(1, int((aims >= 0).sum()))
 
     def _rate(self) -> float:
-        """Linear warm-up, then half a cosine."""
+        """Return the learning rate: linear warm-up, then half a cosine."""
         train, top = self.train, self.train["learning_rate"]
         warm = train["warmup_steps"]
         if self.step < warm:
@@ -188,7 +188,7 @@ class Oracle:
         return float(low + (top - low) * (1 + math.cos(math.pi * share)) / 2)
 
     def _update(self, outcome: Outcome, max_norm: float) -> None:
-        """AdamW (arXiv:1711.05101), and correction biases (arXiv:2408.15664)."""
+        """Update by AdamW (arXiv:1711.05101), and move correction biases (arXiv:2408.15664)."""
         self.updates += 1
         scale = max_norm / outcome.norm if 0 < max_norm < outcome.norm else 1.0
         train, rate = self.train, outcome.rate
@@ -211,7 +211,7 @@ class Oracle:
                 bias.add_((load.mean() - load).sign() * self.model["correction_rate"])
 
     def aims(self, tokens: Tensor, ahead: Sequence[int] = (0,)) -> list[Tensor]:
-        """For each distance what is to be predicted at each position, -1 for nothing, [B, S].
+        """Return the targets at each position for each distance, -1 for none, [B, S].
 
         Nothing is predicted across the end of a document, nor past the end of the sequence.
         """
@@ -252,7 +252,7 @@ class Oracle:
         return state, losses
 
     def _predict(self, x: Tensor, embedded: Tensor, distance: int, state: _Pass) -> Tensor:
-        """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+        """Run a module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
         name, eps = f"mtp.{distance - 1}", self.model["norm_eps"]
         later = torch.arange(x.shape[1]).add(distance).clamp(max=x.shape[1] - 1)
         pair = (
@@ -282,7 +282,7 @@ class Oracle:
         return x + self._dropped(y, state, f"{name}.feed_forward")
 
     def _grouped(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor, float]:
-        """Grouped-query attention (arXiv:2305.13245): q, k, v [B, S, N, H] and their scale."""
+        """Return q, k, v [B, S, N, H] and the scale, grouped-query attention (arXiv:2305.13245)."""
         model = self.model
         width = model["head_dim"] or model["dim"] // model["num_heads"]
         q, k, v = (self._linear(x, f"{name}.w{a}").unflatten(-1, (-1, width)) for a in "qkv")
@@ -294,7 +294,7 @@ class Oracle:
         return q, k.repeat_interleave(share, 2), v.repeat_interleave(share, 2), width**-0.5
 
     def _latent(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor, float]:
-        """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+        """Return q, k, v and the scale of latent attention (arXiv:2405.04434, section 2.1)."""
         model = self.model
         nope, rope, heads = model["nope_head_dim"], model["rope_head_dim"], model["num_heads"]
         if model["q_lora_rank"]:
@@ -315,7 +315,7 @@ class Oracle:
         return q, torch.cat((k, shared), dim=-1), v, (nope + rope) ** -0.5 * growth
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """Rotary embedding (arXiv:2104.09864) of [B, S, N, H]."""
+        """Apply the rotary embedding (arXiv:2104.09864) to [B, S, N, H]."""
         model, width = self.model, x.shape[-1]
         angles = torch.outer(torch.arange(x.shape[1]).double(), _frequencies(model, width))
         growth = 1.0
@@ -331,7 +331,7 @@ class Oracle:
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
     def _experts(self, x: Tensor, name: str, state: _Pass) -> Tensor:
-        """Routed experts and those that every token goes to."""
+        """Add up routed experts and those that every token goes to."""
         model, (B, S, D) = self.model, x.shape
         num, top_k = model["num_experts"], model["top_k"]
         logits = self._linear(x, f"{name}.router")
@@ -361,7 +361,7 @@ class Oracle:
         return y + self._gated(x, f"{name}.shared") if model["num_shared_experts"] else y
 
     def _expert(self, x: Tensor, of: Mapping[str, Tensor]) -> Tensor:
-        """One expert [T, D]; `clamped_swiglu` is that of gpt-oss."""
+        """Run one expert on [T, D]; `clamped_swiglu` is that of gpt-oss."""
         zero = x.new_zeros(())
         gate, up = (x @ of[f"w{i}"].T + of.get(f"b{i}", zero) for i in (1, 3))
         if self.model["expert_activation"] == "clamped_swiglu":
@@ -374,7 +374,7 @@ class Oracle:
         return y
 
     def _gated(self, x: Tensor, name: str) -> Tensor:
-        """SwiGLU (arXiv:2002.05202)."""
+        """Apply SwiGLU (arXiv:2002.05202)."""
         gate = self._linear(x, f"{name}.w1")
         return self._linear(gate * gate.sigmoid() * self._linear(x, f"{name}.w3"), f"{name}.w2")
 
@@ -384,7 +384,7 @@ class Oracle:
         return y if bias is None else y + bias
 
     def _norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        """Root-mean-square norm (arXiv:1910.07467)."""
+        """Apply a root-mean-square norm (arXiv:1910.07467)."""
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self.weights[f"{name}.weight"]
 
     def _dropped(self, x: Tensor, state: _Pass, place: str) -> Tensor:
@@ -401,7 +401,7 @@ _EXPERT_PARTS = ("w1", "w2", "w3", "b1", "b2", "b3")
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax of all scores; a sink (gpt-oss) takes its share of it and gives nothing: [B, S, NH].
+    """Attend by softmax of all scores [B, S, NH]; a sink (gpt-oss) takes a share and gives nothing.
 
     Args:
         q: Scaled, [B, S, N, H].
@@ -432,7 +432,7 @@ def _limited(ranked: Tensor, model: Mapping[str, Any]) -> Tensor:
 
 
 def _frequencies(model: Mapping[str, Any], width: int) -> Tensor:
-    """Radians per position of each pair [H / 2], stretched as transformers' `rope_type` says."""
+    """Return radians per position of each pair [H / 2], stretched by transformers' `rope_type`."""
     base, factor = model["rope_theta"], model["rope_factor"]
     original = model["rope_original_positions"]
     plain: Tensor = 1.0 / base ** (torch.arange(0, width, 2).double() / width)
@@ -462,7 +462,7 @@ def _growth(factor: float, mscale: float) -> float:
 
 
 def _uniform(shape: Sequence[int], first: int, key: tuple[int | str, ...]) -> Tensor:
-    """Numbers in [0, 1) by which hp-train drops activations [B, S, D]: a hash of where they are."""
+    """Return numbers in [0, 1) by which hp-train drops activations [B, S, D]: a hash of places."""
     text = "\x1f".join(map(str, key)).encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     sequence = torch.arange(first, first + shape[0])
@@ -474,7 +474,7 @@ def _uniform(shape: Sequence[int], first: int, key: tuple[int | str, ...]) -> Te
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The hash "lowbias32" of Chris Wellons, of 32 bits held in int64."""
+    """Return the hash "lowbias32" of Chris Wellons, of 32 bits held in int64."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK
     x = (x ^ (x >> 15)) * 0x846CA68B & _MASK
     y: Tensor = x ^ (x >> 16)

@@ -42,7 +42,7 @@ TIE = 1e-6
 
 
 def differing_keys(config: Config, other: Config) -> list[str]:
-    """Keys in which two configs differ and that have an effect on the training."""
+    """Return keys in which two configs differ and that have an effect on the training."""
     mine, theirs = to_dict(config), to_dict(other)
     return [
         key
@@ -73,7 +73,7 @@ def must_be_exact(config: Config, other: Config) -> bool:
 
 
 def sizes_by_stage(config: Config) -> list[tuple[int, int, int]]:
-    """Layers, tensor- and expert-parallel ranks of each stage, which schedules may decide."""
+    """Return layers, tensor- and expert-parallel ranks of each stage, as the schedule has them."""
     mesh = config.mesh
     places = placement(config.pipeline, num_ranks=mesh.pp)
     return [
@@ -96,7 +96,7 @@ def described(config: Config, base: Config) -> str:
 
 
 def families(layouts: Iterable[Config]) -> list[list[Config]]:
-    """Layouts that must be bitwise equal with each other, together; in the order of their first.
+    """Group layouts that must be bitwise equal with each other, in the order of the first of each.
 
     Args:
         layouts: Layouts of one model, text and batch.

@@ -62,7 +62,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         return (0.0, configured, configured / 100)[step % 3]
 
     def applied_to(self, config: Config) -> Config:
-        """The same training with its whole learning-rate schedule in these steps.
+        """Return a config that trains with its whole learning-rate schedule in these steps.
 
         An update multiplies the rounding of a gradient by up to the rate over `adam_eps`, and a
         bias that starts at zero is no larger than the rate. So `adam_eps` is at least 1e-3: a
@@ -100,10 +100,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         job: ``module:callable``, a `Build`.
-        program: What is to happen.
+        program: Program of the run.
         tensor_steps: Steps whose tensors are recorded, counted from 1; empty: all.
         source: Directory of the run whose checkpoint is resumed; empty: its own.
-        num_runs: How many runs there are to be, if the first rank is to say how long they take.
+        num_runs: Number of runs whose time the first rank estimates; 0: it does not.
     """
 
     job: str

@@ -21,8 +21,8 @@ def record_oracle(actual: Path, directory: Path, *, config: Config, request: Req
     """Train the oracle from the first weights of a recorded run, on its batches.
 
     Args:
-        actual: What the run has recorded.
-        directory: Where the oracle records the same quantities.
+        actual: Folder of the run's recording.
+        directory: Folder that the oracle records the same quantities into.
         config: Configuration of the run.
         request: Request of the run.
     """
@@ -38,7 +38,7 @@ def record_oracle(actual: Path, directory: Path, *, config: Config, request: Req
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As the ranks have; of small tensors, a second one only burns time."""
+    """Use one thread, as ranks do; of small tensors, a second one only burns time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -106,7 +106,7 @@ def _add_rows(record: ValueRecorder, kind: str, rows: Mapping[str, Tensor], orac
 
 
 def _rows(step: RecordedStep, kind: str, name: str) -> Tensor:
-    """Tokens with the one after the last; where that is not to be learned, it does not matter."""
+    """Return tokens with the one after the last; it does not matter where it is no target."""
     tokens, targets = (step.tensors[f"{kind}{what}"][name] for what in ("tokens", "targets"))
     return torch.cat((tokens, targets[:, -1:]), dim=1)
 

@@ -28,7 +28,7 @@ class Verdict:
         against: Overrides of the layout beside which it was judged, or "one process".
         comparison: None where it could not be run.
         seconds: Seconds that running it took.
-        problem: Why it could not be run.
+        problem: Reason why it could not be run.
     """
 
     layout: str
@@ -54,9 +54,9 @@ class Runs:
     Args:
         scratch: An empty folder for them.
         base: Base configuration: layouts are named by how they differ from its run in one process.
-        program: What happens in each.
+        program: Program of each run.
         every_tensor: Whether tensors of all steps are compared, and not of some.
-        num_runs: How many there are to be; the first one says how long they take. 0: it does not.
+        num_runs: Number of runs whose time the first one estimates; 0: it does not.
         job: ``module:callable``, see `Build`.
     """
 
@@ -157,7 +157,7 @@ class Runs:
         )
 
     def judge(self, config: Config, other: Config | None) -> Verdict:
-        """Like :meth:`compare`, but a run that failed is a verdict as well.
+        """Compare as :meth:`compare` does, but make a failed run a verdict as well.
 
         Args:
             config: Configuration to judge.

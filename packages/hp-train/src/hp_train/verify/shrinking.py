@@ -93,7 +93,7 @@ def _even_or_odd(width: int) -> int:
 
 
 def _fewer_layers(config: Config, num_layers: int) -> dict[str, object]:
-    """One layer for each stage, and the others for the one that had the most, if a config says."""
+    """Return one layer for each stage, and the rest for the largest, where a config has sizes."""
     sizes = config.pipeline.stage_layers
     fewer = [1] * len(sizes)
     if sizes:

@@ -44,12 +44,12 @@ class Difference:
         phase: One of `hp_verify.recording.events.PHASES`, or `UPDATE`.
         name: Module or parameter of the reference.
         error: Norm of the difference, relative to the reference's.
-        bound: What rounding explains.
-        factor: What the reference's tensor is to be multiplied by to come nearest.
-        rest: Error that is left then.
+        bound: Largest error that rounding explains.
+        factor: Factor of the reference's tensor that comes nearest.
+        rest: Error that this factor leaves.
         who: Ranks that disagree with each other; empty: the job differs from the reference.
-        note: What there is to say beside numbers.
-        origin: Where a gradient became wrong, `BACKWARD` or `REDUCTION`; empty: not known.
+        note: Remark for people beside the numbers.
+        origin: Place at which a gradient became wrong: `BACKWARD`, `REDUCTION`; empty: not known.
     """
 
     step: int
@@ -81,15 +81,15 @@ class Exact:
     """Describes a first difference element by element.
 
     Attributes:
-        sentence: Which elements differ, on which ranks, and what they are.
+        sentence: Description of the elements that differ, with their ranks and kind.
         index: Where the largest error is in the whole tensor; of what is made of samples, the first
             is that of the sample.
         expected: The reference's value there.
         actual: The job's value there.
-        ranks: Those whose parts differ.
+        ranks: Ranks whose parts differ.
         num_different: Elements that differ by more than rounding explains.
         num_elements: All elements.
-        kind: What the differing elements are; empty: nothing that is known.
+        kind: Relation of the differing elements to the reference's; empty: none that is known.
     """
 
     sentence: str
@@ -111,8 +111,8 @@ class Reproduction:
 
     Attributes:
         path: The program; what it reads lies beside it.
-        text: Its source, at most 40 lines.
-        output: What it printed when it was run.
+        text: Source of the program, at most 40 lines.
+        output: Text that the program printed.
     """
 
     path: Path
@@ -131,17 +131,17 @@ class Comparison:
     """Tells what two jobs have in common and what not.
 
     Attributes:
-        differences: What is above its bound, in the order in which things are computed.
-        unaligned: What could not be laid beside the reference -> why.
-        num_compared: Tensors and numbers that were.
-        num_steps: Steps that both have.
+        differences: Differences above their bounds, in the order of the computation.
+        unaligned: Tensor or number that could not be compared -> reason.
+        num_compared: Tensors and numbers that were compared.
+        num_steps: Steps that both jobs have.
         largest: Phase -> largest error.
-        random: Step -> how dropout could explain what differs there.
-        more: Step -> what the job computes that the reference does not.
+        random: Step -> explanation of its differences by dropout.
+        more: Step -> sentences about calls that only the job makes.
         exact: The first difference, element by element; None: no second run was made, or it did
             not come again.
         reproduction: A program that shows it; None: none was made.
-        again: Why there is no `exact` or no `reproduction` although a second run was made.
+        again: Reason why a second run gave no `exact` or no `reproduction`.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Floor:
         self._typical = {key: statistics.median(errors) for key, errors in by_phase.items()}
 
     def bound(self, step: int, phase: str, name: str, dtype: str) -> float:
-        """Largest error of a tensor that rounding explains."""
+        """Return the largest error of a tensor that rounding explains."""
         own = self._errors.get((step, phase, name), 0.0)
         typical = self._typical.get((step, phase), 0.0)
         return max(_TIMES * max(own, typical), _LEAST.get(dtype, 1e-5))
@@ -221,7 +221,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
     Args:
         actual: The job to judge.
         expected: The reference, to which errors are relative.
-        floor: What rounding explains.
+        floor: Errors that rounding explains.
     """
     result, known = Comparison(), _known(actual) & _known(expected)
     for index, theirs in expected.steps.items():
@@ -299,7 +299,7 @@ def _is_term(difference: Difference, num_ranks: int) -> bool:
 
 
 def _phases(mine: Step, theirs: Step) -> Iterator[str]:
-    """Phases of a step, in the order in which they are computed."""
+    """Yield phases of a step, in the order in which they are computed."""
     there = {*mine.tensors, *mine.numbers, *theirs.tensors, *theirs.numbers}
     for phase in ev.PHASES:
         if phase == ev.MOMENT:
@@ -334,10 +334,10 @@ def _batches(result: Comparison, index: int, steps: tuple[Step, Step], before: i
     them is what is wrong.
 
     Args:
-        result: What differs up to this step.
+        result: Comparison of the steps so far.
         index: The step.
         steps: The job's and the reference's.
-        before: How many differences there were before this step.
+        before: Number of differences before this step.
     """
     mine, theirs = steps
     if not theirs.rows or mine.rows == theirs.rows:
@@ -391,7 +391,7 @@ def _distance(tensor: Digests, reference: Digests) -> float:
 
 
 def _known(recording: Recording) -> set[str]:
-    """Parameters whose first values are known as a whole."""
+    """Return parameters whose first values are known as a whole."""
     first = recording.steps.get(1, Step()).tensors.get(ev.START, {})
     return {name for name, tensor in first.items() if not tensor.problem}
 
@@ -399,7 +399,7 @@ def _known(recording: Recording) -> set[str]:
 def _filled(
     mine: Mapping[str, Digests], theirs: Mapping[str, Digests], known: Collection[str]
 ) -> dict[str, Digests]:
-    """Gradients, with zeros for those that only the other job has, of what both know."""
+    """Return gradients, with zeros for known parameters whose gradient only the other job has."""
     nothing = {"": ((0.0,) * ev.NUM_SIGNS, 0.0)}
     missing = {
         name: Digests(tensor.shape, tensor.dtype, nothing)
@@ -565,7 +565,7 @@ def _why_mixed(reference: Digests, bound: float) -> str:
 
 
 def _error(tensor: Digests, reference: Digests, phase: str = "") -> float:
-    """Norm of the difference, relative to the reference's; of the samples that both have."""
+    """Return the norm of the difference of common samples, relative to the reference's."""
     if phase in _OF_BACKWARD and not (tensor.is_finite or reference.is_finite):
         return 0.0
     common = tensor.rows.keys() & reference.rows.keys()
@@ -585,7 +585,7 @@ def _is_finite(tensor: Digests, row: str) -> bool:
 
 
 def _nearest(tensor: Digests, reference: Digests) -> tuple[float, float]:
-    """Factor of the reference's tensor that comes nearest, and the error that is left."""
+    """Return the reference's factor that comes nearest, and the error that is left."""
     pairs = list(_pairs(tensor, reference))
     product = math.fsum(x * y for a, b, _ in pairs for x, y in zip(a, b, strict=True))
     square = math.fsum(y * y for _, b, _ in pairs for y in b)
@@ -649,7 +649,7 @@ def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> float:
 
 
 def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest distance of a number, which all ranks should have, from the reference's."""
+    """Return the largest distance of ranks' numbers from the reference's."""
     if not expected:
         return math.inf
     theirs = statistics.fmean(expected)
@@ -660,7 +660,7 @@ def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def _apart(ours: Sequence[float], expected: Sequence[float]) -> tuple[float, float]:
-    """Distance of the losses of ranks and microbatches from those of the reference.
+    """Return the distance of losses of ranks and microbatches from those of the reference.
 
     They may be terms of a sum or of a mean, and may have been multiplied by a number of ranks or
     microbatches, or by a power of two: what is made of them is seen in gradients. Where terms

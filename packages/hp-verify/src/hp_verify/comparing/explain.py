@@ -37,7 +37,7 @@ def explain(comparison: Comparison) -> list[str]:
     """Name likely mistakes, the likeliest first; none where nothing is known.
 
     Args:
-        comparison: Its first difference, and what differs with it.
+        comparison: Comparison whose first difference is explained.
     """
     first = comparison.first
     if first is None:
@@ -111,7 +111,7 @@ def _of_module(name: str) -> str:
 
 
 def _common_scale(differences: Sequence[Difference]) -> Fraction | None:
-    """The factor that explains all of them, if there is one that is a ratio of small numbers.
+    """Return the factor that all differences have, if it is a ratio of small numbers.
 
     What is left of an error beside it must be what rounding explains, and it itself must be more.
     """

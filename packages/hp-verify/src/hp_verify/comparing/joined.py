@@ -33,13 +33,13 @@ class Digests:
 
     Attributes:
         shape: Shape of it, or of one sample of it.
-        dtype: Its dtype.
+        dtype: Dtype of the tensor.
         rows: Sample -> sums with signs and norm; "" where it is not made of samples.
-        disagree: How far apart ranks are that hold the same part, relative to its norm.
-        who: Which processes those are.
+        disagree: Largest distance of ranks that hold the same part, relative to the norm.
+        who: Processes that hold this part.
         is_sum: Whether parts of several ranks were added up because they were not the same.
-        problem: Why it could not be put together; empty: it was.
-        lost: Why what some calls computed is not in it; empty: all is.
+        problem: Reason why the tensor could not be put together; empty: it was.
+        lost: Reason why results of some calls are missing; empty: none is.
         shapes: Sample -> its shape, of samples that have others than `shape`.
     """
 
@@ -64,11 +64,11 @@ class Digests:
         return all(math.isfinite(norm) for _, norm in self.rows.values())
 
     def shape_of(self, row: str) -> tuple[int, ...]:
-        """Shape of one of its samples."""
+        """Return the shape of a sample."""
         return self.shapes.get(row, self.shape)
 
     def scaled(self, factors: Mapping[str, float]) -> "Digests":
-        """Its samples times a factor of each; 1 where there is none."""
+        """Multiply samples by factors; a sample without one keeps its values."""
         if not factors:
             return self
         rows = {
@@ -204,7 +204,7 @@ Sample = tuple[str, int, int, str]
 
 
 def sample_names(rows: Sequence[tuple[str, Rows]]) -> dict[Sample, str]:
-    """Names of samples of later pipeline stages, which are given no tokens.
+    """Name samples of later pipeline stages, which are given no tokens.
 
     Calls of a stage come in the order of those of the first one: the processes that saw tokens, or
     where nobody does what the reference saw, and the others of a stage, follow each other in the
@@ -311,15 +311,15 @@ def _sum(piece: Piece, other: Piece) -> Piece:
 
 
 def size_of(sums: Sequence[float], norm: float) -> float:
-    """Norm of a tensor, as its sums with signs tell it where it has numbers that are not finite."""
+    """Return the norm of a tensor; where it is not finite, the estimate by sums with signs."""
     return norm if math.isfinite(norm) else math.sqrt(math.fsum(x * x for x in sums) / NUM_SIGNS)
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Norm of the difference of two tensors, as their sums with signs tell it."""
+    """Return the norm of the difference of two tensors, estimated by their sums with signs."""
     return math.sqrt(math.fsum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / NUM_SIGNS)
 
 
 def numbers_of(step: Step, phase: str, name: str = "") -> list[float]:
-    """All numbers of a kind, of all processes."""
+    """Return all numbers of a kind, of all processes."""
     return [value for some in step.numbers.get(phase, {}).get(name, {}).values() for value in some]

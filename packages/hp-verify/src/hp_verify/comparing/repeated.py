@@ -19,7 +19,7 @@ def matched(mine: Step, theirs: Step, apart: Apart) -> dict[str, int]:
     Args:
         mine: A step of the job, whose names are changed.
         theirs: The same of the reference.
-        apart: How far two tensors are apart.
+        apart: Distance of two tensors.
 
     Returns:
         Output of a module -> how often more often than in the reference it was computed.
@@ -43,7 +43,7 @@ def matched(mine: Step, theirs: Step, apart: Apart) -> dict[str, int]:
 
 
 def _by_base(names: Mapping[str, Digests]) -> dict[str, list[str]]:
-    """Outputs of modules -> names of their calls, the first one first."""
+    """Group names of calls by the output of a module, the first call first."""
     found: dict[str, list[str]] = defaultdict(list)
     for name in names:
         found[name.partition("#")[0]].append(name)
@@ -54,7 +54,7 @@ def _by_base(names: Mapping[str, Digests]) -> dict[str, list[str]]:
 
 
 def _chosen(calls: list[str], names: list[str], apart: Callable[[str, str], float]) -> list[str]:
-    """The job's calls that are the reference's, in order; as they come where that is not seen."""
+    """Return the job's calls that match the reference's, in order; else the first ones."""
     first, found = 0, []
     for index, name in enumerate(names):
         most = len(calls) - len(names) + index + 1

@@ -28,7 +28,7 @@ class TensorDifference:
 
     Attributes:
         name: Its name in the second checkpoint.
-        said: How it differs.
+        said: Description of the difference.
         error: Norm of the difference, relative to the first's.
     """
 
@@ -48,9 +48,9 @@ class CheckpointComparison:
         differences: Tensors that differ.
         missing: Tensors of the first that the second has not -> what there is to say.
         extra: Tensors of the second that the first has not -> what there is to say.
-        counts: What was found of how many tensors.
-        made: How tensors of the second are made of the first's, of how many.
-        notes: What else there is to say.
+        counts: Finding -> number of tensors.
+        made: Way in which tensors of the second are made of the first's -> number of tensors.
+        notes: Further remarks.
         largest: Largest error of what is explained by a cast or by rounding.
     """
 
@@ -157,7 +157,7 @@ def report_checkpoints(comparison: CheckpointComparison) -> str:
 
 
 def _named(names: Iterable[str]) -> list[str]:
-    """Names of what is not read, each once, with the number of its shards."""
+    """Return each name that is not read once, with the number of its shards."""
     shards = Counter(name.partition("/shard_")[0] for name in names)
     return [f"{name} ({n} parts)" if n > 1 else name for name, n in sorted(shards.items())]
 
@@ -193,7 +193,7 @@ class _Comparing:
         self._list_unused([name for name in here if name not in skipped])
 
     def _states_of_one(self) -> set[str]:
-        """Names of an optimizer's state, where one of both has none."""
+        """Return names of an optimizer's state, where only one checkpoint has such state."""
         states = [{n for n in s.tensors if STATE.search(n)} for s in (self._ours, self._theirs)]
         if all(states):
             return set()

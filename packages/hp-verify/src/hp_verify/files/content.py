@@ -26,9 +26,9 @@ class Found:
     """Tensors of the other checkpoint that a tensor is made of.
 
     Attributes:
-        ours: What its values should be, shaped like it; the padding is its own.
+        ours: Expected values, in the tensor's shape; padding is copied from the tensor.
         parts: Names of the tensors behind it.
-        how: How, for people.
+        how: Description for people.
     """
 
     ours: Tensor
@@ -89,7 +89,7 @@ class Rows:
         return Found(ours.reshape(values.shape), tuple(names), f"rows of {how}{padded}")
 
     def _chosen(self, keys: tuple[str, ...]) -> list[_Place | None]:
-        """For each row the place that goes on where the row before ended, else the first."""
+        """Choose for each row the place right after that of the row before, else the first."""
         chosen: list[_Place | None] = []
         for key in keys:
             there = self._places.get(key, [])
@@ -125,5 +125,5 @@ class Rows:
 
 
 def _rows(values: Tensor) -> Tensor:
-    """A tensor as rows: `[N, last dim]`; a vector is one row."""
+    """Return a tensor as rows: `[N, last dim]`; a vector is one row."""
     return values.reshape(-1, values.shape[-1])

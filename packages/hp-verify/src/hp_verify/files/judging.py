@@ -72,7 +72,7 @@ def judge_quantised(ours: Tensor, theirs: Tensor, scales: Tensor) -> Verdict:
     Args:
         ours: Weights, of any shape.
         theirs: The same in 8 bits.
-        scales: What these are to be multiplied by: one, or one a row, a column or a block; as many
+        scales: Factors of `theirs`: one, or one a row, a column or a block; as many
             dims as `theirs`, or none.
     """
     wide = _spread(scales.double(), theirs.shape)
@@ -92,7 +92,7 @@ def judge_quantised(ours: Tensor, theirs: Tensor, scales: Tensor) -> Verdict:
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor | None:
-    """Scales of blocks, repeated to the shape of what they scale; None: they do not fit."""
+    """Return scales of blocks, repeated to the shape of what they scale; None: they do not fit."""
     if scales.numel() == 1:
         return scales.reshape(()).expand(shape)
     if scales.ndim == len(shape) - 1 and scales.shape == shape[:-1]:
@@ -121,7 +121,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> tuple[float, str]:
-    """Norm of the difference relative to ours, and where it is largest."""
+    """Return the norm of the difference relative to ours, and the index of the largest one."""
     a, b = ours.double(), theirs.double()
     difference = (a - b).abs_()
     is_bad = difference.isnan()

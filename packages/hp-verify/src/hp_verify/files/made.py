@@ -48,8 +48,8 @@ class Made:
     Attributes:
         shape: Its shape.
         parts: Names of the checkpoint's tensors behind it.
-        read: Gives its values.
-        how: How it is made, for people; empty: it is there.
+        read: Reads the values.
+        how: Description of the steps that make it; empty: the checkpoint has it.
     """
 
     shape: tuple[int, ...]
@@ -58,14 +58,14 @@ class Made:
     how: str = ""
 
     def transposed(self) -> "Made":
-        """The same with its last two dims exchanged."""
+        """Return this tensor with its last two dims exchanged."""
         how = ", ".join(filter(None, (self.how, "transposed")))
         shape = (*self.shape[:-2], *reversed(self.shape[-2:]))
         return Made(shape, self.parts, lambda: self.read().mT, how)
 
 
 def known(source: Source) -> dict[str, Made]:
-    """All tensors of a checkpoint whose values are there, by the names that are known for them."""
+    """Return all tensors of a checkpoint that have values, by every name that is known for them."""
     found = {
         name: Made(entry.shape, (name,), entry.read)
         for name, entry in source.tensors.items()

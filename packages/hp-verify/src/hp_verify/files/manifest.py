@@ -36,7 +36,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def digest(values: Tensor) -> str:
-    """SHA-256 of a tensor's bytes in C order."""
+    """Return the SHA-256 of a tensor's bytes in C order."""
     flat = values.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()
 

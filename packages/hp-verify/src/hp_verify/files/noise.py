@@ -36,7 +36,7 @@ class CurveComparison:
 
     Attributes:
         differs: Whether the second curve differs from the first by more than noise.
-        chance: How often noise alone would give as large a statistic; at least 1 / (draws + 1).
+        chance: Probability of as large a statistic by noise alone; at least 1 / (draws + 1).
         step: First step that differs, about.
         offset: Mean difference of the steps that follow.
         noise: Standard deviation of a single step's difference that is noise.
@@ -72,7 +72,7 @@ def compare_curves(
         first: Step -> loss.
         second: The same, of the run to be judged.
         repeats: Curves of the first run done again, other noise and all else alike.
-        level: How often noise alone may be called a difference.
+        level: Probability of calling noise a difference.
         draws: Series of noise that are drawn; None: as many as `level` needs.
         seed: Seed of these draws.
 
@@ -137,7 +137,7 @@ class _Noise:
     Attributes:
         rho: Correlation of neighbours.
         deviation: Standard deviation.
-        innovations: What of each value the one before does not explain, `[series, steps]`.
+        innovations: Residuals of each value after that before it, `[series, steps]`.
         is_known: Whether it is from repeats; else every series tells of its own noise.
     """
 
@@ -148,14 +148,14 @@ class _Noise:
 
     @classmethod
     def of_known(cls, series: _Floats) -> "_Noise":
-        """Noise with mean zero, of which there are examples, `[series, steps]`."""
+        """Estimate noise with mean zero from examples, `[series, steps]`."""
         rho = _correlation(series)
         innovations = series[:, 1:] - rho * series[:, :-1]
         return cls(rho, float(np.sqrt((series**2).mean())), innovations, True)
 
     @classmethod
     def of_residuals(cls, difference: _Floats) -> "_Noise":
-        """Noise as the residuals of a difference tell, two levels removed."""
+        """Estimate noise from the residuals of a difference, two levels removed."""
         left = _residuals(difference[None])
         rho = float(_rho(left)[0])
         innovations = left[:, 1:] - rho * left[:, :-1]
@@ -190,7 +190,7 @@ class _Noise:
         return kept
 
     def statistic(self, series: _Floats) -> tuple[_Floats, NDArray[np.int64]]:
-        """Largest mean of last steps in standard errors, and where these begin; by series."""
+        """Return each series' largest mean of last steps in standard errors, and its first step."""
         sizes = np.arange(series.shape[1], 0, -1)
         scanned = np.abs(series[:, ::-1].cumsum(axis=1)[:, ::-1]) / np.sqrt(sizes)
         scanned[:, sizes < max(8, len(sizes) // 20)] = 0.0
@@ -205,7 +205,7 @@ class _Noise:
 
 
 def _residuals(series: _Floats) -> _Floats:
-    """Series without two levels, the change between which is where it explains most."""
+    """Remove two levels from series; they change where that explains the most."""
     length = series.shape[1]
     sums = series.cumsum(axis=1)
     sizes = np.arange(1, length + 1)
@@ -225,7 +225,7 @@ def _residuals(series: _Floats) -> _Floats:
 
 
 def _rho(left: _Floats) -> _Floats:
-    """Correlation of neighbours, without the bias that two estimated levels bring."""
+    """Return correlation of neighbours, without the bias that two estimated levels bring."""
     length = left.shape[1]
     products = (left[:, 1:] * left[:, :-1]).sum(axis=1)
     raw = products / ((left**2).sum(axis=1) + 1e-300)
@@ -233,6 +233,6 @@ def _rho(left: _Floats) -> _Floats:
 
 
 def _correlation(series: _Floats) -> float:
-    """Correlation of neighbours in series whose mean is zero."""
+    """Return correlation of neighbours in series whose mean is zero."""
     raw = (series[:, 1:] * series[:, :-1]).sum() / ((series**2).sum() + 1e-300)
     return float(np.clip(raw, 0.0, _LARGEST_RHO))

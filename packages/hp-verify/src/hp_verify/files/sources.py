@@ -34,7 +34,7 @@ class Entry:
     Attributes:
         dtype: Its dtype, as safetensors calls it.
         shape: Its shape.
-        read: Gives its values, in new memory; None: the checkpoint has a digest alone.
+        read: Reads the values into new memory; None: the checkpoint has a digest alone.
         sha256: SHA-256 of its bytes in this dtype, hexadecimal; empty: unknown.
     """
 
@@ -49,8 +49,8 @@ class Source:
     """An open checkpoint.
 
     Attributes:
-        path: Where it is.
-        format: What it is, in a word or two.
+        path: Path of the checkpoint.
+        format: Name of the format, for people.
         tensors: Name -> tensor.
         left_out: Names of what is no tensor, or of a dtype that cannot be read.
         config: Configuration of the run that saved it, of hp-train's own; else empty.
@@ -185,7 +185,7 @@ def _of_torch(paths: list[Path], shown: Path) -> Source:
 
 
 def _loaded(path: Path) -> Any:
-    """Tensors of a file, mapped into memory, after the checksums that torch does not look at."""
+    """Map the tensors of a file into memory, after a check of the checksums that torch ignores."""
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()

@@ -29,7 +29,7 @@ def recording(request: Request) -> Iterator[None]:
     """Record what this process computes inside; nothing else must be recorded in it.
 
     Args:
-        request: What is asked of it.
+        request: Request to the process.
     """
     recorder = begin(request)
     yield
@@ -40,7 +40,7 @@ def begin(request: Request) -> Recorder:
     """Record this process from now on; the recording is written at the end of the process.
 
     Args:
-        request: What is asked of it.
+        request: Request to the process.
     """
     seed(request.seed)
     if request.float64:

@@ -35,7 +35,7 @@ def around(
 
     Args:
         place: Module or class that has it.
-        name: Its name there.
+        name: Name of the function there.
         before: Called with the same arguments; an iterator, which can be read once, as a list.
         after: Called with what it returned.
     """
@@ -67,7 +67,7 @@ def may_break_graphs() -> None:
 
 
 def kwargs_of_call() -> dict[str, object]:
-    """Keyword arguments of the module's call that a global hook was called from.
+    """Return keyword arguments of the module's call that a global hook was called from.
 
     torch hands them to hooks of a module only. They are read from the frame of its call, which
     calls the hook; where no frame looks like one, there are none.
@@ -116,7 +116,7 @@ def is_for_shapes() -> bool:
 
 
 def _callers(most: int) -> list[FrameType]:
-    """Frames behind that of the hook whose function asks for them, the nearest first."""
+    """Return the frames behind the caller's caller, a hook; the nearest first."""
     frame = sys._getframe(2).f_back  # noqa: SLF001 - documented, CPython
     found: list[FrameType] = []
     while frame is not None and len(found) < most:

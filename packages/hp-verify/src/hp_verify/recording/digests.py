@@ -21,7 +21,7 @@ class Digest:
     """Digests of parts, where the parts are: nothing waits for a device until `pieces`.
 
     Attributes:
-        box: Where each is in its whole.
+        box: Place of each part in its whole tensor.
         rows: Sample of each; empty names: they have none.
         sums: `[N, NUM_SIGNS]`.
         norms: `[N]`.
@@ -45,7 +45,7 @@ def digest_of(part: Tensor, box: Box) -> Digest:
 
     Args:
         part: The part, of any shape and dtype.
-        box: Where it is in the whole; as many indices in each dim as `part` has.
+        box: Place of the part in the whole tensor; as many indices in each dim as `part` has.
     """
     return digest_rows(part[None], box, ("",))
 
@@ -55,7 +55,7 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
 
     Args:
         parts: Samples, `[N, ...]`, of any dtype.
-        box: Where each is in its whole, without the dim of samples.
+        box: Place of each part in its whole tensor, without the dim of samples.
         rows: Name of each sample.
     """
     values = parts.detach()
@@ -89,14 +89,14 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
 
 
 def _widened(values: Tensor) -> Tensor:
-    """Real values of any dtype in a floating one of 32 bits or more."""
+    """Cast real values of any dtype to a floating one of 32 bits or more."""
     is_narrow = values.is_floating_point() and values.itemsize == 1  # which no dtype is promoted to
     wide = torch.float32 if is_narrow else torch.promote_types(values.dtype, torch.float32)
     return values.to(wide)
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Numbers that are not finite as another one: the norm tells that there are some."""
+    """Replace numbers that are not finite by a constant: the norm tells that there are some."""
     return torch.where(values.isfinite(), values, _NOT_FINITE)
 
 
@@ -113,13 +113,13 @@ def sum_of_digests(terms: Sequence[Digest]) -> Digest:
 
 
 def digests_of_rows(rows: Tensor, *, num_bytes: int) -> list[bytes]:
-    """Hashes of the bits of each row, `[N, ...]`, of so many bytes."""
+    """Hash the bits of each row, `[N, ...]`, into `num_bytes` bytes."""
     raw = rows.detach().contiguous().cpu().view(torch.uint8).numpy()
     return [hashlib.blake2b(row.data, digest_size=num_bytes).digest() for row in raw]
 
 
 def _signs(dim: int, span: tuple[int, int], like: Tensor) -> Tensor:
-    """Signs of a dim's indices, `[indices, NUM_SIGNS]`."""
+    """Return signs of a dim's indices, `[indices, NUM_SIGNS]`."""
     return _made_signs(dim, span, like.dtype, str(like.device))
 
 
@@ -134,7 +134,7 @@ def _made_signs(dim: int, span: tuple[int, int], dtype: torch.dtype, device: str
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """Bits moved to the right as of unsigned numbers."""
+    """Shift bits to the right as of unsigned numbers."""
     return (values >> by) & ((1 << (64 - by)) - 1)
 
 

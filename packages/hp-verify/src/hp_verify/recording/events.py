@@ -59,10 +59,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A part of a tensor.
 
     Attributes:
-        box: Where it is in the whole.
-        sums: Its values with signs, summed; `NUM_SIGNS` of them.
-        norm: Its 2-norm.
-        row: Its sample of the batch; empty: it is of no sample.
+        box: Place of the part in the whole tensor.
+        sums: `NUM_SIGNS` sums of the values, each with other signs.
+        norm: 2-norm of the values.
+        row: Name of the batch's sample; empty: the tensor is not made of samples.
     """
 
     box: Box
@@ -82,7 +82,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
         dtype: Its dtype, without ``torch.``.
         pieces: The parts that are here.
         call: Which call of the module in this step and process, counted from 0.
-        note: Why it cannot be laid beside the reference; empty: it can.
+        note: Reason why the tensor cannot be compared; empty: it can be.
         may_add: Whether ranks may have terms of it, of which it is the sum: a product with a matrix
             whose columns are cut, the gradient of what ranks use in different ways.
     """
@@ -208,7 +208,7 @@ class Log:
 
 
 def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Samples of a recording: step -> sample -> its tokens, if they were written down.
+    """Return samples of a recording: step -> sample -> its tokens, if they were written down.
 
     Of those that are padded the part that is not is there as well, by a name of its own.
     """

@@ -73,7 +73,7 @@ def parameters_of(folder: Path) -> set[str]:
 
 
 def _updates_of_ended(path: Path) -> int:
-    """Updates by a process that has ended; 0 by one that lives."""
+    """Return the number of updates by a process that has ended; 0 for one that lives."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -26,8 +26,8 @@ class Noted:
 
     Attributes:
         step, phase, name, shape, call, note, may_add: As of an `Event`.
-        dtype: Its dtype; None: it is no tensor.
-        digests: What it has.
+        dtype: Dtype of the tensor; None: it is no tensor.
+        digests: Digests of the parts.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Noted:
 
 
 def log_of(folder: Path, rank: int, ranks: int) -> Log:
-    """The log of this process, which begins with what the process is."""
+    """Open the log of this process, which begins with facts about the process."""
     log = Log(folder, f"{rank:05d}-{os.getpid()}")
     facts = {"rank": str(rank), "ranks": str(ranks), "program": " ".join(sys.argv)}
     log.add({**facts, "torch": str(torch.__version__)})
@@ -135,7 +135,7 @@ class Notes:
         self._tensors.append(tensor)
 
     def own(self, key: tuple[str, Box], like: tuple[tuple[int, ...], torch.dtype]) -> list[Digest]:
-        """Terms of a gradient before it is reduced, one a backward, to be added to.
+        """Return the list of a gradient's terms before its reduction, one a backward, to append to.
 
         Args:
             key: Parameter, and where the part is in it.

@@ -26,10 +26,10 @@ class Learned:
     """Facts about the parameters of a model.
 
     Attributes:
-        values: Its parameters, as far as they are here, by the names that it gave them.
-        renaming: How the reference calls its modules.
-        whole: Those parameters that are here as such.
-        flat: What holds the values of others.
+        values: Local parameters of the model, by the names that the model gave them.
+        renaming: Translation of the model's names of modules into the reference's.
+        whole: Parameters that are tensors of their own here.
+        flat: Flat tensors with the values of other parameters.
     """
 
     values: Mapping[str, Tensor | Flat]
@@ -47,12 +47,12 @@ class Owners:
     """Maps every tensor of a job to parts of the reference's parameters.
 
     Args:
-        reference: Its first weights, which are this job's own where it is the reference.
-        rules: What is declared of parameters, and is believed.
+        reference: First weights of the reference; of this job where it is the reference.
+        rules: Declared places of parameters.
         rank: Rank of this process.
-        ranks: How many there are.
-        launches: What earlier launches of the job have found; None: it has one.
-        is_reference: Whether parameters are what they are called.
+        ranks: Number of ranks.
+        launches: Findings of earlier launches of the job; None: it has one launch.
+        is_reference: Whether this job is the reference, whose names and places count.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Owners:
 
         Args:
             root: The model.
-            named: Its parameters, by the names that it gave them.
-            inside: What is to stand before these, because another model has the same.
+            named: Parameters of the model, by the names that the model gave them.
+            inside: Prefix of these names where several models have the same.
         """
         for adapter in adapters().values():
             with contextlib.suppress(AttributeError):  # of another version of the library
@@ -116,13 +116,13 @@ class Owners:
         """Tell whether a module of the reference has parameters.
 
         Args:
-            module: Its name there.
+            module: Name of the module in the reference.
         """
         weights = () if self._is_reference else self._reference.weights
         return any(name.startswith(f"{module}.") for name in weights)
 
     def hold(self, tensor: Tensor, runs: list[Run]) -> None:
-        """A flat tensor, and what its values are."""
+        """Take in a flat tensor and the runs of parameters in it."""
         if id(tensor) not in self._runs:
             self._runs[id(tensor)] = tensor, runs
 
@@ -135,11 +135,11 @@ class Owners:
         return self._slices.get(id(tensor), [])
 
     def of(self, tensor: Tensor, what: str) -> tuple[str, list[Slice]]:
-        """The reference's name of a tensor, and what it is of the reference.
+        """Return a tensor's name in the reference, and its slices of the reference.
 
         Args:
             tensor: A parameter, or what an optimizer has in place of some.
-            what: What to call it where nothing is known.
+            what: Name for an unknown tensor.
         """
         key = id(tensor)
         if key not in self._names:
@@ -155,7 +155,7 @@ class Owners:
         return self._names[key], self._slices[key]
 
     def slices(self) -> Iterator[tuple[Tensor, list[Slice]]]:
-        """All tensors that are known, with what they are of the reference."""
+        """Yield all known tensors, with their slices of the reference."""
         tensors = [tensor for tensor, _ in self._runs.values()]
         tensors += [tensor for _, tensor in self._real.values() if is_dtensor(tensor)]
         for tensor in tensors:

@@ -24,7 +24,7 @@ def real_of(tokens: Tensor, kwargs: Mapping[str, object]) -> tuple[Span, ...]:
 
     Args:
         tokens: `[samples, length]`.
-        kwargs: What else the model is given; a mask may be among it.
+        kwargs: Keyword arguments of the model; a mask may be among them.
     """
     count, length = tokens.shape
     if not count or not length:
@@ -40,7 +40,7 @@ def real_of(tokens: Tensor, kwargs: Mapping[str, object]) -> tuple[Span, ...]:
 
 
 def _of_mask(real: Tensor) -> tuple[Span, ...]:
-    """Spans of rows whose real tokens lie together; empty: those of one do not, or all are real."""
+    """Return the span of real tokens of each row; empty: a row has several, or all are real."""
     counts, length = real.sum(1), real.shape[1]
     first = real.int().argmax(1)
     last = length - real.flip(1).int().argmax(1)
@@ -51,7 +51,7 @@ def _of_mask(real: Tensor) -> tuple[Span, ...]:
 
 
 def _of_ends(tokens: Tensor) -> tuple[Span, ...]:
-    """Spans before a token that rows end with, one of them twice, and have nowhere else."""
+    """Return spans before a token that all rows end with, one row twice, and have only there."""
     length = tokens.shape[1]
     last = tokens[:, -2:]  # rows that end in a token once may well be so by themselves
     ends = last[:, -1][last.amin(1) == last.amax(1)] if length > 1 else last[:0, 0]
@@ -91,7 +91,7 @@ class Unpadded:
 
 
 def _without_ends(row: Sequence[int]) -> Iterable[Span]:
-    """Spans that leave out more and more of the token at the end, or of that at the beginning."""
+    """Yield spans without some of the equal tokens at the end, or at the beginning."""
     last = len(row)
     while last > 1 and row[last - 1] == row[-1]:
         yield 0, last

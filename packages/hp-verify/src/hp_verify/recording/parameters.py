@@ -40,7 +40,7 @@ class ParameterRecorder(Listener):
     """Learns what parameters are of the reference, and notes down what they have.
 
     Args:
-        request: What is asked of this process.
+        request: Request to this process.
     """
 
     def __init__(self, request: Request) -> None:
@@ -68,7 +68,7 @@ class ParameterRecorder(Listener):
         """Have what fails in a hook be told, see Note [What a recorder must not do].
 
         Args:
-            hook: What listens.
+            hook: Function that listens.
             breaks_graphs: Whether it is called between graphs where what calls it is compiled; else
                 it is not called there.
         """
@@ -96,7 +96,7 @@ class ParameterRecorder(Listener):
             self._notes.add(Noted(self._place(phase), phase, name, shape, None, [], index, why))
 
     def _place(self, phase: str) -> int:
-        """The step that a phase is of: what is evaluated after an update is before the next one."""
+        """Return the step of a phase; an evaluation after an update belongs to the next step."""
         return self._step + (self._has_updated and phase == ev.EVALUATION)
 
     def _is_wanted(self, phase: str = ev.FORWARD) -> bool:
@@ -119,7 +119,7 @@ class ParameterRecorder(Listener):
 
         Args:
             root: A module.
-            named: Its parameters; None: as it has them.
+            named: Parameters of the module by name; None: its own.
         """
         self._roots[id(root)] = root
         number = len(self._roots)
@@ -213,7 +213,7 @@ class ParameterRecorder(Listener):
         return self._owners
 
     def hold(self, tensor: Tensor, runs: list[Run]) -> None:
-        """A flat tensor, and what its values are."""
+        """Take in a flat tensor and the runs of parameters in it."""
         self._all_owners().hold(tensor, runs)
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -293,7 +293,7 @@ class ParameterRecorder(Listener):
 
 
 def why(error: Exception) -> str:
-    """Why something could not be recorded."""
+    """Say why something could not be recorded."""
     told = (str(error).strip().splitlines() or [""])[0]
     return f"the recorder could not read it: {type(error).__name__}: {told}"[:200]
 

@@ -98,7 +98,7 @@ class Reference:
 
         Args:
             parameters: Local name -> parameter, at its first values.
-            declared: What is known of others.
+            declared: Slices of other parameters that are known already.
 
         Returns:
             Local name -> slices; a name that is not there could not be found. And how modules
@@ -124,7 +124,7 @@ class Reference:
     def _by_order(
         self, missing: Mapping[str, Tensor | Flat], taken: set[str]
     ) -> list[tuple[str, str]]:
-        """Pair what is left here with what is left there, where as many have the same shape."""
+        """Pair parameters left here with those left there, where equally many have a shape."""
         mine: dict[tuple[int, ...], list[str]] = defaultdict(list)
         theirs: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, parameter in missing.items():
@@ -276,7 +276,7 @@ def _boxes(
 
 
 def _at(row: int, size: int, lead: Sequence[int]) -> Box:
-    """Rows that follow each other in the innermost dim of `lead`, as a box."""
+    """Return consecutive rows in the innermost dim of `lead` as a box."""
     outer: list[tuple[int, int]] = []
     rest = row // lead[-1]
     for length in reversed(lead[:-1]):
@@ -286,7 +286,7 @@ def _at(row: int, size: int, lead: Sequence[int]) -> Box:
 
 
 def _runs(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, int, tuple[str, int]]]:
-    """Places that follow each other: first and last + 1 here, and the first there."""
+    """Yield runs of consecutive places: first and last + 1 here, and the first there."""
     begin = 0
     for i in range(1, len(places) + 1):
         name, at = places[begin]
@@ -296,5 +296,5 @@ def _runs(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, int, tuple[s
 
 
 def _row_names(values: Tensor) -> list[bytes]:
-    """A name for each row that is the same where all bits are."""
+    """Name each row by its bits."""
     return digests_of_rows(values.reshape(-1, values.shape[-1]), num_bytes=16)

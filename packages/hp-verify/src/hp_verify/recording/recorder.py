@@ -78,7 +78,7 @@ class Recorder(ParameterRecorder):
     """Records the computation of one process of a job.
 
     Args:
-        request: What is asked of it.
+        request: Request to the process.
     """
 
     def __init__(self, request: Request) -> None:
@@ -310,7 +310,7 @@ class Recorder(ParameterRecorder):
         self.before_clipping((p, p.grad) for p in listed)
 
     def before_clipping(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Parameters or flat tensors with their gradients, which are to be clipped."""
+        """Take in parameters or flat tensors with their gradients, before these are clipped."""
         if self._is_wanted():
             with self._lock:
                 self._parameters(ev.GRADIENT, gradients)
@@ -328,7 +328,7 @@ class Recorder(ParameterRecorder):
         self.clipped(total_norm)
 
     def clipped(self, norm: Tensor | float) -> None:
-        """The norm by which gradients were clipped."""
+        """Take in the norm by which gradients were clipped."""
         if self._is_wanted():
             full = norm.full_tensor() if is_dtensor(norm) else norm
             self._number(ev.NORM, float(full))

@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Request to the processes of a job.
 
     Attributes:
-        folder: Where its processes write.
+        folder: Folder that the job's processes write into.
         reference: Folder that the reference has written; empty: this is the reference.
         seed: Seed of random numbers at the start of a program; its own come later and count.
         steps: Updates of the weights that are recorded.
@@ -60,7 +60,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def environment(request: Request) -> dict[str, str]:
-    """Environment of a job that is to be recorded."""
+    """Return the environment of a job that is to be recorded."""
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     return {
         **os.environ,

@@ -45,7 +45,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameter: list[Rule] = []
 
     def of(self, name: str) -> tuple[str, Rule] | None:
-        """The reference's name of a parameter and its rule; None: no rule is for it."""
+        """Return a parameter's name in the reference and its rule; None: no rule fits."""
         for rule in self.parameter:
             match = re.fullmatch(rule.name, name)
             if match is not None:
@@ -53,18 +53,18 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
     def idle(self, names: Collection[str]) -> list[str]:
-        """Expressions that fit none of these names."""
+        """Return expressions that fit none of these names."""
         texts = [rule.name for rule in self.parameter]
         return [text for text in texts if not any(re.fullmatch(text, name) for name in names)]
 
     def box(self, rule: Rule, shape: tuple[int, ...], rank: int, ranks: int) -> Box:
-        """The part of a tensor that a rank has.
+        """Return the part of a tensor that a rank has.
 
         Args:
             rule: Rule of the tensor.
             shape: Shape of the whole.
             rank: The rank.
-            ranks: How many there are.
+            ranks: Number of ranks.
 
         Raises:
             ConfigError: When the rule does not fit the shape or says nothing of the rank.

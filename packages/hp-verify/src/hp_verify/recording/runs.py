@@ -61,7 +61,7 @@ class Runs:
         return slices
 
     def _in(self, dtype: torch.dtype) -> "tuple[NDArray[np.int64], _Index]":
-        """All values, rounded as those that are looked for are."""
+        """Return all values rounded to a dtype, and their index."""
         if dtype not in self._made:
             bits = _bits(torch.cat([weight.to(dtype) for weight in self._weights]))
             self._made[dtype] = bits, _Index(bits)
@@ -143,7 +143,7 @@ class _Index:
 
 
 def _hashes(bits: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A number for each window of values."""
+    """Return a hash of each window of values."""
     count = len(bits) - _WINDOW + 1
     hashes = np.zeros(max(count, 0), dtype=np.uint64)
     for i in range(_WINDOW if count > 0 else 0):
@@ -153,7 +153,7 @@ def _hashes(bits: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _bits(values: Tensor) -> NDArray[np.int64]:
-    """Values as whole numbers, the same where all bits are."""
+    """Return the bits of values as whole numbers."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits: NDArray[np.int64] = values.contiguous().view(kinds[values.element_size()]).numpy()
     return bits.astype(np.int64)

@@ -31,7 +31,7 @@ def batch_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor | N
 
 
 def hashes(values: Tensor) -> tuple[str, ...]:
-    """A name for each sample, `[N, ...]`, that is the same where all bits are."""
+    """Name each sample, `[N, ...]`, by its bits."""
     rows = values.reshape(values.shape[0], -1)
     return tuple(digest.hex() for digest in digests_of_rows(rows, num_bytes=8))
 
@@ -46,8 +46,8 @@ class Made:
         """Remember whose samples an output is made of; it is not kept alive.
 
         Args:
-            output: What a root module has returned.
-            names: Its samples.
+            output: Output of a root module.
+            names: Names of the output's samples.
         """
         self._known = {k: v for k, v in self._known.items() if not v[0].expired()}
         for _, tensor in tensors_in(output):
@@ -73,7 +73,7 @@ class Run:
         start: First of them there.
         names: The reference's sample of each of these samples.
         length: Tokens of those.
-        at: Which samples of the call this is about; empty: all.
+        at: Indices of the samples in the call; empty: all.
     """
 
     here: Span
@@ -95,7 +95,7 @@ class Laid:
 
     Attributes:
         values: `[samples, ...]`.
-        box: Where each is in its whole sample.
+        box: Place of each part in its whole sample.
         rows: Names of the samples.
         shape: Shape of each whole sample; empty: that of all of the call.
     """
@@ -110,14 +110,14 @@ class Samples:
     """The samples of one call of a root module.
 
     Args:
-        batch: Its tokens, `[samples, length]`, or whatever first tensor it was given.
+        batch: Tokens of the call, `[samples, length]`, or else its first tensor.
         call: Which call in this step and process.
         known: Name -> tokens of the reference's samples in this step; ranks that share a sequence
             have parts of these. None: this is the reference.
         given: Names of the samples behind what another root module has made; empty: none has.
         seen: How often samples were evaluated in the update that is under way, for this batch to be
             added to: their names tell evaluations apart. None: no update is under way.
-        kwargs: What else the root module was given.
+        kwargs: Keyword arguments of the root module.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Samples:
         """Take what a run is about out of `[samples, ...]`.
 
         Args:
-            values: What all samples have.
+            values: Values of all samples, `[samples, ...]`.
             run: The run.
             dim: Which dim of a sample is that of tokens; None: none, and the run is a whole sample.
         """
@@ -257,13 +257,13 @@ class Samples:
 
 
 def _some_of(values: Tensor) -> Tensor:
-    """Elements of each sample, `[N, ...]`, by which samples are told apart."""
+    """Return some elements of each sample, `[N, ...]`: enough to tell samples apart."""
     rows = values.reshape(values.shape[0], -1)
     return rows[:, :: max(1, rows.shape[1] // _READ)]
 
 
 def _real_parts(names: tuple[str, ...], real: Sequence[Span], length: int) -> list[Run]:
-    """The parts of a reference's samples that are no padding, of those that are padded."""
+    """Return the unpadded parts of a reference's padded samples."""
     padded = {index: span for index, span in enumerate(real) if span != (0, length)}
     return [
         Run(span, 0, tuple(REAL + names[i] for i in at), span[1] - span[0], at)
@@ -288,7 +288,7 @@ def _unpadded(
 
 
 def _by_value(spans: Mapping[int, Span]) -> dict[Span, tuple[int, ...]]:
-    """Samples that have the same span."""
+    """Group samples by their span."""
     return {
         span: tuple(index for index, other in spans.items() if other == span)
         for span in dict.fromkeys(spans.values())
@@ -313,7 +313,7 @@ def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Ru
 def _found(
     tokens: list[int], known: Mapping[str, Sequence[int]]
 ) -> list[tuple[tuple[int, int], int, str]]:
-    """The longest runs of tokens that are in one of the reference's samples."""
+    """Cut tokens into the fewest runs that are in one of the reference's samples."""
     best: list[tuple[tuple[int, int], int, str]] = []
     for name, theirs in known.items():
         runs = _cover(tokens, list(theirs))

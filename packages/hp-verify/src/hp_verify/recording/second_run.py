@@ -36,7 +36,7 @@ HELD, BEFORE = "held weight", "before the update"
 
 
 def module_of(name: str) -> str:
-    """Module whose output it is: without what follows where there are several outputs or calls."""
+    """Return the module of an output's name, without the suffixes of several outputs and calls."""
     return name.partition("#")[0].partition(":")[0]
 
 
@@ -44,7 +44,7 @@ class Keeper(Recorder):
     """Keeps tensors of one step around a difference.
 
     Args:
-        request: What is asked, with a focus.
+        request: Request to the process, with a focus.
     """
 
     def __init__(self, request: Request) -> None:
@@ -291,13 +291,13 @@ def _laid(laid: tuple[tuple[int, ...], list[Laid]] | None) -> dict[str, Any]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy on the host that keeps whether gradients are wanted."""
+    """Copy a tensor to the host; the copy requires gradients if the tensor does."""
     copied = tensor.detach().to("cpu", copy=True)
     return copied.requires_grad_(tensor.requires_grad)
 
 
 def _plain(value: object) -> Plain | None:
-    """A number or text, or several; None: it is something else."""
+    """Return a value that is a number, a text, or several such; None for anything else."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and not is_dtensor(value) else None
     if isinstance(value, tuple | list):
@@ -314,7 +314,7 @@ def _autocast() -> str:
 
 
 def _settings(module: nn.Module) -> dict[str, bool | float]:
-    """Numbers and flags that modules hold: they should not depend on a layout."""
+    """Return numbers and flags that modules hold: they should not depend on a layout."""
     return {
         f"{name}.{key}".lstrip("."): value
         for name, part in module.named_modules()

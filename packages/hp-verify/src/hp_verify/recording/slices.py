@@ -28,7 +28,7 @@ class Slice:
 
     Attributes:
         name: The reference's parameter.
-        shape: Its shape.
+        shape: Shape of the parameter.
         local: The part of the local tensor.
         box: The part of the reference's parameter.
         laid: First value of a run of the local tensor's values, and the shape that `local` is a
@@ -51,7 +51,7 @@ class Slice:
         return part.reshape(sizes_of(self.box))
 
     def moved(self, by: int) -> "Slice":
-        """The same part of a run that begins `by` values later."""
+        """Return this part of a run that begins `by` values later."""
         assert self.laid is not None
         first, shape = self.laid
         return replace(self, laid=(first + by, shape))
@@ -63,10 +63,10 @@ class Run:
 
     Attributes:
         name: The parameter, as its model calls it.
-        shape: Its shape.
+        shape: Shape of the parameter.
         first: The first of its values, in row-major order.
-        size: How many there are.
-        at: Where they begin in the flat tensor.
+        size: Number of values.
+        at: Index of the first value in the flat tensor.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Flat:
 
     Attributes:
         values: Some of its values, `[size]`.
-        shape: Its shape.
+        shape: Shape of the parameter.
         first: The first of them, in row-major order.
     """
 
@@ -91,27 +91,27 @@ class Flat:
     first: int
 
     def detach(self) -> Tensor:
-        """The values."""
+        """Return the values without a graph."""
         return self.values.detach()
 
 
 def dense(values: Tensor) -> Tensor:
-    """Values with all zeros, of a tensor that may leave them out."""
+    """Return a sparse tensor as a dense one, any other as it is."""
     return values if values.layout == torch.strided else values.to_dense()
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that is all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
 def index_of(box: Box) -> tuple[slice, ...]:
-    """Index of a box in its tensor."""
+    """Return the index of a box in its tensor."""
     return tuple(slice(*span) for span in box)
 
 
 def sizes_of(box: Box) -> tuple[int, ...]:
-    """Shape of a box."""
+    """Return the shape of a box."""
     return tuple(end - begin for begin, end in box)
 
 
@@ -138,7 +138,7 @@ def placed(tensor: Tensor | Flat) -> tuple[Tensor, list[Slice], tuple[int, ...]]
 
 
 def _indices(tensor: "DTensor") -> list[Tensor]:
-    """Indices of the whole that are here, for each dim, in their order here.
+    """Return the local indices of the whole tensor for each dim, in the local order.
 
     A placement cuts what those before it have left. One that is strided, as of fused matrices, has
     a `split_factor`: so many parts, of each of which a rank has its own.
@@ -157,7 +157,7 @@ def _indices(tensor: "DTensor") -> list[Tensor]:
 
 
 def _spans(places: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Indices that follow each other: span here, span there."""
+    """Return runs of consecutive indices: span here, span there."""
     return [((b, e), (places[b], places[b] + e - b)) for b, e in runs_of(places)]
 
 
@@ -172,9 +172,9 @@ def parts_of_run(name: str, shape: tuple[int, ...], first: int, size: int) -> It
 
     Args:
         name: The parameter.
-        shape: Its shape.
+        shape: Shape of the parameter.
         first: The first of its values, in row-major order.
-        size: How many there are.
+        size: Number of values.
     """
     for begin, box in _boxes(first, first + size, shape):
         sizes = sizes_of(box)

@@ -19,7 +19,7 @@ def expressions(value: object, text: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested value, with the Python that takes each from it.
 
     Args:
-        value: What has them.
+        value: Nested value with tensors.
         text: Python for `value` itself.
     """
     if isinstance(value, Tensor):
@@ -50,8 +50,8 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Copy a nested value with other tensors in place of its own; what else it has is shared.
 
     Args:
-        value: What has tensors.
-        change: Gives the tensor that takes another's place.
+        value: Nested value with tensors.
+        change: Returns the tensor that takes another's place.
     """
     if isinstance(value, Tensor):
         return change(value)

@@ -165,10 +165,10 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         kind: Kind of the tensor.
-        name: Its name among those of its kind.
-        dtype: Its dtype, without ``torch.``.
+        name: Name of the tensor among those of its kind.
+        dtype: Dtype of the values, without ``torch.``.
         shape: Shape of the whole.
-        box: Where the part is in it.
+        box: Place of the part in the whole tensor.
         at: First byte of the values.
     """
 
@@ -250,7 +250,7 @@ class ValueRecorder(StepRecorder):
     Args:
         folder: The same for all ranks of a run, on storage that the reader sees.
         rank: Rank of this process.
-        quantities: What is wanted; the rest is dropped. None: all.
+        quantities: Quantities to keep; others are dropped. None: all.
         tensor_steps: Steps, counted from 1, whose tensors of more than one value are wanted; None:
             all.
     """

@@ -40,11 +40,11 @@ def exact(
     Args:
         expected: The reference's.
         actual: The job's, of the same shape.
-        parts: What of it ranks have; empty: they have terms of it.
+        parts: Parts of the tensor on ranks; empty: ranks have terms of a sum.
         bound: Difference that rounding explains, relative to the root mean square.
-        others: What the job may have in its place: a name for each.
+        others: Candidates for the job's values, by name.
         offsets: Rows of another place that it may have: a name for each.
-        dims: What dims are called.
+        dims: Names of the dims.
         terms: Terms whose multiples it may be a sum of, and a name for each.
 
     Returns:
@@ -107,7 +107,7 @@ def _holders(wrong: Sequence[int], parts: Sequence[Part]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Rank 1; ranks 0 and 1; ranks 0..3."""
+    """Say ranks in words: rank 1; ranks 0 and 1; ranks 0..3."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
@@ -122,7 +122,7 @@ def _names_of(values: Tensor) -> Sequence[str]:
 
 
 def _where(differs: Tensor, names: Sequence[str]) -> str:
-    """The indices of each dim in which something differs, where these are not all."""
+    """Say which indices of each dim differ, where not all do."""
     found = []
     for dim, name in enumerate(names[: differs.ndim]):
         rest = [d for d in range(differs.ndim) if d != dim]
@@ -133,7 +133,7 @@ def _where(differs: Tensor, names: Sequence[str]) -> str:
 
 
 def _indices(name: str, index: Sequence[int], size: int) -> str:
-    """Rows 8..15 of 16; row 3 of 16; every 4th of 16 rows from 1; 7 of 16 rows."""
+    """Say indices in words: rows 8..15 of 16; row 3 of 16; every 4th of 16 rows from 1."""
     where = name if name.startswith("dim") else ""
     names, one = ("indices", "index") if where else (name, name.removesuffix("s"))
     steps = {b - a for a, b in itertools.pairwise(index)}
@@ -183,7 +183,7 @@ def _kind(  # noqa: PLR0917
 
 
 def _scale(a: Tensor, b: Tensor, tolerance: float) -> str:
-    """The one factor that all elements have, a ratio of small numbers where it is one."""
+    """Return the factor that all elements have in common, as a ratio where it is a simple one."""
     factor = float((a @ b) / (b @ b))
     if a.numel() < 2 or bool(_differs(a, factor * b, tolerance * max(1.0, abs(factor))).any()):
         return ""
@@ -193,7 +193,7 @@ def _scale(a: Tensor, b: Tensor, tolerance: float) -> str:
 
 
 def _by_rank(parts: Sequence[Part], theirs: Tensor, tolerance: float) -> str:
-    """A factor for each rank."""
+    """Say the factor of each rank."""
     found: dict[int, str] = {}
     for part in parts:
         a, b = part.values.double().flatten(), theirs[index_of(part.box)].flatten()
@@ -296,7 +296,7 @@ def mixture(value: Tensor, terms: Mapping[str, Tensor], bound: float) -> str:
     """Return which multiples of terms a tensor is the sum of; empty: none that are simple ratios.
 
     Args:
-        value: What is made of them.
+        value: Sum to take apart.
         terms: A name for each; fewer than `value` has elements.
         bound: Error that rounding explains, relative to the norm of `value`.
     """

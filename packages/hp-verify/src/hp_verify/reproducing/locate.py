@@ -61,7 +61,7 @@ def look_again(
         comparison: Gets what is found.
         recordings: First runs of the job and of the reference.
         run: Runs the "job" or the "reference" with a focus; returns the folder it wrote into.
-        folder: Where the program is written.
+        folder: Folder that the program is written into.
         float64: Whether both are lifted to it.
     """
     first = comparison.first
@@ -153,7 +153,7 @@ def of_numbers(first: Difference, mine: Step, theirs: Step) -> Exact:
     """Say which ranks have another number, such as a norm, than the reference.
 
     Args:
-        first: Where the numbers differ.
+        first: First difference, of numbers.
         mine: The job's step.
         theirs: The reference's.
     """
@@ -193,7 +193,7 @@ def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int
 
 
 def _offsets(kept: Kept, first: Difference) -> dict[str, Tensor]:
-    """Vectors among the weights of a module."""
+    """Return vectors among the weights of a module."""
     held = {name: kept.whole(first.step, HELD, name) for name in kept.names(first.step, HELD)}
     return {name: w.values for name, w in held.items() if w is not None and w.values.ndim == 1}
 
@@ -225,7 +225,7 @@ def _others(first: Difference, pair: Pair, actual: Tensor, parts: list[Part]) ->
 
 
 def _terms(first: Difference, pair: Pair, parts: list[Part]) -> dict[str, Tensor]:
-    """Ranks' own gradients of each backward, where all have all of the parameter.
+    """Return ranks' own gradients of each backward, where every rank has the whole parameter.
 
     Where these are wrong themselves, the reference's.
     """

@@ -12,10 +12,10 @@ class ModuleCall:
     """Recipe to compute a module's value again.
 
     Attributes:
-        title: What differs.
-        bound: What rounding explains.
+        title: Name of the difference.
+        bound: Largest error that rounding explains.
         kind: Class of the module.
-        name: What it is called.
+        name: Name of the module.
         outputs: Python for each tensor of ``output`` whose gradient goes in; empty: forward alone.
         result: Python for the value.
         hook: Submodule whose output is watched, and Python for it there; empty: none.
@@ -39,7 +39,7 @@ class ModuleCall:
 
 
 def module_program(call: ModuleCall) -> str:
-    """A program that computes a module's value again from both jobs' inputs and weights."""
+    """Write a program that computes a module's value again from both jobs' inputs and weights."""
     lines = HEAD.format(title=call.title, bound=call.bound).splitlines()[:-1]
     lines += ['sys.path += record["path"]']
     if call.is_main:
@@ -120,7 +120,7 @@ def _compute(call: ModuleCall) -> list[str]:
 
 
 def _fitting(lines: Sequence[str]) -> list[str]:
-    """Without empty lines of code where there are too many."""
+    """Leave out empty lines where a program has too many lines."""
     if len(lines) <= MOST_LINES:
         return list(lines)
     return [line for index, line in enumerate(lines) if line or index == 1]
@@ -149,7 +149,7 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _defined(node: ast.stmt) -> set[str]:
-    """Names that a statement gives something."""
+    """Return the names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
     if not isinstance(node, ast.Assign | ast.AnnAssign):

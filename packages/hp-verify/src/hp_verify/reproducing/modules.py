@@ -26,10 +26,10 @@ class Pair:
     Attributes:
         expected: Run of the reference.
         actual: Run of the job.
-        step: Where they differ.
-        phase: Where in the step.
-        bound: What rounding explains.
-        factors: Sample -> what makes up for how its loss was scaled.
+        step: Step of the difference.
+        phase: Phase of the difference.
+        bound: Largest error that rounding explains.
+        factors: Sample -> factor that undoes the job's scale of the loss.
         float64: Whether both were lifted to it.
     """
 
@@ -98,7 +98,7 @@ def laid_like(samples: Tensor, shape: Sequence[int]) -> Tensor:
 
     Args:
         samples: One sample or more.
-        shape: What the module's tensor has: samples first, or second, or with their tokens.
+        shape: Shape of the module's tensor: samples first, or second, or with their tokens.
     """
     count = len(samples)
     if shape[0] == count:
@@ -146,7 +146,7 @@ class ModuleSides:
         self.autocast: str = self.entries[0]["autocast"]
 
     def settings(self) -> dict[str, Any]:
-        """Numbers and flags of the module that other ranks than the reference's have."""
+        """Return the module's numbers and flags in the job that differ from the reference's."""
         theirs = next(iter(self._pair.expected.facts.values())).get("settings", {})
         expected = theirs.get(self.module, {}).items()
         found: dict[str, Any] = {}
@@ -163,7 +163,7 @@ class ModuleSides:
         return next(given, {})
 
     def weights(self, kept: Kept) -> dict[str, Tensor]:
-        """Weights of the module in a job; those of the reference where they are not whole."""
+        """Return the module's weights in a job; where one is incomplete, the reference's."""
         prefix = f"{self.module}." if self.module else ""
         found, step, expected = {}, self._pair.step, self._pair.expected
         for name in [n for n in expected.names(step, HELD) if n.startswith(prefix)]:
@@ -180,7 +180,7 @@ class ModuleSides:
 
         Args:
             entry: The reference's call.
-            file: Where a program finds what it was given.
+            file: Name of the file with the call's arguments.
             of_job: Whether the job's tensors take the places of the reference's.
             with_grads: Whether gradients are wanted.
         """
@@ -191,7 +191,7 @@ class ModuleSides:
         return made
 
     def graded(self, entry: Mapping[str, Any]) -> list[str]:
-        """Outputs of a call whose gradients were seen."""
+        """Return outputs of a call whose gradients were seen."""
         names = self.outputs(entry["call"], entry["times"])
         step = self._pair.step
         return [n for n in names if self._pair.expected.parts(step, ev.BACKWARD, n)]
@@ -254,16 +254,16 @@ class ModuleSides:
 
 
 def distance(value: Tensor, other: Tensor) -> float:
-    """Norm of the difference, relative to the other's."""
+    """Return the norm of the difference, relative to that of `other`."""
     value, other = value.double(), other.double()
     return float((value - other).norm() / other.norm().clamp(min=1e-300))
 
 
 def farthest(whole: Whole, expected: Tensor) -> Tensor:
-    """Values of a job; where ranks hold other copies, those that are farthest from the reference's.
+    """Return a job's values; of ranks' different copies, the one farthest from the reference.
 
     Args:
-        whole: What the ranks have.
+        whole: Job's tensor, with the parts of its ranks.
         expected: The reference's, of the same shape.
     """
     actual, scale = whole.values.clone(), float(expected.double().norm())

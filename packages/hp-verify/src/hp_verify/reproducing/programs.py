@@ -103,12 +103,12 @@ print(f"all together {total:.8g}, {total / sum(expected):.6g} times the referenc
 
 
 def program(title: str, bound: float, body: str) -> str:
-    """A program.
+    """Write a program.
 
     Args:
-        title: What differs.
-        bound: What rounding explains.
-        body: What follows its head.
+        title: Name of the difference.
+        bound: Largest error that rounding explains.
+        body: Source after the head.
     """
     return HEAD.format(title=title, bound=bound) + body
 

@@ -29,7 +29,7 @@ def reproduce(
         first: The first difference.
         pair: Both second runs.
         steps: The job's and the reference's step in the first runs.
-        folder: Where the program and what it reads are written; made if it is not there.
+        folder: Folder for the program and its record; it is made if need be.
 
     Returns:
         The first program that computes the reference's value again; reasons why others do not.
@@ -96,7 +96,7 @@ def _run(path: Path) -> tuple[str, str | None]:
 
 
 def _of_modules(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
-    """Programs that compute modules again, the smallest first."""
+    """Yield programs that compute modules again, the smallest first."""
     if first.phase in (ev.FORWARD, ev.EVALUATION):
         yield from forwards(first, pair, title)
     elif first.phase == ev.BACKWARD:

@@ -97,7 +97,7 @@ def _save(sides: ModuleSides, pair: Pair, entries: Sequence[Any], folder: Path) 
 def _worst(
     first: Difference, pair: Pair, entries: Sequence[Any], given: _Given
 ) -> tuple[Any, Tensor, Tensor]:
-    """The call with the largest error, and both values of the output there, as it lays them."""
+    """Return the call with the largest error, and both values of the output in its layout."""
     rows, expected, actual, _ = pair.samples(first.name, first.phase)
     at = dict(zip(rows, range(len(rows)), strict=True))
     best: tuple[float, Any, Tensor, Tensor] | None = None
@@ -116,14 +116,14 @@ def _worst(
 
 
 def forwards(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
-    """Programs of the module that gave an output, and of modules that it is in."""
+    """Yield programs of the module that gave an output, and of modules that contain it."""
     own = module_of(first.name)
     for module in _called(pair, [own, *parents_of(own)]):
         yield lambda folder, m=module: _forward(first, pair, title, m, folder)  # type: ignore[misc]
 
 
 def _forward(first: Difference, pair: Pair, title: str, module: str, folder: Path) -> Made:
-    """A module's output computed again by the module, or by one that it is in."""
+    """Compute a module's output again by the module, or by one that contains it."""
     own, times = module_of(first.name), times_of(first.name)
     sides = ModuleSides(pair, module)
     entries = [e for e in sides.entries if e["times"] == (times if module == own else 0)]
@@ -141,13 +141,13 @@ def _forward(first: Difference, pair: Pair, title: str, module: str, folder: Pat
 
 
 def _giving(pair: Pair, name: str) -> _Given:
-    """Calls of the reference that gave an output."""
+    """Return calls of the reference that gave an output."""
     outputs = pair.expected.outputs
     return {entry["call"]: entry["names"][name] for entry in outputs if name in entry["names"]}
 
 
 def _called(pair: Pair, modules: Sequence[str]) -> list[str]:
-    """Those modules that the reference has called."""
+    """Return those modules that the reference has called."""
     seen = {entry["module"] for entry in pair.expected.inputs}
     return [module for module in modules if module in seen]
 
@@ -158,7 +158,7 @@ def _inside(name: str, module: str) -> str:
 
 
 def backwards(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
-    """Programs of modules that may have made the gradient of an output, the smallest first."""
+    """Yield programs of modules that may have made an output's gradient, the smallest first."""
     own, times = module_of(first.name), times_of(first.name)
     given = _giving(pair, first.name)
     if not given:
@@ -182,7 +182,7 @@ def backwards(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
 
 
 def parents_of(name: str) -> list[str]:
-    """Modules that a module or parameter is in, the innermost first; "" is the model."""
+    """Return the modules around a module or parameter, the innermost first; "" is the model."""
     parents = []
     while name:
         name = name.rpartition(".")[0]
@@ -208,7 +208,7 @@ def _backward(  # noqa: PLR0917
 
 
 def gradients(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
-    """Programs of modules that may have made a parameter's gradient, the smallest first."""
+    """Yield programs of modules that may have made a parameter's gradient, the smallest first."""
     for module in _called(pair, parents_of(first.name)):
         yield lambda folder, m=module: _parameter(first, pair, title, m, folder)  # type: ignore[misc]
 

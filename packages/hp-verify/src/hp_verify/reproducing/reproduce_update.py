@@ -31,7 +31,7 @@ def of_phase(first: Difference, pair: Pair, steps: tuple[Step, Step], title: str
         first: The first difference.
         pair: Both second runs.
         steps: The job's and the reference's step in the first runs.
-        title: What the program is called.
+        title: Title of the program.
 
     Raises:
         CannotError: When what it takes was not seen.
@@ -43,7 +43,7 @@ def of_phase(first: Difference, pair: Pair, steps: tuple[Step, Step], title: str
 
 
 def values_of(expected: Tensor, actual: Tensor) -> dict[str, Any]:
-    """Both values, and where they are farthest apart, as programs read them."""
+    """Return both values and the index of the largest difference, as programs read them."""
     return {"expected": expected, "actual": actual, "at": index_of_largest(expected, actual)}
 
 
@@ -63,7 +63,7 @@ def parameter(pair: Pair, phase: str, name: str) -> tuple[Tensor, Tensor, list[P
 
 
 def _reduction(first: Difference, pair: Pair, _steps: tuple[Step, Step], title: str) -> Made:
-    """Own gradients of ranks in the box of the worst error, and what became of them."""
+    """Show ranks' own gradients in the box of the worst error, before and after the reduction."""
     expected, actual, parts = parameter(pair, first.phase, first.name)
     at = index_of_largest(expected, actual)
     holders = [
@@ -86,7 +86,7 @@ def _reduction(first: Difference, pair: Pair, _steps: tuple[Step, Step], title: 
 
 
 def _inside(index: Sequence[slice], part: Part) -> tuple[slice, ...]:
-    """Indices of a whole tensor as those of a part that has them."""
+    """Translate indices of a whole tensor into those of a part that has them."""
     pairs = zip(index, part.box, strict=True)
     return tuple(slice(s.start - begin, s.stop - begin) for s, (begin, _) in pairs)
 
@@ -107,7 +107,7 @@ def _norm(first: Difference, pair: Pair, steps: tuple[Step, Step], title: str) -
 
 
 def by_rank(step: Step, first: Difference) -> dict[int, list[float]]:
-    """Rank -> its numbers at the place of a difference."""
+    """Return the numbers of each rank at the place of a difference."""
     by_process = step.numbers.get(first.phase, {}).get(first.name, {})
     return {int(who.split("-")[1]): values for who, values in by_process.items()}
 
@@ -187,7 +187,7 @@ def _options(kept: Kept, name: str) -> dict[str, Any]:
 
 
 def _accepted(kind: tuple[str, str]) -> set[str]:
-    """Names of the options that an optimizer of torch takes."""
+    """Return names of the options that an optimizer of torch takes."""
     module, name = kind
     if not module.startswith("torch."):
         raise CannotError(f"{name} is not an optimizer of torch")

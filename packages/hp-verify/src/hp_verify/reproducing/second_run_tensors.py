@@ -17,7 +17,7 @@ class Kept:
     """Tensors of a job's second run.
 
     Args:
-        folder: What its processes have written.
+        folder: Folder that the job's processes have written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class Kept:
                 rows.setdefault(name, []).append(part)
 
     def batches(self, step: int) -> dict[int, list[str]]:
-        """Rank -> names of the samples that it is given in a step."""
+        """Return the names of the samples that each rank is given in a step."""
         found: dict[int, list[str]] = defaultdict(list)
         for rank, row in self._rows:
             if row.step == step:
@@ -64,24 +64,24 @@ class Kept:
         return found
 
     def names(self, step: int, phase: str) -> list[str]:
-        """Names of what was kept of a phase."""
+        """Return the names of tensors that were kept of a phase."""
         return [name for at, kind, name in self._parts if (at, kind) == (step, phase)]
 
     def phases(self, step: int, name: str) -> list[str]:
-        """Phases in which something of a parameter was kept."""
+        """Return phases in which something of a parameter was kept."""
         return [phase for at, phase, other in self._parts if (at, other) == (step, name)]
 
     def parts(self, step: int, phase: str, name: str) -> Mapping[str, Sequence[Part]]:
-        """Sample -> parts of a tensor; that of a parameter is of the sample ""."""
+        """Return a tensor's parts by sample; a parameter is of the sample ""."""
         return self._parts.get((step, phase, name), {})
 
     def whole(self, step: int, phase: str, name: str, row: str = "") -> Whole | None:
-        """A tensor, or one sample of it; None: it was not kept."""
+        """Return a tensor, or one sample of it; None: it was not kept."""
         parts = self.parts(step, phase, name).get(row)
         return whole_of(parts) if parts else None
 
     def own(self, step: int, name: str) -> list[Part]:
-        """Gradients of ranks before they are reduced, all backwards of a step together."""
+        """Return ranks' gradients before the reduction, added up over all backwards of a step."""
         totals: dict[tuple[int, Box], Part] = {}
         for part in self.parts(step, OWN, name).get("", ()):
             key = part.rank, part.box
@@ -90,7 +90,7 @@ class Kept:
         return list(totals.values())
 
     def given(self, module: str, place: str, times: int) -> Mapping[str, Sequence[Part]]:
-        """Sample -> parts of what a module was given at a place of its arguments."""
+        """Return the parts of a module's argument by sample."""
         found: dict[str, list[Part]] = defaultdict(list)
         for entry in self.inputs:
             if entry["module"] != module or entry["times"] != times:

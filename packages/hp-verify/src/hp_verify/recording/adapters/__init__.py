@@ -22,20 +22,20 @@ _LIBRARIES = {
 }
 
 Held = tuple[Tensor, list[Run]]
-"""A flat tensor, and what its values are."""
+"""Take in a flat tensor and the runs of parameters in it."""
 
 
 class Listener(Protocol):
     """Calls by which an adapter tells the recorder of tensors and norms."""
 
     def hold(self, tensor: Tensor, runs: list[Run]) -> None:
-        """A flat tensor, and what its values are."""
+        """Take in a flat tensor and the runs of parameters in it."""
 
     def before_clipping(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Parameters or flat tensors with their gradients, which are to be clipped."""
+        """Take in parameters or flat tensors with their gradients, before these are clipped."""
 
     def clipped(self, norm: Tensor | float) -> None:
-        """The norm by which gradients were clipped."""
+        """Take in the norm by which gradients were clipped."""
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Return what the model calls a parameter; None: it is of no model that was called."""
@@ -50,7 +50,7 @@ class Adapter(Protocol):
 
         Args:
             root: A root module, before it is called.
-            named: Its parameters by the names that its model gave them.
+            named: Parameters of `root` by the names that their model gave them.
         """
 
     @staticmethod
@@ -59,7 +59,7 @@ class Adapter(Protocol):
 
 
 def adapters() -> "dict[str, Adapter]":
-    """The adapters of libraries that this process has imported, by name.
+    """Return the adapters of libraries that this process has imported, by name.
 
     One whose library is of a version that it does not know is left out: tensors that nobody tells
     of are looked for by their values, or listed.
