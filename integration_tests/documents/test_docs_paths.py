@@ -73,6 +73,32 @@ def siblings_of(name: str) -> set[str]:
     return {name}.union(*(siblings_of(other) for other in needed if other.startswith("hp-")))
 
 
+DOTTED = re.compile(r"`(hp_[a-z]+(?:\.\w+)+)`")
+
+
+def is_there(name: str) -> bool:
+    """Tell whether a dotted name is a module, or a word in the module that it begins with."""
+    for source in ROOT.glob("packages/*/src"):
+        place, *rest = source, *name.split(".")
+        while rest and (place / rest[0]).is_dir():
+            place /= rest.pop(0)
+        if rest and (place / f"{rest[0]}.py").is_file():
+            place /= f"{rest.pop(0)}.py"
+        if place != source:
+            file = place if place.is_file() else place / "__init__.py"
+            return not rest or re.search(rf"\b{rest[0]}\b", file.read_text()) is not None
+    return False
+
+
+def test_every_dotted_name_on_a_page_or_in_a_source_exists() -> None:
+    projects = [tomllib.loads(file.read_text()) for file in ROOT.glob("packages/*/pyproject.toml")]
+    groups = {name for file in projects for name in file["project"].get("entry-points", {})}
+    texts = [*PAGES, *ROOT.glob("packages/*/src/**/*.py")]
+    named = {(name, text.name) for text in texts for name in DOTTED.findall(text.read_text())}
+    assert len(named) > 200
+    assert not {(name, text) for name, text in named if name not in groups and not is_there(name)}
+
+
 def test_the_code_is_read_in_twelve_files_and_every_word_has_its_place() -> None:
     order = (ROOT / "docs" / "read-me-in-order.md").read_text()
     files = re.findall(r"^\d+\. \*\*.*?`(packages/[^`]*)`", order, re.MULTILINE | re.DOTALL)
