@@ -60,11 +60,11 @@ def send(
         destination: Logical stage that receives.
         domain: Data-parallel pipeline.
         metas: Same as for `Transport.send`; of each floating-point tensor a gradient comes back.
-        microbatch: Name of the microbatch for errors, compared with what the other end says.
+        microbatch: Name of the microbatch for errors, compared with the other end's.
 
     Returns:
         A zero of shape () whose backward waits for the gradients of the tensors and goes on with
-        them. What it is multiplied with or added to does not matter.
+        them, whatever it is multiplied with or added to.
 
     Raises:
         ValueError: As `Transport.send`.
@@ -103,7 +103,7 @@ def receive(
         source: Logical stage that sends.
         destination: Logical stage of this rank.
         domain: Data-parallel pipeline.
-        microbatch: Name of the microbatch for errors, compared with what the other end says.
+        microbatch: Name of the microbatch for errors, compared with the other end's.
 
     Returns:
         This rank's parts. Backward through any of them sends the gradients of all.
@@ -131,7 +131,7 @@ class _Send(torch.autograd.Function):
         return tensors[0].new_zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32))
 
     @staticmethod
-    def backward(ctx: Any, *_grads: Any) -> Any:
+    def backward(ctx: Any, *_grads: object) -> object:
         way: _Way = ctx.way
         handle = way.transport.receive(
             way.gradients,
@@ -146,7 +146,7 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, _anchor: Tensor, *values: Tensor) -> Any:
+    def forward(ctx: Any, way: _Way, _anchor: Tensor, *values: Tensor) -> object:
         ctx.way = way
         fixed = [x for x, has in zip(values, way.has_grad, strict=True) if not has]
         ctx.mark_non_differentiable(*fixed)
@@ -154,7 +154,7 @@ class _Receive(torch.autograd.Function):
         return tuple(x.view_as(x) if has else x for x, has in pairs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> object:
         way: _Way = ctx.way
         way.transport.send(
             [grad for grad, has in zip(grads, way.has_grad, strict=True) if has],

@@ -2,8 +2,8 @@
 
 A checkpoint is a directory of `hp_checkpoint`: a safetensors file per rank and a manifest with
 a hash of every part, which is compared when it is read. Every part is written once, however many
-copies there are. The directory gets its name when all of it has been written and read back. What
-version 0.1.0 wrote, which has no hashes, is still read.
+copies there are. The directory gets its name when all of it has been written and read back.
+Checkpoints of version 0.1.0, which have no hashes, are still read.
 
 Names must not depend on the layout: `layers.3.up`, not `stages.1.up`. A tensor is whole on every
 rank that has it, or cut along one dimension over the ranks of its stage in order.
@@ -14,7 +14,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,14 +49,14 @@ def save_checkpoint(
     sharded_dim: ShardedDim,
     layout: PipelineLayout,
     group: ProcessGroup,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
 ) -> None:
     """Write a checkpoint; every rank of the layout calls it.
 
     Args:
         path: Directory that does not exist yet, on a file system that all ranks share.
         tensors: This rank's tensors or parts, by name.
-        sharded_dim: How each is cut.
+        sharded_dim: Function from a tensor's name to the dimension along which it is cut.
         layout: Pipeline layout of the ranks.
         group: CPU group of all ranks of the layout.
         extra: JSON of the caller, such as the number of steps; that of rank 0 is written.
@@ -104,17 +103,18 @@ def load_checkpoint(
     *,
     sharded_dim: ShardedDim,
     layout: PipelineLayout,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Read this rank's tensors or parts into `tensors`. No rank needs another one for that.
 
     Args:
-        path: What `save_checkpoint` wrote, with any layout.
+        path: Directory that `save_checkpoint` wrote, with any layout.
         tensors: Tensors or parts to fill in place, by name.
-        sharded_dim: How each is cut here, which need not be how it was cut there.
+        sharded_dim: Function from a tensor's name to the dimension along which it is cut here;
+            another one may have been saved.
         layout: Pipeline layout of the ranks that load.
 
     Returns:
-        What was given as `extra`.
+        The `extra` of the save.
 
     Raises:
         CheckpointError: Naming every tensor that is missing or has another shape or type.
@@ -149,9 +149,9 @@ def load_checkpoint(
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """The state of an optimizer by name: `optimizer/<parameter>/<key>`; tensors only.
+    """Return the tensors of an optimizer's state by name: `optimizer/<parameter>/<key>`.
 
-    What has the shape of its parameter is cut like it, see `optimizer_dim`.
+    A tensor of its parameter's shape is cut like the parameter, see `optimizer_dim`.
     """
     return {
         f"optimizer/{name}/{key}": value
@@ -164,12 +164,12 @@ def optimizer_tensors(
 def optimizer_dim(
     sharded_dim: ShardedDim, *, whole: frozenset[str] = frozenset({"step"})
 ) -> ShardedDim:
-    """Extend what says how parameters are cut to the names of `optimizer_tensors`.
+    """Extend a `ShardedDim` of parameters to the names of `optimizer_tensors`.
 
     Args:
         sharded_dim: Function from the name of a parameter to the dimension along which it is cut,
             None if it is not.
-        whole: Keys of the state that are not of their parameter's shape.
+        whole: Keys of state tensors that have another shape than their parameter.
     """
 
     def dim(name: str) -> int | None:
@@ -194,7 +194,7 @@ def load_optimizer(
     Args:
         path: Directory of the checkpoint.
         optimizer: Optimizer of these parameters; state that it has is replaced.
-        parameters: This rank's, by name.
+        parameters: Parameters of this rank, by name.
         sharded_dim: Function from the name of a parameter, or of its state, to the dimension along
             which it is cut; from `optimizer_dim`.
         layout: Pipeline layout of the ranks that load.
@@ -220,7 +220,7 @@ def load_optimizer(
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> bool:
-    """Remove what a save that was interrupted has left; return whether there was any."""
+    """Remove leftovers of an interrupted save; return whether there were any."""
     path = Path(path)
     staging = re.compile(re.escape(path.name) + r"\.tmp-[0-9a-f]{32}")
     removed = remove_leftovers(path.parent.resolve(), staging.fullmatch)
@@ -239,7 +239,7 @@ def _part(
     layout: PipelineLayout,
     every: list[dict[str, int]],
 ) -> Part:
-    """What this rank has of a tensor, from the lengths of the parts of all ranks of its stage."""
+    """Return this rank's part of a tensor, from the lengths on all ranks of its stage."""
     shape, offset = list(x.shape), [0] * x.ndim
     if dim is not None:
         me = dist.get_rank()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,21 +11,21 @@ from hp_checkpoint.manifest import DTYPES
 
 
 class Saved(NamedTuple):
-    """A checkpoint.
+    """A checkpoint that is open for reading.
 
     Attributes:
         tensors: Dtype and shape of each, by name.
-        extra: What was saved beside them.
-        fill: Reads parts of tensors, by name, in place.
+        extra: JSON that was saved beside them.
+        fill: Function that reads parts of tensors, by name, in place.
     """
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    extra: dict[str, Any]
+    extra: dict[str, object]
     fill: Callable[[Mapping[str, Part]], None]
 
 
 def open_saved(path: Path) -> Saved:
-    """Read what a checkpoint says of itself.
+    """Open a checkpoint and read its manifest.
 
     Raises:
         CheckpointError: If there is none, or it is damaged or of another format.

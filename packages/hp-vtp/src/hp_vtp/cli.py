@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hp_vtp.plan.cost import Links
 from hp_vtp.plan.explain import explain
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """The four functions by which users of MindSpeed-MM's VTP know point-to-point communication.
 
-They are thin: `hp_vtp.transport` does the work. What differs from there: every rank of a stage
-calls them, not its leader alone; handles need not be kept; and nothing is averaged over peers.
+They are thin: `hp_vtp.transport` does the work. Unlike MindSpeed-MM's, every rank of a stage calls
+them, not its leader alone; handles need not be kept; and nothing is averaged over peers.
 
 A rank computes one logical stage, or several where the chain comes back. `is_end_stage` says which
 of them the call is about: the last one, as at the end of a U-shape, or the first.
@@ -54,7 +54,7 @@ class P2POptions(TypedDict, total=False):
     Attributes:
         is_end_stage: The last logical stage of this rank is meant, not the first.
         domain: Data-parallel pipeline; default 0.
-        microbatch: Name of the microbatch for errors, compared with what the other end says.
+        microbatch: Name of the microbatch for errors, compared with the other end's.
         timers: Timers, of which the one of the function, such as `forward-recv`, runs until the
             call returns; None: no timing.
     """
@@ -66,7 +66,7 @@ class P2POptions(TypedDict, total=False):
 
 
 Received = Handle[tuple[Tensor, ...]]
-"""What an asynchronous receive returns; its `wait` returns a tuple of one tensor."""
+"""Handle of an asynchronous receive; its `wait` returns a tuple of one tensor."""
 
 
 @overload
@@ -98,7 +98,7 @@ def vtp_recv_forward(
     """Receive the input of a stage from the one before it; timer `forward-recv`.
 
     Args:
-        tensor_shape: Global shape, whatever part of it a rank gets.
+        tensor_shape: Global shape, also where a rank gets a part.
         transport: Transport of the layout.
         dtype: Dtype of the tensor.
         async_op: Return a handle at once.
@@ -195,7 +195,7 @@ def vtp_send_backward(
 
 
 def logical_stage(transport: Transport, *, is_end_stage: bool = False) -> int:
-    """The first logical stage of this rank, or its last: the same one unless the chain returns."""
+    """Return the first logical stage of this rank, or its last; one unless the chain returns."""
     return transport.layout.logical_stages_of(transport.rank)[-1 if is_end_stage else 0]
 
 

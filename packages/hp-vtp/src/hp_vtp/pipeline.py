@@ -35,7 +35,7 @@ Values = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a stage of a schedule is in the layout."""
+    """Domain and logical stage, in the layout, of a stage of a schedule."""
 
     domain: int
     position: int
@@ -46,8 +46,8 @@ class StageTransport:
 
     Every rank of a unit runs a `PipelineScheduleRuntime` with `pipeline_rank` of this layout and
     this transport. Where boundaries are replicated nothing else is needed: a stage's `input_spec`
-    is the whole tensor, or None for shapes that travel with it. Where one is sharded, `metas` says
-    what crosses, and `input_spec` returns what this rank's part looks like.
+    is the whole tensor, or None for shapes that travel with it. Where one is sharded, `metas` has
+    the global shapes, and `input_spec` returns the specs of this rank's part.
 
     On GPUs the first run, up to `finish`, goes through the memory of hosts; of several transports
     over one `Transport` with the same metas and steps of a schedule, that of the first
@@ -71,9 +71,9 @@ class StageTransport:
             transport: Transport of the layout.
             schedule: Schedule with a chain per domain of the layout, see `multiplex`; or with one
                 chain and a row for each physical stage, if `domain` is given.
-            metas: Metadata by logical stage, from 1: global shapes of what it receives, if a
-                boundary is sharded or to have them checked.
-            domain: The one that this rank serves, each domain running the schedule by itself.
+            metas: Metadata of a logical stage's inputs, from stage 1: global shapes, needed if a
+                boundary is sharded, otherwise checked.
+            domain: Domain that this rank serves, if each domain runs the schedule by itself.
 
         Raises:
             ValueError: If the schedule is not one over this layout, or metas are missing.
@@ -110,7 +110,7 @@ class StageTransport:
         self._require_metas()
 
     def input_spec(self, stage_index: int) -> tuple[TensorSpec, ...]:
-        """Return what this rank's part of a stage's input looks like, from `metas`.
+        """Return the specs of this rank's part of a stage's input, from `metas`.
 
         Raises:
             ValueError: If there are no metas of the stage.
@@ -159,7 +159,7 @@ class StageTransport:
             self._received[message] = handle
 
     def wait_receive(self, message: Message) -> Values:
-        """Return what was received; see `hp_schedule.Transport`."""
+        """Return the received tensors; see `hp_schedule.Transport`."""
         place = self._places[message.stage_index]
         if message.kind is MessageKind.REQUEST and place.position in self._metas:
             return (to_header(self._specs(place, at_destination=False)),)
@@ -168,7 +168,7 @@ class StageTransport:
         return handle.wait()
 
     def release_send(self, message: Message) -> None:
-        """Do nothing: the engine lets go of what has been sent."""
+        """Do nothing: the engine frees tensors that have been sent."""
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -176,7 +176,7 @@ class StageTransport:
         self._transport.has_run.add(self._form)
 
     def abort(self, error: BaseException) -> BaseException:
-        """Fail all ranks within seconds; return what this one is to raise."""
+        """Fail all ranks within seconds; return the error that this one is to raise."""
         return self._transport.give_up(error)
 
     @property
@@ -185,7 +185,7 @@ class StageTransport:
         return on_gpu and self._form not in self._transport.has_run
 
     def _edge(self, message: Message) -> Edge:
-        """The logical edge of a message."""
+        """Return the logical edge of a message."""
         place = self._places[message.stage_index]
         here = place.position
         source, destination = {
@@ -197,7 +197,7 @@ class StageTransport:
         return self._transport.layout.edge(source, destination, domain=place.domain)
 
     def _metas_of(self, message: Message, values: Values) -> list[TensorMeta]:
-        """Global shapes of a message's tensors; without metas they are the same everywhere."""
+        """Return the metas of a message's tensors; without metas shapes are the same everywhere."""
         here = self._places[message.stage_index].position
         if message.kind is MessageKind.INPUT and here in self._metas:
             return list(self._metas[here])
@@ -206,7 +206,7 @@ class StageTransport:
         return [TensorMeta(tuple(x.shape), x.dtype, replicated=True) for x in values]
 
     def _specs(self, place: _Place, *, at_destination: bool) -> tuple[TensorSpec, ...]:
-        """Say what one rank's part of a stage's input looks like, here or where it comes from."""
+        """Return the specs of one rank's part of a stage's input, here or at its source."""
         layout, metas = self._transport.layout, self._metas[place.position]
         edge = layout.edge(place.position - 1, place.position, domain=place.domain)
         index = layout.tp_rank_of(self._transport.rank)
@@ -251,7 +251,7 @@ _PAYLOADS = {
 
 
 def _form_of(schedule: Schedule, metas: Mapping[int, Sequence[TensorMeta]]) -> Hashable:
-    """What decides which kernels a run launches, as far as a transport knows: steps and tensors."""
+    """Return the kinds of steps and the tensors of a run: they decide which kernels it launches."""
     kinds = frozenset(step.type for row in schedule.steps for step in row if step is not None)
     return kinds, tuple((stage, tuple(given)) for stage, given in sorted(metas.items()))
 

@@ -1,4 +1,4 @@
-"""What may leave the owner of the data: an allow-list, and a record of what did.
+"""A policy of the tensors that may leave the owner of the data, and a record of those that did.
 
 This is not privacy. Activations and gradients of a model that the other side knows allow it to
 reconstruct inputs and labels (UnSplit, arXiv 2108.09033, does so for plain split learning). The
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Payload(Enum):
-    """What a transfer carries."""
+    """The content of a transfer."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -37,7 +37,7 @@ class Payload(Enum):
 
 
 class PolicyError(ValueError):
-    """Something was about to cross the trust boundary that may not."""
+    """A transfer was about to cross the trust boundary that the policy does not allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Crossing:
     """One transfer over the trust boundary, as a rank sent its part of it.
 
     Attributes:
-        edge: Where.
-        payload: What the sender called it.
+        edge: Edge of the transfer.
+        payload: Content, as declared by the sender.
         microbatch: Index of the microbatch; None if the sender did not say.
         metas: Global shapes and dtypes.
         values: Copies of this rank's parts, if the recorder keeps them.
@@ -60,7 +60,7 @@ class Crossing:
 
 
 class Recorder:
-    """Takes down what crosses; for tests and audits. Any thread may write to it."""
+    """Records the transfers that cross; for tests and audits. Any thread may write to it."""
 
     def __init__(self, *, keep_values: bool = False) -> None:
         """Start empty; `keep_values` copies the tensors too."""
@@ -70,19 +70,19 @@ class Recorder:
 
     @property
     def crossings(self) -> tuple[Crossing, ...]:
-        """In the order in which this rank sent them."""
+        """Return the transfers in the order in which this rank sent them."""
         with self._lock:
             return tuple(self._crossings)
 
     def add(self, crossing: Crossing) -> None:
-        """Take one down."""
+        """Record a transfer."""
         with self._lock:
             self._crossings.append(crossing)
 
 
 @dataclass(frozen=True)
 class EdgePolicy:
-    """Which tensors may pass between trusted stages and the others.
+    """The policy of tensors that pass between trusted stages and the others.
 
     Attributes:
         trusted: Physical stages of the data's owner.
@@ -91,7 +91,7 @@ class EdgePolicy:
             labels are, and masks.
         transform: Applied to every floating-point tensor that leaves a trusted stage, for example
             to add noise; returns one of the same shape and dtype.
-        recorder: Takes down what crosses, in either direction.
+        recorder: Recorder of the transfers that cross, in either direction.
     """
 
     trusted: frozenset[int]
@@ -115,16 +115,16 @@ class EdgePolicy:
         metas: Sequence[TensorMeta],
         where: str,
     ) -> tuple[Tensor, ...]:
-        """Check what a rank is about to send, and return what it may send.
+        """Check the tensors that a rank is about to send, and return those that it may send.
 
         Args:
             tensors: This rank's parts.
-            edge: Edge over which they go.
+            edge: Edge of the transfer.
             chain: Chain of the layout: the physical stage of each logical stage.
-            payload: What they are.
+            payload: Content of the transfer.
             microbatch: Index of the microbatch; None if the sender did not say.
             metas: Global shapes and dtypes.
-            where: Begins the message of the error.
+            where: Beginning of the message of the error.
 
         Raises:
             PolicyError: If it may not cross; nothing has been sent.

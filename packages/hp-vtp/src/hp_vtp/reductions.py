@@ -26,7 +26,7 @@ __all__ = [
 
 
 def all_ok(ok: bool, *, group: ProcessGroup) -> bool:
-    """Tell whether all ranks of a CPU group say so, for example that no gradient is infinite."""
+    """Tell whether `ok` is true on all ranks of a CPU group."""
     flag = torch.tensor(int(ok))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag)
@@ -42,7 +42,7 @@ def barrier(*, group: ProcessGroup, where: str = "") -> None:
 
 
 def loss_scale(layout: PipelineLayout, num_microbatches: int) -> float:
-    """Say what to multiply the loss of a microbatch with, if the losses of all are to be averaged.
+    """Return the factor of a microbatch's loss with which gradients are of the mean of all losses.
 
     A stage that serves several domains adds up the gradients of all of them itself; the replicas of
     the others are summed by `ReplicaGradients`. With this scale both are the gradient of the mean,
@@ -86,8 +86,8 @@ class ReplicaGradients:
         """Replace each gradient by the sum over the replicas; a missing one counts as zero.
 
         Args:
-            parameters: All of this rank, in the same order on all replicas. One that appears twice,
-                as tied ones do, is summed once; so do not call this once per module.
+            parameters: All parameters of this rank, in the same order on all replicas. One that
+                appears twice, as tied ones do, is summed once: do not call this once per module.
         """
         if self._group is None:
             return
@@ -116,7 +116,7 @@ def global_grad_norm(
     is_sharded: Callable[[str], bool],
     norm_type: float = 2.0,
 ) -> Tensor:
-    """Norm of the gradient of the whole model, each parameter counted once.
+    """Return the norm of the gradient of the whole model, each parameter counted once.
 
     Shards of a parameter are all counted; of copies, those over the ranks of a stage and those over
     its replicas, one is. Sums are made in float64. Gradients have to be summed over replicas first.

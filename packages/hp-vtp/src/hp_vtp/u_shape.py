@@ -27,7 +27,7 @@ class UShapeOrder:
         warm_up: Forwards of the first layers before anything else.
         turns: Forward and backward pairs of the last layers after that.
         extra: Microbatches in flight on the other stages beyond those of 1F1B.
-        makespan: What the simulator says it takes.
+        makespan: Duration in the simulator.
         peak_activations: Most memory that the activations of each rank take at once, in the unit of
             the costs.
     """
@@ -39,7 +39,7 @@ class UShapeOrder:
     peak_activations: tuple[float, ...]
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Its compute steps; `hp_schedule.add_send_recv` adds the messages."""
+        """Return its compute steps; `hp_schedule.add_send_recv` adds the messages."""
         return u_shape(
             num_ranks,
             num_microbatches=num_microbatches,
@@ -50,7 +50,7 @@ class UShapeOrder:
 
 
 def documented_order(num_ranks: int, *, num_microbatches: int, costs: Costs) -> UShapeOrder:
-    """The order that MindSpeed-MM documents, simulated.
+    """Simulate the order that MindSpeed-MM documents.
 
     Args:
         num_ranks: Physical stages.
@@ -72,7 +72,7 @@ def search_u_shape(
     memory_limit: float = math.inf,
     max_extra: int = 3,
 ) -> UShapeOrder:
-    """The fastest order of the family that fits the memory, never slower than the documented one.
+    """Find the fastest order of the family that fits the memory; the documented one is no faster.
 
     From the documented order and from a few others it goes to the best neighbour as long as that is
     better; of equally fast orders the one with fewer activations.
@@ -82,7 +82,7 @@ def search_u_shape(
         num_microbatches: Number of microbatches of one step.
         costs: One entry per logical stage, num_ranks + 1 of them, or one number for all; with the
             latency of messages.
-        memory_limit: What the activations of a rank may take at most, in the unit of the costs.
+        memory_limit: Most memory of a rank's activations, in the unit of the costs.
         max_extra: Most microbatches that the other stages may hold beyond those of 1F1B.
 
     Raises:

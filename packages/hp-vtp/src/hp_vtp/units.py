@@ -11,7 +11,7 @@ from hp_vtp.topology.layout import PipelineLayout
 
 
 def units_of(layout: PipelineLayout) -> tuple[tuple[int, int], ...]:
-    """The ranks of a schedule over a layout: (physical stage, replica), stage by stage."""
+    """Return the ranks of a schedule over a layout: (physical stage, replica), stage by stage."""
     return tuple(
         (stage, replica)
         for stage, part in enumerate(layout.stages)
@@ -20,7 +20,7 @@ def units_of(layout: PipelineLayout) -> tuple[tuple[int, int], ...]:
 
 
 def pipeline_rank(layout: PipelineLayout, rank: int) -> int:
-    """The row of a schedule that a global rank runs.
+    """Return the row of a schedule that a global rank runs.
 
     Raises:
         ValueError: If no stage has the rank.
@@ -32,11 +32,11 @@ def multiplex(schedule: Schedule, layout: PipelineLayout) -> Schedule:
     """Spread the microbatches of a schedule over the domains of a layout, in turn.
 
     Microbatch i becomes microbatch i // D of domain i % D. A stage with fewer replicas than there
-    are domains runs what the schedule says for all of its domains, the others their part of it. As
-    every row becomes a part of what it was, what was free of deadlock stays so.
+    are domains runs the steps of all of its domains, the others a share of them. As every row
+    becomes a part of the row before, a schedule that was free of deadlock stays so.
 
     Args:
-        schedule: One chain, a row for each physical stage; with its messages or without.
+        schedule: Schedule with one chain and a row for each physical stage; with messages or not.
         layout: Layout with the same chain as the schedule.
 
     Returns:
@@ -80,7 +80,7 @@ def multiplex(schedule: Schedule, layout: PipelineLayout) -> Schedule:
 def _served(
     row: Iterable[MetaStep | None], domains: set[int], num_domains: int, num_stages: int
 ) -> list[MetaStep]:
-    """The steps of a row that belong to some domains."""
+    """Return the steps of a row that belong to some domains."""
     kept: list[MetaStep] = []
     for step in row:
         parts = []

@@ -1,4 +1,4 @@
-"""What both ends of an edge tell each other before a transfer, so that no mistake becomes data.
+"""Headers that both ends of an edge exchange before a transfer, so that no mistake becomes data.
 
 Gloo takes a bfloat16 message into a float32 buffer of as many bytes, and a short message into a
 longer buffer, without an error. Needs no torch.
@@ -14,12 +14,13 @@ def to_header(text: str) -> bytes:
     """Return the description of a transfer as exactly `SIZE` bytes: different texts differ.
 
     Args:
-        text: Readable; at most `SIZE - 32` bytes of it travel, behind the SHA-256 digest of all.
+        text: Readable description; at most `SIZE - 32` bytes of it travel, behind the SHA-256
+            digest of all.
     """
     data = text.encode()
     return hashlib.sha256(data).digest() + data[: SIZE - _DIGEST].ljust(SIZE - _DIGEST, b"\0")
 
 
 def text_of(header: bytes) -> str:
-    """Return what is readable of a header."""
+    """Return the readable text of a header."""
     return header[_DIGEST:].rstrip(b"\0").decode(errors="replace")

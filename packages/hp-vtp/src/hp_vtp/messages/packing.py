@@ -13,10 +13,10 @@ from hp_vtp.topology.stages import Edge
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What both ends of an edge must agree on about a tensor.
+    """Metadata of a tensor on which both ends of an edge must agree.
 
     Attributes:
-        shape: Global shape, whatever part of it a rank holds.
+        shape: Global shape, also where a rank holds a part.
         dtype: Element type.
         replicated: The tensor is replicated at both ends, whatever the stages' boundaries say,
             for example a mask that travels with sequence-parallel activations.
@@ -49,7 +49,7 @@ class Workspace:
 
     @classmethod
     def of_source(cls, plan: TransferPlan, index: int, tensor: Tensor) -> "Workspace":
-        """Room for what source rank `index` sends, filled with its own part."""
+        """Return room for the units that source rank `index` sends, filled with its own part."""
         own = plan.source_range(index)
         start, stop = plan.workspace_range(index, at_destination=False)
         if (start, stop) == own:
@@ -68,7 +68,7 @@ class Workspace:
         device: torch.device,
         into: Tensor | None = None,
     ) -> "Workspace":
-        """Empty room for what destination rank `index` receives; `into` if it is large enough."""
+        """Return room for the units that destination rank `index` gets; `into` if it is enough."""
         start, stop = plan.workspace_range(index, at_destination=True)
         if into is not None and (start, stop) == plan.destination_range(index):
             return cls(plan, start, into)
@@ -76,18 +76,18 @@ class Workspace:
         return cls(plan, start, torch.empty(shape, dtype=dtype, device=device))
 
     def units(self, start: int, stop: int) -> Tensor:
-        """View of a range of units."""
+        """Return a view of a range of units."""
         first = start - self._start
         if self._plan.dim is None:
             return self._tensor.view(-1)[first : first + stop - start]
         return self._tensor.narrow(self._plan.dim, first, stop - start)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory until what `stream` was given so far has been done."""
+        """Keep the memory until the work of `stream` so far has been done."""
         self._tensor.record_stream(stream)
 
     def result(self, index: int) -> Tensor:
-        """Return what destination rank `index` keeps."""
+        """Return the part of destination rank `index`."""
         own = self.units(*self._plan.destination_range(index))
         return own.contiguous().view(self._plan.destination_shape(index))
 
@@ -98,7 +98,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def pack(message: Message, workspaces: Sequence[Workspace]) -> Tensor:
-    """The bytes of a message; a view of the tensor where it is one contiguous piece."""
+    """Return the bytes of a message; a view of the tensor where it is one contiguous piece."""
     parts = [workspaces[piece.tensor].units(piece.start, piece.stop) for piece in message.pieces]
     if len(parts) == 1:
         return as_bytes(parts[0].contiguous())
@@ -110,7 +110,7 @@ def pack(message: Message, workspaces: Sequence[Workspace]) -> Tensor:
 
 
 def receive_buffer(message: Message, workspaces: Sequence[Workspace]) -> Tensor:
-    """Return where to receive a message: in place where it is one contiguous piece."""
+    """Return memory to receive a message in: the place itself if it is one contiguous piece."""
     first = message.pieces[0]
     target = workspaces[first.tensor].units(first.start, first.stop)
     if len(message.pieces) == 1 and target.is_contiguous():
@@ -119,7 +119,7 @@ def receive_buffer(message: Message, workspaces: Sequence[Workspace]) -> Tensor:
 
 
 def unpack(message: Message, buffer: Tensor, workspaces: Sequence[Workspace]) -> None:
-    """Copy a received message to where it belongs, unless it was received in place."""
+    """Copy a received message to its places, unless it was received in place."""
     for piece in message.pieces:
         target = workspaces[piece.tensor].units(piece.start, piece.stop)
         if target.data_ptr() == buffer.data_ptr():

@@ -1,4 +1,4 @@
-"""Whether what a rank is about to send is its part of what was declared."""
+"""Checks that tensors to be sent are a rank's parts of the declared ones."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from hp_vtp.topology.stages import Edge
 
 
 def own_metas(edge: Edge, tensors: Sequence[Tensor], *, where: str) -> tuple[TensorMeta, ...]:
-    """Metas of tensors that the source stage holds whole.
+    """Return the metas of tensors that the source stage holds whole.
 
     Raises:
         ValueError: If the stage holds slices.
@@ -39,7 +39,7 @@ def require_parts(
         metas: Global shape and dtype of each tensor.
         plans: Transfer plan of each tensor.
         index: Position of this rank in the source stage.
-        where: Begins the messages of errors.
+        where: Beginning of the messages of errors.
 
     Raises:
         ValueError: If a number, a shape or a dtype differs.
@@ -64,7 +64,7 @@ def require_parts(
 
 
 def describe(plans: Sequence[TransferPlan], metas: Sequence[TensorMeta]) -> str:
-    """All that both ends must agree on, readable."""
+    """Return a readable text of everything that both ends must agree on."""
     return "; ".join(
         f"{str(meta.dtype).removeprefix('torch.')}{list(plan.shape)} "
         f"{plan.source} -> {plan.destination} by {plan.algorithm}"

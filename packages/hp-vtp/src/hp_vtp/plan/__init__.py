@@ -1,1 +1,1 @@
-"""Who sends what of a tensor to whom, as data; its costs, and both as text. Needs no torch."""
+"""Transfer plans of tensors as data, their costs, and both as text. Needs no torch."""

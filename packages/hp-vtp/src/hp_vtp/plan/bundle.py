@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends to another in a step; ranks are global."""
+    """Pieces that one rank sends to another in a step; ranks are global."""
 
     sender: int
     receiver: int

@@ -1,8 +1,8 @@
-"""What a transfer plan costs on given links. Needs no torch.
+"""Costs of a transfer plan on given links. Needs no torch.
 
 A step takes as long as its busiest rank: the latency of every message that the rank sends or
 receives, and the bytes on its link at the link's speed. Links are full duplex. Hops follow one
-another; what is spread within the destination stage runs under later hops.
+another; spreads within the destination stage run under later hops.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one link carries over the cut.
+    """Bytes that each link carries over the cut.
 
     Attributes:
         sent: Bytes by link of the source stage.
@@ -60,7 +60,7 @@ class Traffic:
 
 
 def cut_traffic(plan: TransferPlan) -> Traffic:
-    """Bytes on every link of the cut."""
+    """Count the bytes on every link of the cut."""
     sent = [0] * plan.source_lanes
     received = [0] * plan.destination_lanes
     for step in plan.steps:
@@ -74,12 +74,12 @@ def cut_traffic(plan: TransferPlan) -> Traffic:
 
 
 def link_of(rank: int, ranks: int, lanes: int) -> int:
-    """The link that a rank of a stage uses; consecutive ranks share one."""
+    """Return the link that a rank of a stage uses; consecutive ranks share one."""
     return rank * lanes // ranks
 
 
 def step_seconds(plan: TransferPlan, step: Step, links: Links) -> float:
-    """Predicted time of one step."""
+    """Predict the seconds of one step."""
     a, b = plan.num_sources, plan.num_destinations
     cross = step.kind == StepKind.HOP
     latency = links.cross_latency if cross else links.local_latency
@@ -108,7 +108,7 @@ def step_seconds(plan: TransferPlan, step: Step, links: Links) -> float:
 
 
 def predicted_seconds(plan: TransferPlan, links: Links) -> float:
-    """Predicted time of all steps: each spread begins when its hop and the spread before it end."""
+    """Predict the seconds of all steps: a spread starts after its hop and the spread before it."""
     crossed = spread = 0.0
     for step in plan.steps:
         seconds = step_seconds(plan, step, links)
@@ -120,14 +120,14 @@ def predicted_seconds(plan: TransferPlan, links: Links) -> float:
 
 
 def bound_seconds(plan: TransferPlan, links: Links) -> float:
-    """Time below which no algorithm can be: N distinct bytes have to cross the cut."""
+    """Return a lower bound of the seconds of any algorithm: N distinct bytes cross the cut."""
     if plan.total_bytes == 0:
         return 0.0
     return links.cross_latency + plan.total_bytes / (plan.lanes * links.cross_bandwidth)
 
 
 def choose(plans: Sequence[TransferPlan], links: Links) -> TransferPlan:
-    """The cheapest plan; of those within 2 % of it, the first with the fewest messages."""
+    """Return the cheapest plan; of those within 2 % of it, the first with the fewest messages."""
     seconds = [predicted_seconds(plan, links) for plan in plans]
     limit = min(seconds) * TOLERANCE
     good = [plan for plan, time in zip(plans, seconds, strict=True) if time <= limit]
@@ -137,7 +137,7 @@ def choose(plans: Sequence[TransferPlan], links: Links) -> TransferPlan:
 def _busiest(
     loads: Sequence[tuple[int, int]], lanes: int, *, ranks: int, latency: float, bandwidth: float
 ) -> float:
-    """Seconds of the busiest rank at one end of a step; `loads` has (rank, bytes) of messages."""
+    """Return the seconds of a step's busiest rank at one end; `loads` has (rank, bytes)."""
     messages, carried = Counter[int](), Counter[int]()
     for rank, size in loads:
         messages[rank] += 1

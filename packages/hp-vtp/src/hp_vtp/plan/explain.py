@@ -9,7 +9,7 @@ _ENDS = {StepKind.COLLECT: "SS", StepKind.HOP: "SD", StepKind.SPREAD: "DD"}
 
 
 def explain(plan: TransferPlan, links: Links = Links()) -> str:  # noqa: B008 (frozen)
-    """Describe what a plan sends, what that costs, and what no plan can beat.
+    """Describe the messages of a plan, their costs, and a bound that no plan can beat.
 
     Args:
         plan: Plan of the transfer, from `plan_transfer`.
@@ -23,7 +23,7 @@ def explain(plan: TransferPlan, links: Links = Links()) -> str:  # noqa: B008 (f
 
 
 def format_bytes(size: int) -> str:
-    """A size with a binary unit, such as `8.00 MiB`."""
+    """Return a size with a binary unit, such as `8.00 MiB`."""
     value, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
@@ -33,7 +33,7 @@ def format_bytes(size: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time with a fitting unit, such as `1.36 ms`."""
+    """Return a time with a fitting unit, such as `1.36 ms`."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.2f} {unit}"
@@ -100,7 +100,7 @@ def _costs(plan: TransferPlan, links: Links) -> list[str]:
 
 
 def format_algorithm(plan: TransferPlan) -> str:
-    """The algorithm of a plan, with its chunks if there are several."""
+    """Return the algorithm of a plan, with its chunks if there are several."""
     return f"{plan.algorithm} in {plan.chunks}" if plan.chunks > 1 else plan.algorithm
 
 

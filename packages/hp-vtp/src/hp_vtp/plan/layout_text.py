@@ -1,4 +1,4 @@
-"""A layout as text: its stages, its process groups, and what one activation costs on each edge.
+"""A layout as text: its stages, its process groups, and the cost of an activation on each edge.
 
 Needs no torch.
 """
@@ -25,7 +25,7 @@ def describe_layout(
     """Describe a layout and the transfer of one tensor over each of its edges.
 
     Args:
-        layout: Any.
+        layout: Layout to describe.
         shape: Global shape of the activation of one microbatch.
         itemsize: Bytes of an element.
         algorithm: Same as in `plan_transfer`.

@@ -124,7 +124,7 @@ def plan_edge(
 
 
 def _candidates(plan: TransferPlan, chunks: int | None) -> Iterator[TransferPlan]:
-    """Yield what "auto" chooses from; chunks pay where an exchange follows that they can hide."""
+    """Yield the plans that "auto" chooses from; chunks pay where they hide a later exchange."""
     yield _with_steps(replace(plan, chunks=chunks or 1), "interval")
     if chunks is None and isinstance(plan.destination, Replicated) and plan.num_destinations > 1:
         for number in _CHUNKS:
@@ -214,7 +214,7 @@ def _intersect(outgoing: Sequence[int], parts: Sequence[tuple[int, int]]) -> Ite
 
 
 def _cut_for(placement: Placement, parts: int, lanes: int, extent: int) -> tuple[int, ...]:
-    """A replicated end is free to cut so that its links carry equal parts; a shard is given."""
+    """Return the cuts of one end: equal parts for its links if replicated, else its shards."""
     if isinstance(placement, Sharded):
         return cut(extent, parts)
     return cut_by_lane(extent, parts, lanes)

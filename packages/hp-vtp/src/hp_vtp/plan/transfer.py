@@ -1,4 +1,4 @@
-"""The transfer plan as data: what one tensor needs to get from a stage to the next.
+"""The transfer plan as data: the steps that bring one tensor from a stage to the next.
 
 Legend: a source ranks, b destination ranks, N elements. A plan moves *units*. If both ends are
 replicated a unit is one element of the flattened tensor; if one is sharded, a unit is one slice of
@@ -27,7 +27,7 @@ Algorithm = Literal["auto", "direct", "interval", "leader"]
 
 
 class StepKind(IntEnum):
-    """Where the messages of a step run."""
+    """The place of a step's messages: within a stage or across the cut."""
 
     COLLECT = 0
     HOP = 1
@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """How one tensor gets from a stage to the next. Made by `hp_vtp.plan_transfer`.
+    """The steps that bring one tensor from a stage to the next. Made by `hp_vtp.plan_transfer`.
 
     Attributes:
         shape: Global shape of the tensor.
@@ -72,8 +72,8 @@ class TransferPlan:
         destination_lanes: Independent links of the destination stage.
         algorithm: The one that was chosen; never `"auto"`.
         chunks: Parts that cross one after the other, each spread while the next one crosses.
-        steps: What runs, in order of round, then kind. A step needs what earlier ones brought to
-            its senders, and nothing else.
+        steps: Steps in order of round, then kind. A step needs only units that its senders had at
+            the start or got in earlier steps.
     """
 
     shape: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Which ranks form which stage, and how an activation lies over them. Needs no torch."""
+"""Layouts: ranks of the stages, and placements of activations over them. Needs no torch."""

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a layout, each as one line."""
+"""Checks of a layout: every problem as one line."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ class LayoutError(ValueError):
     """A layout that cannot work.
 
     Attributes:
-        problems: Everything that is wrong with it, one line each.
+        problems: Problems of the layout, one line each.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -114,7 +114,7 @@ def _boundary_problems(stages: Sequence[StageLayout], a: int, b: int) -> Iterato
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers as `1..3, 7`."""
+    """Return ascending numbers as text, such as `1..3, 7`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -1,7 +1,7 @@
 """Layouts as plain dictionaries, for TOML and JSON."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
 from hp_vtp.topology.checks import LayoutError
 from hp_vtp.topology.placement import Placement, Replicated, Sharded
@@ -14,8 +14,8 @@ STAGE_KEYS = ("boundary", "lanes", "replicas")
 
 def dump_layout(
     stages: tuple[StageLayout, ...], chain: tuple[int, ...], world_size: int
-) -> dict[str, Any]:
-    """The long form: every stage with its ranks. It has no null, which TOML lacks."""
+) -> dict[str, object]:
+    """Return the long form: every stage with its ranks. It has no null, which TOML lacks."""
     return {
         "world_size": world_size,
         "chain": list(chain),
@@ -23,7 +23,7 @@ def dump_layout(
     }
 
 
-def parse_long(data: Mapping[str, Any]) -> tuple[tuple[StageLayout, ...], tuple[int, ...], int]:
+def parse_long(data: Mapping[str, object]) -> tuple[tuple[StageLayout, ...], tuple[int, ...], int]:
     """Return the stages, the chain and the world size of the long form.
 
     Raises:
@@ -41,12 +41,12 @@ def parse_long(data: Mapping[str, Any]) -> tuple[tuple[StageLayout, ...], tuple[
     world_size = data.get("world_size", 0)
     if not _is_int(world_size) or world_size < 0:
         problems.append(f"layout: world_size ({world_size!r}) must be an integer of at least 0")
-    if problems:
-        raise LayoutError(problems)
-    return parsed, tuple(chain), world_size
+    if not problems and _are_ints(chain) and _is_int(world_size):
+        return parsed, tuple(chain), world_size
+    raise LayoutError(problems)
 
 
-def parse_short(data: Mapping[str, Any]) -> tuple[list[int], int | list[int], str]:
+def parse_short(data: Mapping[str, object]) -> tuple[list[int], int | list[int], str]:
     """Return the sizes, the replicas and the shape of the short form.
 
     Raises:
@@ -60,12 +60,12 @@ def parse_short(data: Mapping[str, Any]) -> tuple[list[int], int | list[int], st
         problems.append(f"layout: dp ({dp!r}) must be an integer or a list of integers")
     if shape not in {"straight", "u"}:
         problems.append(f"layout: shape ({shape!r}) must be 'straight' or 'u'")
-    if problems:
-        raise LayoutError(problems)
-    return sizes, dp, shape
+    if not problems and _are_ints(sizes) and (_is_int(dp) or _are_ints(dp)):
+        return sizes, dp, str(shape)
+    raise LayoutError(problems)
 
 
-def _parse_stage(data: Any, index: int, problems: list[str]) -> StageLayout:
+def _parse_stage(data: object, index: int, problems: list[str]) -> StageLayout:
     where = f"stage {index}"
     if not isinstance(data, Mapping):
         problems.append(f"{where}: must be a table, not {type(data).__name__}")
@@ -83,7 +83,7 @@ def _parse_stage(data: Any, index: int, problems: list[str]) -> StageLayout:
     return StageLayout(tuple(tuple(part) for part in replicas), boundary, lanes)
 
 
-def _parse_boundary(data: Any, where: str, problems: list[str]) -> Placement:
+def _parse_boundary(data: object, where: str, problems: list[str]) -> Placement:
     if data == "replicated":
         return Replicated()
     if isinstance(data, Mapping) and set(data) == {"sharded"} and _is_int(data["sharded"]):
@@ -92,9 +92,9 @@ def _parse_boundary(data: Any, where: str, problems: list[str]) -> Placement:
     return Replicated()
 
 
-def _dump_stage(stage: StageLayout) -> dict[str, Any]:
+def _dump_stage(stage: StageLayout) -> dict[str, object]:
     boundary = stage.boundary
-    data: dict[str, Any] = {
+    data: dict[str, object] = {
         "replicas": [list(part) for part in stage.replicas],
         "boundary": {"sharded": boundary.dim} if isinstance(boundary, Sharded) else "replicated",
     }
@@ -103,7 +103,7 @@ def _dump_stage(stage: StageLayout) -> dict[str, Any]:
     return data
 
 
-def _unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> list[str]:
+def _unknown(data: Mapping[str, object], known: tuple[str, ...], where: str) -> list[str]:
     return [
         f"{where}: unknown key {key!r}, must be one of {', '.join(known)}"
         for key in data
@@ -111,9 +111,9 @@ def _unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> lis
     ]
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _are_ints(value: Any) -> bool:
+def _are_ints(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(_is_int(item) for item in value)

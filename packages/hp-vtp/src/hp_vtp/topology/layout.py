@@ -1,4 +1,4 @@
-"""Pipeline layouts as data: which ranks form which stage, and how the model visits the stages.
+"""Pipeline layouts as data: the ranks of each stage, and the order of the stages in the model.
 
 A *stage* is a set of ranks that split layers among them by tensor parallelism; stages may have
 different sizes. The *chain* lists the stages in the order in which a microbatch passes them, so a
@@ -14,7 +14,6 @@ Needs no torch and no process group.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Any
 
 from hp_vtp.topology.checks import LayoutError, layout_problems
 from hp_vtp.topology.dictionary import dump_layout, parse_long, parse_short
@@ -51,7 +50,7 @@ class PipelineLayout:
 
     @classmethod
     def straight(cls, tp_sizes: Sequence[int], *, dp: int | Sequence[int] = 1) -> "PipelineLayout":
-        """A pipeline that visits stages of these sizes once, in order.
+        """Make a pipeline that visits stages of these sizes once, in order.
 
         Args:
             tp_sizes: Ranks of each stage.
@@ -64,7 +63,7 @@ class PipelineLayout:
 
     @classmethod
     def u_shaped(cls, tp_sizes: Sequence[int], *, dp: int | Sequence[int] = 1) -> "PipelineLayout":
-        """A pipeline that returns to its first stage for the last layers.
+        """Make a pipeline that returns to its first stage for the last layers.
 
         Args:
             tp_sizes: Ranks of each stage.
@@ -80,7 +79,7 @@ class PipelineLayout:
     def from_ranks(
         cls, ranks: Sequence[Sequence[int]], *, chain: Sequence[int] | None = None
     ) -> "PipelineLayout":
-        """A layout without replicas whose stages are these ranks; straight by default.
+        """Make a layout without replicas whose stages are these ranks; straight by default.
 
         Raises:
             LayoutError: With every problem of the layout.
@@ -89,8 +88,8 @@ class PipelineLayout:
         return cls(tuple(StageLayout((tuple(part),)) for part in ranks), tuple(order))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "PipelineLayout":
-        """Read what `to_dict` wrote, or the short form with `tp_sizes`, from TOML or JSON.
+    def from_dict(cls, data: Mapping[str, object]) -> "PipelineLayout":
+        """Read the result of `to_dict`, or the short form with `tp_sizes`, from TOML or JSON.
 
         The short form is `{"tp_sizes": [1, 4, 4], "shape": "u", "dp": 1}`, where `shape` is
         `"straight"` (the default) or `"u"`.
@@ -104,8 +103,8 @@ class PipelineLayout:
         build = cls.u_shaped if shape == "u" else cls.straight
         return build(sizes, dp=dp)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and integers, for TOML or JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """Return plain dictionaries, lists, strings and integers, for TOML or JSON."""
         return dump_layout(self.stages, self.chain, self.world_size)
 
     @property
@@ -134,7 +133,7 @@ class PipelineLayout:
         )
 
     def edge(self, source: int, destination: int, *, domain: int = 0) -> Edge:
-        """The edge between two neighbouring logical stages.
+        """Return the edge between two neighbouring logical stages.
 
         Raises:
             ValueError: If there is none.
@@ -150,7 +149,7 @@ class PipelineLayout:
         return self._edge(source, destination, domain)
 
     def stage_of(self, rank: int) -> int:
-        """Physical stage of a global rank.
+        """Return the physical stage of a global rank.
 
         Raises:
             ValueError: If no stage has the rank.
@@ -158,11 +157,11 @@ class PipelineLayout:
         return self._find(rank)[0]
 
     def replica_of(self, rank: int) -> int:
-        """Data-parallel replica of its stage that a global rank belongs to."""
+        """Return the data-parallel replica of its stage that a global rank belongs to."""
         return self._find(rank)[1]
 
     def tp_rank_of(self, rank: int) -> int:
-        """Position of a global rank among the ranks that share its layers."""
+        """Return the position of a global rank among the ranks that share its layers."""
         return self._find(rank)[2]
 
     def is_leader(self, rank: int) -> bool:
@@ -170,23 +169,23 @@ class PipelineLayout:
         return any(part[0] == rank for stage in self.stages for part in stage.replicas)
 
     def logical_stages_of(self, rank: int) -> tuple[int, ...]:
-        """Chain positions that a global rank computes; two or more for the ends of a U-shape."""
+        """Return the chain positions of a global rank; two or more at the ends of a U-shape."""
         stage = self.stage_of(rank)
         return tuple(position for position, at in enumerate(self.chain) if at == stage)
 
     def domains_of(self, rank: int) -> tuple[int, ...]:
-        """Domains that a global rank serves."""
+        """Return the domains that a global rank serves."""
         stage, replica, _ = self._find(rank)
         step = len(self.stages[stage].replicas)
         return tuple(range(replica, self.num_domains, step))
 
     def ranks_of(self, logical_stage: int, *, domain: int = 0) -> tuple[int, ...]:
-        """Global ranks that compute a logical stage in a domain, in tensor-parallel order."""
+        """Return the global ranks of a logical stage in a domain, in tensor-parallel order."""
         replicas = self.stages[self.chain[logical_stage]].replicas
         return replicas[domain % len(replicas)]
 
     def leader_of(self, logical_stage: int, *, domain: int = 0) -> int:
-        """First rank of a logical stage."""
+        """Return the first rank of a logical stage."""
         return self.ranks_of(logical_stage, domain=domain)[0]
 
     def require_divisible(self, dims: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""How an activation lies over the ranks of a stage, and where it is cut. Needs no torch."""
+"""Placements of an activation over the ranks of a stage, and its cuts. Needs no torch."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,7 +33,7 @@ Placement: TypeAlias = Replicated | Sharded
 
 
 def cut(length: int, parts: int) -> tuple[int, ...]:
-    """Boundaries of `parts` slices of `range(length)` whose lengths differ by at most one.
+    """Return the ends of `parts` slices of `range(length)` whose lengths differ by at most one.
 
     Returns:
         parts + 1 ascending numbers, from 0 to `length`.
@@ -42,7 +42,7 @@ def cut(length: int, parts: int) -> tuple[int, ...]:
 
 
 def cut_by_lane(length: int, parts: int, lanes: int) -> tuple[int, ...]:
-    """Boundaries of `parts` slices such that ranks sharing a link carry a `lanes`-th together.
+    """Return the ends of `parts` slices such that ranks of a link carry a `lanes`-th together.
 
     Rank i uses link `i * lanes // parts`. With at least as many lanes as parts this is `cut`.
     """

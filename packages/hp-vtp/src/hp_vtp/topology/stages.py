@@ -12,7 +12,7 @@ class StageLayout:
     Attributes:
         replicas: Global ranks of each data-parallel replica, in tensor-parallel order. They need
             not be contiguous. All replicas of a stage have the same size.
-        boundary: How the activations lie that enter and leave the stage.
+        boundary: Placement of the activations that enter and leave the stage.
         lanes: Independent links by which a replica reaches other stages, shared by consecutive
             ranks; None: one link per rank.
     """
@@ -29,7 +29,7 @@ class StageLayout:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A directed way of tensors between two neighbouring logical stages of one domain.
+    """A directed edge between two neighbouring logical stages of one domain.
 
     Attributes:
         source: Logical stage that sends.
@@ -38,8 +38,8 @@ class Edge:
         domain: Data-parallel pipeline.
         source_ranks: Global ranks that send, in tensor-parallel order.
         destination_ranks: Global ranks that receive.
-        source_boundary: How a tensor lies over the sending ranks.
-        destination_boundary: How it must lie over the receiving ranks.
+        source_boundary: Placement of a tensor over the sending ranks.
+        destination_boundary: Placement over the receiving ranks.
         source_lanes: Independent links of the sending ranks.
         destination_lanes: Independent links of the receiving ranks.
     """

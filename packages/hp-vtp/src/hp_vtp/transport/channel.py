@@ -9,7 +9,6 @@ does while messages go through the memory of the hosts: nothing on a device wait
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +31,10 @@ class EdgeGroups:
     """The process groups of one edge.
 
     Attributes:
-        cross: Carries what crosses the cut, and what the source stage collects before.
-        local: Carries what the destination stage exchanges; `cross` itself on Gloo, which has no
+        cross: Group for messages across the cut and within the source stage.
+        local: Group for messages within the destination stage; `cross` itself on Gloo, which has no
             order between messages of different pairs of ranks.
-        control: Carries headers in CPU tensors; `cross` itself on Gloo.
+        control: Group for headers in CPU tensors; `cross` itself on Gloo.
     """
 
     cross: ProcessGroup
@@ -85,7 +84,7 @@ class Channel:
             steps: Steps of the transfer, the same on every rank of the edge.
             workspaces: Workspace of each tensor; read by a sender, filled by a receiver.
             header: Text that is shown to the other end first; None if they have agreed before.
-            where: Begins the messages of errors.
+            where: Beginning of the messages of errors.
             by_host: Whether messages go through the memory of the hosts (Note [By host]).
 
         Raises:
@@ -94,7 +93,7 @@ class Channel:
         if header is not None:
             self.agree(header, where)
         arrivals: list[_Arrival] = []
-        sends: list[tuple[int, Pending[Any]]] = []
+        sends: list[tuple[int, Pending[None]]] = []
         # All receives over the cut are under way before the first wait, so that later chunks cross
         # while earlier ones are spread.
         for step in sorted(steps, key=lambda step: step.kind == StepKind.SPREAD):
@@ -133,11 +132,11 @@ class Channel:
         mine = to_header(header)
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         peers, group = header_peers(self.edge, self._rank), self.groups.control
-        sends: list[tuple[int, Pending[Any]]] = [
+        sends = [
             (peer, isend(data, peer, group=group, tag=_HEADER)) for peer in peers
         ]
         buffers = [torch.empty(SIZE, dtype=torch.uint8) for _ in peers]
-        arriving: list[tuple[int, Pending[Any]]] = [
+        arriving = [
             (peer, irecv(buffer, peer, group=group, tag=_HEADER))
             for peer, buffer in zip(peers, buffers, strict=True)
         ]
@@ -165,7 +164,7 @@ class Channel:
     def _complete(
         self, arrivals: Sequence[_Arrival], workspaces: Sequence[Workspace], where: str
     ) -> None:
-        """Have some messages in their places."""
+        """Wait for some messages and put them in their places."""
         missing = [arrival for arrival in arrivals if not arrival.is_here]
         peers = [arrival.message.sender for arrival in missing]
         for position, arrival in enumerate(missing):
@@ -174,12 +173,16 @@ class Channel:
             unpack(arrival.message, arrival.buffer, workspaces)
             arrival.is_here = True
 
-    def _wait(self, waits: Sequence[tuple[int, Pending[Any]]], doing: str) -> None:
+    def _wait(
+        self, waits: Sequence[tuple[int, Pending[None] | Pending[Tensor]]], doing: str
+    ) -> None:
         peers = [peer for peer, _ in waits]
         for position, (_, pending) in enumerate(waits):
             self._wait_one(pending, peers[position:], doing)
 
-    def _wait_one(self, pending: Pending[Any], peers: Sequence[int], doing: str) -> None:
+    def _wait_one(
+        self, pending: Pending[None] | Pending[Tensor], peers: Sequence[int], doing: str
+    ) -> None:
         self.waiting_for = tuple(dict.fromkeys(peers))
         try:
             pending.wait()
@@ -194,7 +197,7 @@ class Channel:
 
 
 def header_peers(edge: Edge, rank: int) -> list[int]:
-    """Ranks at the other end of an edge that a rank shows its headers to; at least one.
+    """Return the ranks at the other end of an edge that a rank sends headers to; at least one.
 
     Source i stands for [i / a, (i + 1) / a], destination j for [j / b, (j + 1) / b]. Walking along
     both, neighbours exchange: a + b - 1 pairs that connect all ranks.
@@ -213,7 +216,7 @@ def header_peers(edge: Edge, rank: int) -> list[int]:
 
 
 def _overlap(message: Message, arrival: Message) -> bool:
-    """Tell whether a message passes on something that another one brings."""
+    """Tell whether a message passes on units that another one brings."""
     return any(
         piece.tensor == other.tensor and piece.start < other.stop and other.start < piece.stop
         for piece in message.pieces

@@ -33,7 +33,7 @@ def build_edge_groups(
     names = _names(layout, name)
 
     def lists(ending: str, ranks_of: Callable[[Edge], Sequence[int]]) -> dict[str, list[list[int]]]:
-        """Ranks of all groups of a name, which have no rank in common."""
+        """Return the ranks of all groups of a name, which have no rank in common."""
         found: dict[str, list[list[int]]] = {}
         for edge in layout.edges:
             if len(ranks := ranks_of(edge)) > 1:

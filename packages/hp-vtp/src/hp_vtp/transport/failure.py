@@ -23,9 +23,9 @@ class TransferError(RuntimeError):
     """A transfer failed, and the transport with it: later calls raise at once.
 
     Attributes:
-        edge: Where.
-        peers: Global ranks of the peers in question: those that this rank was waiting for, or that
-            described the transfer differently.
+        edge: Edge of the transfer.
+        peers: Global ranks of the peers that this rank was waiting for, or that described the
+            transfer differently.
         report: Report of the rank that failed first, if that is another one.
     """
 
@@ -58,7 +58,7 @@ class Failure:
 
     Attributes:
         is_known: Whether a call has raised because of it.
-        acts: What is done once, when this rank learns of a failure.
+        acts: Functions that are called once, when this rank learns of a failure.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,7 +71,7 @@ class Failure:
 
     @property
     def reason(self) -> str | None:
-        """That of the first rank to fail, as far as this rank knows; None if all is well."""
+        """The reason of the first rank to fail, as far as this rank knows; None if all is well."""
         return None if self._first is None else str(self._first)
 
     @property
@@ -84,9 +84,9 @@ class Failure:
         """Tell the other ranks why this one fails; return the report of the first one to fail.
 
         Args:
-            error: What was raised. If it only says that another rank is gone or late, that rank is
-                found and named.
-            mine: What this rank says otherwise; by default what it raised and where.
+            error: Error that was raised. If it only says that another rank is gone or late, that
+                rank is found and named.
+            mine: Reason that this rank reports otherwise; by default the error and its place.
         """
         with self._lock:
             if self._first is not None:

@@ -23,8 +23,8 @@ class Handle(ABC, Generic[T]):
     """A transfer under way. The engine owns its buffers, so a handle may be dropped.
 
     Attributes:
-        edge: Where it runs.
-        microbatch: What the caller called it.
+        edge: Edge of the transfer.
+        microbatch: Name that the caller gave it.
     """
 
     edge: Edge
@@ -37,11 +37,11 @@ class Handle(ABC, Generic[T]):
     @property
     @abstractmethod
     def failed(self) -> bool:
-        """Tell whether the transfer is known to have failed; `wait` says why."""
+        """Tell whether the transfer is known to have failed; `wait` raises the reason."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T:
-        """Wait for the transfer and return what was received; any thread, as often as wanted.
+        """Wait for the transfer and return the received tensors; any thread may, several times.
 
         Nothing is sent in here, so ranks may wait in any order. On CUDA the current stream waits
         for the data, the host only until both ends have agreed on the transfer.
@@ -71,11 +71,11 @@ class EngineHandle(Handle[T]):
         """Describe a transfer that the engine is about to run.
 
         Args:
-            edge: Where it runs.
-            where: Begins the messages of its errors.
+            edge: Edge of the transfer.
+            where: Beginning of the messages of its errors.
             microbatch: Microbatch that messages and errors name.
             failure: Failure state of the transport.
-            deliver: Makes the result, once, in the thread of the first `wait`.
+            deliver: Function that makes the result, once, in the thread of the first `wait`.
             waits_for: Global ranks whose messages it still needs.
         """
         self.edge = edge
@@ -157,7 +157,7 @@ def _pause(deadline: float | None) -> float:
 
 
 def _note_stream(result: object) -> None:
-    """Keep the memory of what was received on one stream and is used on another."""
+    """Keep the memory of tensors that were received on one stream and are used on another."""
     for x in result if isinstance(result, tuple) else ():
         if isinstance(x, Tensor) and x.is_cuda:
             x.detach().record_stream(torch.cuda.current_stream(x.device))

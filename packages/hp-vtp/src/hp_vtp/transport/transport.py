@@ -37,9 +37,9 @@ class Transport:
     Attributes:
         layout: Layout of the stages.
         rank: Global rank of this process.
-        device: Where received tensors are made.
+        device: Device of received tensors.
         timeout: Time-out of each operation on a group, None if that of the default group.
-        has_run: What has been done over it once, for whoever does it `by_host` the first time.
+        has_run: Forms of runs that were done once, the first time `by_host`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Transport:
 
         Args:
             layout: Its ranks are those of the default process group.
-            name: Begins the names of the groups.
+            name: Beginning of the names of the groups.
             backend: Backend of the groups; by default that of the default process group.
             timeout: Time-out of each operation of a transfer; by default that of the default
                 process group.
@@ -69,9 +69,10 @@ class Transport:
                 placements, plan, microbatch, running number) before any of it moves: before
                 `"each"` transfer, which costs a latency, or `"once"`: the first transfer of an edge
                 then fixes what all later ones carry, and microbatches are not compared.
-            device: Where received tensors are made; by default the current CUDA device with NCCL
-                and the CPU otherwise.
-            policy: What may pass between trusted stages and others; by default everything.
+            device: Device of received tensors; by default the current CUDA device with NCCL and the
+                CPU otherwise.
+            policy: Policy of tensors that pass between trusted stages and others; by default all
+                may.
 
         Raises:
             ValueError: If the layout does not have as many ranks as the default process group.
@@ -137,20 +138,20 @@ class Transport:
     ) -> Handle[None]:
         """Start to send this rank's parts of some tensors to the neighbouring stage.
 
-        The tensors must not be changed in place before the transfer is done; on a CPU that is found
-        out and is an error. Whoever does not care when that is need not keep the handle.
+        The tensors must not be changed in place before the transfer is done; on a CPU that is
+        detected as an error. The handle may be dropped by callers that need not know the end.
 
         Args:
-            tensors: What this rank holds of each: all of it if the stage's boundary is replicated,
-                its slice if it is sharded. Need not be contiguous.
+            tensors: This rank's part of each tensor: all of it if the stage's boundary is
+                replicated, its slice if it is sharded. Need not be contiguous.
             source: Logical stage of this rank.
             destination: Logical stage that receives.
             domain: Data-parallel pipeline.
             metas: Global shape and dtype of each tensor. By default those of the tensors, which
                 works where the boundary of this stage is replicated.
-            microbatch: Name of the microbatch for errors, compared with what the other end says.
-            payload: What is sent, for the policy; by default activations go forward and gradients
-                back.
+            microbatch: Name of the microbatch for errors, compared with the other end's.
+            payload: Content of the transfer, for the policy; by default activations go forward and
+                gradients back.
             by_host: Whether the tensors go through the memory of hosts, so that no device waits
                 for another rank (Note [By host]); the same at both ends.
 
@@ -207,9 +208,9 @@ class Transport:
             source: Logical stage that sends.
             destination: Logical stage of this rank.
             domain: Data-parallel pipeline.
-            microbatch: Name of the microbatch for errors, compared with what the other end says.
-            into: Where to receive, one contiguous tensor per meta; by default new ones. A plan by a
-                leader may need others.
+            microbatch: Name of the microbatch for errors, compared with the other end's.
+            into: Memory to receive in, one contiguous tensor per meta; by default new memory. A plan
+                by a leader may use other memory.
             by_host: See `send`.
 
         Returns:
@@ -246,7 +247,7 @@ class Transport:
         )
 
     def plan(self, edge: Edge, metas: Sequence[TensorMeta]) -> tuple[TransferPlan, ...]:
-        """The plans by which these tensors cross an edge, for example to `explain` them."""
+        """Return the plans by which tensors cross an edge, for example to `explain` them."""
         return tuple(
             plan_edge(
                 edge,
@@ -281,7 +282,7 @@ class Transport:
         return str(self._failure.report(RuntimeError(reason), parse_reason(reason)))
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Do as `abort` after an exception, and return what this rank is to raise.
+        """Do as `abort` after an exception, and return the error that this rank is to raise.
 
         Returns:
             The error, or a `hp_platform.PeerError` that names the rank that failed first.

@@ -29,7 +29,7 @@ class Worker:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Run what is left, end the thread and wait for its end; a second call does nothing."""
+        """Run the jobs that are left and end the thread; a second call does nothing."""
         with self._lock:
             self._closed = True
             self._jobs.put(None)
