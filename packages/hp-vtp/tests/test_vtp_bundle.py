@@ -3,8 +3,7 @@ from itertools import permutations
 import pytest
 
 from hp_vtp import Algorithm, PipelineLayout, Sharded, StageLayout, plan_edge
-from hp_vtp.messages.header import SIZE, text_of, to_header
-from hp_vtp.plan.bundle import ALIGNMENT, bundle
+from hp_vtp.plan.bundle import ALIGNMENT, HEADER_SIZE, bundle, text_of, to_header
 from hp_vtp.transport.channel import header_peers
 
 
@@ -62,7 +61,7 @@ def test_headers_connect_all_ranks_of_an_edge() -> None:
 
 def test_long_headers_still_differ() -> None:
     first, second = to_header("x" * 2000), to_header("x" * 1999)
-    assert len(first) == len(second) == SIZE
-    assert text_of(first) == text_of(second) == "x" * (SIZE - 32)
+    assert len(first) == len(second) == HEADER_SIZE
+    assert text_of(first) == text_of(second) == "x" * (HEADER_SIZE - 32)
     assert first == to_header("x" * 2000)
     assert first != second

@@ -16,12 +16,12 @@ from hp_vtp import PipelineLayout
 from hp_vtp.checkpoint import (
     load_checkpoint,
     load_optimizer,
+    open_saved,
     optimizer_dim,
     optimizer_tensors,
     remove_unfinished,
     save_checkpoint,
 )
-from hp_vtp.checkpoint_reader import open_saved
 
 
 def dim_of(name: str) -> int | None:

@@ -37,7 +37,7 @@ from hp_vtp import PipelineLayout, Replicated, Sharded, StageLayout
 from hp_vtp.pipeline import StageTransport, multiplex, pipeline_rank
 from hp_vtp.policy import EdgePolicy, Payload, Recorder
 from hp_vtp.reductions import ReplicaGradients, global_grad_norm, loss_scale
-from hp_vtp.topology.placement import cut
+from hp_vtp.topology.stages import cut
 from hp_vtp.transport import TensorMeta, Transport
 
 TOLERANCE = 1e-12

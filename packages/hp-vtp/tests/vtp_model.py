@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from hp_platform import all_gather_uneven, new_group, reduce_scatter_uneven
 from hp_vtp import PipelineLayout, Replicated, Sharded, StageLayout
-from hp_vtp.topology.placement import cut
+from hp_vtp.topology.stages import cut
 
 B, S, H, F, V = 2, 7, 6, 11, 13
 

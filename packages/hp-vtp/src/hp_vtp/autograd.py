@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_vtp.messages.packing import TensorMeta
+from hp_vtp.messages import TensorMeta
 from hp_vtp.transport import Transport
 
 __all__ = [

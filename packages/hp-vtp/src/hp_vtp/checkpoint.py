@@ -3,7 +3,6 @@
 A checkpoint is a directory of `hp_checkpoint`: a safetensors file per rank and a manifest with
 a hash of every part, which is compared when it is read. Every part is written once, however many
 copies there are. The directory gets its name when all of it has been written and read back.
-Checkpoints of version 0.1.0, which have no hashes, are still read.
 
 Names must not depend on the layout: `layers.3.up`, not `stages.1.up`. A tensor is whole on every
 rank that has it, or cut along one dimension over the ranks of its stage in order.
@@ -14,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_base.errors import CheckpointError
-from hp_checkpoint import Part, Source, encode_extra, rename, save
+from hp_checkpoint import Checkpoint, Part, Source, decode_extra, encode_extra, rename, save
 from hp_checkpoint.files import remove_leftovers
+from hp_checkpoint.manifest import DTYPES
 from hp_platform import all_gather_json
-from hp_vtp.checkpoint_reader import open_saved
-from hp_vtp.topology.layout import PipelineLayout
-from hp_vtp.topology.placement import cut
+from hp_vtp.topology import PipelineLayout
+from hp_vtp.topology.stages import cut
 
 __all__ = [
     "ShardedDim",
@@ -229,6 +229,39 @@ def remove_unfinished(path: str | os.PathLike[str]) -> bool:
         shutil.rmtree(scratch)
         removed.append(scratch.name)
     return bool(removed)
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is open for reading.
+
+    Attributes:
+        tensors: Dtype and shape of each, by name.
+        extra: JSON that was saved beside them.
+        fill: Function that reads parts of tensors, by name, in place.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    extra: dict[str, object]
+    fill: Callable[[Mapping[str, Part]], None]
+
+
+def open_saved(path: Path) -> Saved:
+    """Open a checkpoint and read its manifest.
+
+    Raises:
+        CheckpointError: If there is none, or it is damaged or of another format.
+    """
+    checkpoint = Checkpoint.open(path.resolve())
+    tensors = {
+        name: (DTYPES[tensor.dtype], tensor.shape)
+        for name, tensor in checkpoint.manifest.tensors.items()
+    }
+
+    def fill(parts: Mapping[str, Part]) -> None:
+        checkpoint.verify(parts.keys())  # before any of them is changed
+        checkpoint.fill(parts)
+
+    return Saved(tensors, decode_extra(checkpoint.manifest.extra), fill)
 
 
 def _part(

@@ -12,8 +12,8 @@ from hp_vtp.plan.cost import Links
 from hp_vtp.plan.explain import explain
 from hp_vtp.plan.layout_text import describe_layout
 from hp_vtp.plan.planner import ALGORITHMS, plan_transfer
-from hp_vtp.topology.layout import PipelineLayout
-from hp_vtp.topology.placement import Placement, Replicated, Sharded
+from hp_vtp.topology import PipelineLayout
+from hp_vtp.topology.stages import Placement, Replicated, Sharded
 
 ITEMSIZE = {
     "bfloat16": 2,

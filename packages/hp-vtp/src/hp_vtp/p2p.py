@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from hp_vtp.messages.packing import TensorMeta
+from hp_vtp.messages import TensorMeta
 from hp_vtp.transport import Transport
 from hp_vtp.transport.handles import Handle
 

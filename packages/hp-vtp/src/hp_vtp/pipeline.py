@@ -14,10 +14,9 @@ from torch import Tensor
 from hp_schedule import Message, MessageKind, Schedule
 from hp_schedule.runtime import TensorSpec
 from hp_schedule.runtime.specs import describe, from_header, to_header
-from hp_vtp.messages.packing import TensorMeta
+from hp_vtp.messages import TensorMeta
 from hp_vtp.policy import Payload
-from hp_vtp.topology.placement import Sharded
-from hp_vtp.topology.stages import Edge
+from hp_vtp.topology.stages import Edge, Sharded
 from hp_vtp.transport import Transport
 from hp_vtp.transport.handles import Handle
 from hp_vtp.units import multiplex, pipeline_rank, units_of

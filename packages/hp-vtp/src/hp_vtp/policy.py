@@ -13,7 +13,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from hp_vtp.messages.packing import TensorMeta
+from hp_vtp.messages import TensorMeta
 from hp_vtp.topology.stages import Edge
 
 __all__ = [

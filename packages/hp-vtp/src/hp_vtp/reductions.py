@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hp_platform import agree, float64_norms, new_group
-from hp_vtp.topology.layout import PipelineLayout
+from hp_vtp.topology import PipelineLayout
 
 __all__ = [
     "ReplicaGradients",

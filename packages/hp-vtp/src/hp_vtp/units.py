@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hp_schedule import MetaStep, Schedule
-from hp_vtp.topology.layout import PipelineLayout
+from hp_vtp.topology import PipelineLayout
 
 
 def units_of(layout: PipelineLayout) -> tuple[tuple[int, int], ...]:

@@ -1,1 +1,133 @@
-"""Tensors as messages: packed, described to the other end, and checked before they leave."""
+"""Tensors to messages and back, without a copy where a message is one contiguous slice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hp_vtp.plan import TransferPlan
+from hp_vtp.plan.bundle import Message, Piece
+from hp_vtp.topology.stages import Edge
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Metadata of a tensor on which both ends of an edge must agree.
+
+    Attributes:
+        shape: Global shape, also where a rank holds a part.
+        dtype: Element type.
+        replicated: The tensor is replicated at both ends, whatever the stages' boundaries say,
+            for example a mask that travels with sequence-parallel activations.
+        requires_grad: Whether the received tensor is a leaf that requires grad. None: an activation
+            of a floating-point type is, a gradient is not. Never where gradients are switched off.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    replicated: bool = False
+    requires_grad: bool | None = None
+
+    def is_leaf_on(self, edge: Edge) -> bool:
+        """Tell whether the tensor is delivered as a leaf that requires grad."""
+        if self.requires_grad is None:
+            return edge.is_forward and self.dtype.is_floating_point
+        return self.requires_grad
+
+
+class Workspace:
+    """The range of a tensor's units that a rank holds while a transfer runs."""
+
+    __slots__ = ("_plan", "_start", "_tensor")
+
+    def __init__(self, plan: TransferPlan, start: int, tensor: Tensor) -> None:
+        """Own a contiguous tensor whose first unit is `start`."""
+        self._plan = plan
+        self._start = start
+        self._tensor = tensor
+
+    @classmethod
+    def of_source(cls, plan: TransferPlan, index: int, tensor: Tensor) -> "Workspace":
+        """Return room for the units that source rank `index` sends, filled with its own part."""
+        own = plan.source_range(index)
+        start, stop = plan.workspace_range(index, at_destination=False)
+        if (start, stop) == own:
+            return cls(plan, start, tensor)
+        room = cls(plan, start, tensor.new_empty(plan.range_shape(start, stop)))
+        room.units(*own).copy_(tensor)
+        return room
+
+    @classmethod
+    def of_destination(
+        cls,
+        plan: TransferPlan,
+        index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        into: Tensor | None = None,
+    ) -> "Workspace":
+        """Return room for the units that destination rank `index` gets; `into` if it is enough."""
+        start, stop = plan.workspace_range(index, at_destination=True)
+        if into is not None and (start, stop) == plan.destination_range(index):
+            return cls(plan, start, into)
+        shape = plan.range_shape(start, stop)
+        return cls(plan, start, torch.empty(shape, dtype=dtype, device=device))
+
+    def units(self, start: int, stop: int) -> Tensor:
+        """Return a view of a range of units."""
+        first = start - self._start
+        if self._plan.dim is None:
+            return self._tensor.view(-1)[first : first + stop - start]
+        return self._tensor.narrow(self._plan.dim, first, stop - start)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until the work of `stream` so far has been done."""
+        self._tensor.record_stream(stream)
+
+    def result(self, index: int) -> Tensor:
+        """Return the part of destination rank `index`."""
+        own = self.units(*self._plan.destination_range(index))
+        return own.contiguous().view(self._plan.destination_shape(index))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """View a contiguous tensor as 1-D uint8."""
+    return x.view(-1).view(torch.uint8)
+
+
+def pack(message: Message, workspaces: Sequence[Workspace]) -> Tensor:
+    """Return the bytes of a message; a view of the tensor where it is one contiguous piece."""
+    parts = [workspaces[piece.tensor].units(piece.start, piece.stop) for piece in message.pieces]
+    if len(parts) == 1:
+        return as_bytes(parts[0].contiguous())
+    # Zeros, so that the gaps of alignment never carry what the memory held before.
+    buffer = torch.zeros(message.size, dtype=torch.uint8, device=parts[0].device)
+    for piece, part in zip(message.pieces, parts, strict=True):
+        _slot(buffer, piece).copy_(as_bytes(part.contiguous()))
+    return buffer
+
+
+def receive_buffer(message: Message, workspaces: Sequence[Workspace]) -> Tensor:
+    """Return memory to receive a message in: the place itself if it is one contiguous piece."""
+    first = message.pieces[0]
+    target = workspaces[first.tensor].units(first.start, first.stop)
+    if len(message.pieces) == 1 and target.is_contiguous():
+        return as_bytes(target)
+    return torch.empty(message.size, dtype=torch.uint8, device=target.device)
+
+
+def unpack(message: Message, buffer: Tensor, workspaces: Sequence[Workspace]) -> None:
+    """Copy a received message to its places, unless it was received in place."""
+    for piece in message.pieces:
+        target = workspaces[piece.tensor].units(piece.start, piece.stop)
+        if target.data_ptr() == buffer.data_ptr():
+            return
+        part = torch.empty_like(target, memory_format=torch.contiguous_format)
+        as_bytes(part).copy_(_slot(buffer, piece))
+        target.copy_(part)
+
+
+def _slot(buffer: Tensor, piece: Piece) -> Tensor:
+    return buffer[piece.offset : piece.offset + piece.size]

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hp_vtp.messages.packing import TensorMeta
-from hp_vtp.plan.transfer import TransferPlan
-from hp_vtp.topology.placement import Replicated, Sharded
-from hp_vtp.topology.stages import Edge
+from hp_vtp.messages import TensorMeta
+from hp_vtp.plan import TransferPlan
+from hp_vtp.topology.stages import Edge, Replicated, Sharded
 
 
 def own_metas(edge: Edge, tensors: Sequence[Tensor], *, where: str) -> tuple[TensorMeta, ...]:

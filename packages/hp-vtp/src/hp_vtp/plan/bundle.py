@@ -1,14 +1,17 @@
-"""Several tensors over one edge: their plans merged into one message per pair of ranks and step.
+"""Several tensors over one edge: plans merged into one message per pair and step, and headers.
 
 Needs no torch.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hp_vtp.plan.transfer import StepKind, TransferPlan
+from hp_vtp.plan import StepKind, TransferPlan
 from hp_vtp.topology.stages import Edge
 
+HEADER_SIZE = 512  # bytes
+_DIGEST = 32
 ALIGNMENT = 16  # bytes; so that a receiver may view any element type in place
 
 
@@ -85,3 +88,23 @@ def _ends(kind: StepKind, edge: Edge) -> tuple[tuple[int, ...], tuple[int, ...]]
     senders = edge.destination_ranks if kind == StepKind.SPREAD else edge.source_ranks
     receivers = edge.source_ranks if kind == StepKind.COLLECT else edge.destination_ranks
     return senders, receivers
+
+
+def to_header(text: str) -> bytes:
+    """Return the description of a transfer as exactly `HEADER_SIZE` bytes: different texts differ.
+
+    Both ends of an edge exchange it before a transfer, so that no mistake becomes data: Gloo takes
+    a bfloat16 message into a float32 buffer of as many bytes, and a short message into a longer
+    buffer, without an error.
+
+    Args:
+        text: Readable description; at most `HEADER_SIZE - 32` bytes of it travel, behind the
+            SHA-256 digest of all.
+    """
+    data = text.encode()
+    return (hashlib.sha256(data).digest() + data).ljust(HEADER_SIZE, b"\0")[:HEADER_SIZE]
+
+
+def text_of(header: bytes) -> str:
+    """Return the readable text of a header."""
+    return header[_DIGEST:].rstrip(b"\0").decode(errors="replace")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hp_vtp.plan.transfer import Step, StepKind, TransferPlan
+from hp_vtp.plan import Step, StepKind, TransferPlan
 
 # Plans within this factor of the cheapest count as equal, and the fewest messages decide: the
 # speeds are rarely known better than that.

@@ -1,8 +1,8 @@
 """A transfer plan as text. Needs no torch."""
 
+from hp_vtp.plan import Step, StepKind, TransferPlan
 from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds, step_seconds
 from hp_vtp.plan.planner import ALGORITHMS, plan_transfer
-from hp_vtp.plan.transfer import Step, StepKind, TransferPlan
 
 # Letters of the stages that send and receive: S the source stage, D the destination stage.
 _ENDS = {StepKind.COLLECT: "SS", StepKind.HOP: "SD", StepKind.SPREAD: "DD"}

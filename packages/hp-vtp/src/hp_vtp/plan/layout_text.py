@@ -6,11 +6,11 @@ Needs no torch.
 from collections.abc import Sequence
 from math import prod
 
+from hp_vtp.plan import Algorithm
 from hp_vtp.plan.cost import Links, bound_seconds, cut_traffic, predicted_seconds
 from hp_vtp.plan.explain import format_algorithm, format_bytes, format_seconds
 from hp_vtp.plan.planner import plan_edge
-from hp_vtp.plan.transfer import Algorithm
-from hp_vtp.topology.layout import PipelineLayout
+from hp_vtp.topology import PipelineLayout
 from hp_vtp.topology.stages import Edge
 
 

@@ -18,10 +18,9 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
+from hp_vtp.plan import Algorithm, Move, Step, StepKind, TransferPlan
 from hp_vtp.plan.cost import Links, choose
-from hp_vtp.plan.transfer import Algorithm, Move, Step, StepKind, TransferPlan
-from hp_vtp.topology.placement import Placement, Replicated, Sharded, cut, cut_by_lane
-from hp_vtp.topology.stages import Edge
+from hp_vtp.topology.stages import Edge, Placement, Replicated, Sharded, cut, cut_by_lane
 
 _CHUNKS = (2, 4, 8, 16, 32)
 _LEAST_CHUNK_BYTES = 64 * 1024  # below, what a message costs is not known well enough to decide

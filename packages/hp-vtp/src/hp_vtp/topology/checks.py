@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from hp_vtp.topology.placement import Sharded
-from hp_vtp.topology.stages import StageLayout
+from hp_vtp.topology.stages import Sharded, StageLayout
 
 
 class LayoutError(ValueError):

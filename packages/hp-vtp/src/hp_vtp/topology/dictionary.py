@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 from hp_vtp.topology.checks import LayoutError
-from hp_vtp.topology.placement import Placement, Replicated, Sharded
-from hp_vtp.topology.stages import StageLayout
+from hp_vtp.topology.stages import Placement, Replicated, Sharded, StageLayout
 
 LONG_KEYS = ("chain", "stages", "world_size")
 SHORT_KEYS = ("dp", "shape", "tp_sizes")

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import Pending, irecv, isend
-from hp_vtp.messages.header import SIZE, text_of, to_header
-from hp_vtp.messages.packing import Workspace, pack, receive_buffer, unpack
-from hp_vtp.plan.bundle import Message, MessageStep
-from hp_vtp.plan.transfer import StepKind
+from hp_vtp.messages import Workspace, pack, receive_buffer, unpack
+from hp_vtp.plan import StepKind
+from hp_vtp.plan.bundle import HEADER_SIZE, Message, MessageStep, text_of, to_header
 from hp_vtp.topology.stages import Edge
 from hp_vtp.transport.failure import TransferError
 
@@ -132,10 +131,8 @@ class Channel:
         mine = to_header(header)
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         peers, group = header_peers(self.edge, self._rank), self.groups.control
-        sends = [
-            (peer, isend(data, peer, group=group, tag=_HEADER)) for peer in peers
-        ]
-        buffers = [torch.empty(SIZE, dtype=torch.uint8) for _ in peers]
+        sends = [(peer, isend(data, peer, group=group, tag=_HEADER)) for peer in peers]
+        buffers = [torch.empty(HEADER_SIZE, dtype=torch.uint8) for _ in peers]
         arriving = [
             (peer, irecv(buffer, peer, group=group, tag=_HEADER))
             for peer, buffer in zip(peers, buffers, strict=True)

@@ -7,7 +7,7 @@ from itertools import count
 import torch.distributed as dist
 
 from hp_platform import new_groups
-from hp_vtp.topology.layout import Edge, PipelineLayout
+from hp_vtp.topology import Edge, PipelineLayout
 from hp_vtp.transport.channel import EdgeGroups
 
 

@@ -24,8 +24,8 @@ class TransferError(RuntimeError):
 
     Attributes:
         edge: Edge of the transfer.
-        peers: Global ranks of the peers that this rank was waiting for, or that described the
-            transfer differently.
+        peers: Global ranks of the peers that had not answered, or that described the transfer
+            differently.
         report: Report of the rank that failed first, if that is another one.
     """
 
