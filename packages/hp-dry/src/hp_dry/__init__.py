@@ -1,6 +1,6 @@
 """The real code of a torch program on GPUs that are not there: memory, launches, deadlocks.
 
-Names load what they need when they are asked for: what reads traces needs no torch.
+A public name loads its module at its first use, so that readers of traces need no torch.
 """
 
 from typing import TYPE_CHECKING

@@ -18,10 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Rehearse a torch script as ``torchrun`` would start it.
 
     Args:
-        argv: Arguments; None: those of this process, which is then at its end.
+        argv: Arguments; None: the arguments of this process, which then exits.
 
     Returns:
-        Exit status, see `hp_base.errors`: 0 where all ranks came to their end and fit together.
+        Exit status, see `hp_base.errors`: 0 if all ranks ended and match each other.
     """
     return run_command(_main, argv)
 
@@ -36,7 +36,7 @@ def _main(argv: Sequence[str]) -> int:
         raise ConfigError(f"-- {script[0]} must be a Python script")
     require_unstarted("hp-dry")
     require_places(options)
-    from hp_dry.rehearsal import show  # noqa: PLC0415 - only what has run is shown
+    from hp_dry.rehearsal import show  # noqa: PLC0415 - only after a check of the flags
     from hp_dry.script import rehearse_script  # noqa: PLC0415 - imports torch
 
     found = rehearse_script(
@@ -61,7 +61,7 @@ def _parser() -> Parser:
 
 
 def add_flags(parser: argparse.ArgumentParser, *, gpus: str) -> None:
-    """Add the flags that say which cluster is rehearsed, and what is left of it.
+    """Add the flags for the cluster of a dry run and for its output.
 
     Args:
         parser: Parser of a command.

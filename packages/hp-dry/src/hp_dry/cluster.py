@@ -12,7 +12,7 @@ _OFF = ("", "0")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, and how many a machine has.
+    """GPU of a cluster, and the number of GPUs of a machine.
 
     Attributes:
         name: Name of the GPU, as the driver reports it.
@@ -31,7 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Classes:
-    """Ranks of a world, each with the one that stands for it.
+    """Classes of the ranks of a world, each with the rank that represents it.
 
     Attributes:
         members: Global ranks of each class, the representative among them, by the global rank of
@@ -44,11 +44,11 @@ class Classes:
 
     @classmethod
     def of(cls, members: Mapping[int, Sequence[int]] | None, *, world_size: int) -> Classes:
-        """Read a map of representatives to ranks that they stand for.
+        """Make classes from a map of representatives to represented ranks.
 
         Args:
-            members: Global ranks of each class, by the global rank of its representative, which may
-                be left out. None: every rank has a process.
+            members: Global rank of the representative -> global ranks of its class, with or without
+                the representative itself. None: every rank represents itself.
             world_size: Number of ranks.
 
         Raises:
@@ -65,12 +65,12 @@ class Classes:
         return cls(found, tuple(by_rank[rank] for rank in range(world_size)))
 
     def size(self, rank: int) -> int:
-        """Count the ranks that a representative stands for."""
+        """Count the ranks of the class of a representative."""
         return len(self.members[rank])
 
 
 def keeps_launch_order(env: Mapping[str, str]) -> bool:
-    """Tell whether NCCL keeps operations of several communicators in the order of the host."""
+    """Tell whether NCCL runs operations of several communicators in the order of the host."""
     return env.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in _OFF
 
 
@@ -80,7 +80,7 @@ def loads_eagerly(env: Mapping[str, str]) -> bool:
 
 
 def grows_segments(env: Mapping[str, str]) -> bool:
-    """Tell whether torch's allocator takes memory of the device in segments that grow."""
+    """Tell whether torch's allocator uses expandable segments."""
     options = next((env[name] for name in _ALLOCATOR if name in env), "")
     values = dict(option.partition(":")[::2] for option in options.replace(" ", "").split(","))
     return values.get("expandable_segments", "").lower() == "true"

@@ -22,12 +22,13 @@ from hp_platform.own_kernels import noting
 class DryDevice(DeviceRecorder):
     """The GPU of one rank, which computes nothing: code that runs on it runs for its shapes.
 
-    Inside the context `cuda` is a device, whatever torch is built for: tensors on it have shapes,
-    dtypes and a storage, but no memory, and what happens to them is written into `trace`. Tensors
-    on the CPU stay real. The host reads zeros from the device. Methods of torch's classes are
-    changed meanwhile, so that a process can be in one such context at a time; threads that are
-    started inside are in it too. A program that uses operands on two devices, or copies to the host
-    without waiting for the copy, goes on: it is noted as a `Fault`.
+    Inside the context `cuda` is a device for any build of torch: tensors on it have shapes, dtypes
+        and a storage, but no memory, and their operators are recorded in `trace`. Tensors on the
+        CPU are
+    real. The host reads zeros from the device. Methods of torch's classes are patched meanwhile, so
+    that a process can be in one such context at a time; threads that are started inside are in it
+    too. A program continues after a mistake such as operands on two devices, or a copy to the host
+    without a wait for it, which is recorded as a `Fault`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A dry run: a process for each class of ranks, the proof of their traces, and its report."""
+"""Dry run of all classes of ranks, the proof of their traces, and its report."""
 
 import argparse
 import importlib
@@ -23,9 +23,9 @@ from hp_dry.run import DryRun, DryRunError, run_ranks
 from hp_dry.trace import Collective, Trace
 
 SECONDS = 3600.0
-"""That a dry run may take."""
+"""Seconds that a dry run may take."""
 PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint")
-"""Modules that programs of several ranks import sooner or later."""
+"""Modules that most programs of several ranks import."""
 
 
 def run_classes(
@@ -34,19 +34,19 @@ def run_classes(
     classes: Mapping[int, Sequence[int]],
     gpus_per_node: int,
 ) -> DryRun:
-    """Call a function in a process for each class, each a rank of a dry world.
+    """Call a function in a process for each class of ranks of a dry world.
 
     Args:
         function: Function at the top level of a module, called in every process.
-        *args: Its arguments.
+        *args: Arguments of the function.
         classes: Rank of each process -> ranks that it represents.
         gpus_per_node: Devices of a machine.
 
     Raises:
-        RehearsalError: When a rank fails, or waits for what never comes.
+        RehearsalError: If a rank fails, or waits for ever.
     """
     world_size = sum(map(len, classes.values()))
-    for module in PRELOADED:  # once, and not by every process
+    for module in PRELOADED:  # once for all processes
         importlib.import_module(module)
     try:
         return run_ranks(
@@ -69,10 +69,10 @@ def summary_of(
     gpus_per_node: int,
     layout: str = "",
 ) -> Summary:
-    """Put together what the processes did, for all ranks.
+    """Summarise the traces of all processes for all ranks.
 
     Args:
-        run: The traces of all processes, and a `RankReport` of each.
+        run: Traces and `RankReport`s of all processes.
         classes: Rank of each process -> ranks that it represents.
         name: Name of the config or the script.
         layout: Parallel layout in words.
@@ -106,7 +106,7 @@ def summary_of(
 
 
 def held_by(trace: Trace, *, node_size: int) -> Held:
-    """Count what a rank holds of NCCL, by what it did; see `hp_base.beside_tensors.Held`.
+    """Count the memory of NCCL on a rank by its operations; see `hp_base.beside_tensors.Held`.
 
     Args:
         trace: Trace of the rank.
@@ -120,7 +120,7 @@ def held_by(trace: Trace, *, node_size: int) -> Held:
 
 
 def _peers(event: Collective, ranks: Sequence[int]) -> Iterable[int]:
-    """Ranks that an operation has NCCL send to or receive from one by one; without rows to none."""
+    """List the ranks with which NCCL exchanges single messages in an operation."""
     if event.op != "all_to_all":
         return () if event.peer < 0 else (event.peer,)
     one_each = (1,) * len(ranks)
@@ -129,19 +129,19 @@ def _peers(event: Collective, ranks: Sequence[int]) -> Iterable[int]:
 
 
 def show(summary: Summary, traces: Sequence[Trace], options: argparse.Namespace) -> int:
-    """Print what was found, and write what is asked for.
+    """Print the summary of a dry run, and write the requested files.
 
     Args:
-        summary: What the dry run found.
+        summary: Summary of the dry run.
         traces: Traces of the ranks that were run.
         options: Parsed flags of `hp_dry.cli.add_flags`.
 
     Returns:
-        0: nothing is wrong.
+        0 if there are no problems.
 
     Raises:
-        ConfigError: When a file cannot be written.
-        RehearsalError: When something is wrong; it was printed.
+        ConfigError: If a file cannot be written.
+        RehearsalError: If there are problems, which were printed.
     """
     text = to_json(summary).decode() if options.json else "\n".join(report(summary))
     say(text)

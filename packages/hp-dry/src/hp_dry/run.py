@@ -34,17 +34,17 @@ from hp_platform.threads.places import place_of
 
 _DIE_WITH_PARENT = 1
 _LOOK_SECONDS = 0.2
-_SETTLE_SECONDS = 2.0  # for a rank that failed first to say so after those that noticed
+_SETTLE_SECONDS = 2.0  # a rank that failed first may report later than ranks that noticed
 _inherited: list[ProcessGroup] = []
-"""Groups of the caller, kept by its forks: Gloo's end only with threads that no fork has."""
+"""Groups of the caller, which its forks must not destroy: Gloo would wait for threads."""
 
 
 class DryRunError(RuntimeError):
-    """A rank of a dry run raised, ended or hung.
+    """Error of a rank of a dry run that raised, ended early or hung.
 
     Attributes:
-        rank: Global rank of the first rank that failed.
-        at: `file:line` where it raised; "" if it did not.
+        rank: Global rank that failed first.
+        at: `file:line` that raised; "" if no line did.
         kind: Name of the exception's class; "" if there was none.
         traces: Traces of the ranks that could still write theirs, by global rank.
     """
@@ -61,7 +61,7 @@ class DryRun:
     """Results and traces of the processes of a dry run.
 
     Attributes:
-        results: What `function` returned in each process, as JSON carries it, by representative.
+        results: Result of `function` in each process, read from JSON, by representative.
         traces: Traces of all processes, by representative.
         classes: Classes of the ranks, each with the representative that ran for it in a process.
     """
@@ -88,26 +88,26 @@ def run_ranks(
     local_world_size: int = 8,
     gpu: Gpu | None = None,
 ) -> DryRun:
-    """Call a function in one process per class of ranks, each as a rank on a device that is dry.
+    """Call a function in one process per class of ranks, each on a dry device.
 
     The variables of torchrun are set, so that `hp_platform.initialize(device_type="cuda")` and
     `torch.distributed.init_process_group` work; nothing listens on a network. Processes are forks
-    of this one, which should not hold threads. What a rank that has no process would answer is
-    answered by the representative of its class.
+    of this process, which should have no threads. The representative of a class answers for ranks
+    without a process.
 
     Args:
         function: Function of each rank, called with `args`; its result must be JSON.
-        *args: Arguments of any kind; processes are forks.
+        *args: Arguments of any type, which forks inherit.
         world_size: Number of ranks.
-        representatives: Global ranks of each class, by the global rank of its representative; None:
-            every rank has a process.
+        representatives: Global rank of the representative -> global ranks of its class; None: every
+            rank has a process.
         timeout: Seconds until all ranks must have ended.
         local_world_size: Ranks per machine.
         gpu: Kind of GPU that every rank has; None: an H100.
 
     Raises:
         ValueError: If the representatives are not a partition of the world.
-        DryRunError: If a rank raises, ends early or does not end in time. All are ended then.
+        DryRunError: If a rank raises, ends early or does not end in time. All processes are ended.
     """
     classes = Classes.of(representatives, world_size=world_size)
     with tempfile.TemporaryDirectory(prefix="hp-dry-") as name:
@@ -139,7 +139,7 @@ def run_ranks(
 
 
 def _serve(hub: Hub, children: list[_Child], deadline: float) -> tuple[_Child | None, str] | None:
-    """Answer the children until all have ended; return the one that failed, and why, if one has."""
+    """Answer the children until all have ended; return a failed child, or the waits at the end."""
     running = {child.process.sentinel: child for child in children}
     suspect: tuple[float, _Child] | None = None
     while running:
@@ -196,7 +196,7 @@ def _error(
 
 
 def _end(children: Sequence[_Child]) -> None:
-    """End processes and what they have started."""
+    """End processes and their children."""
     for child in children:
         if child.process.is_alive():
             try:
@@ -213,15 +213,15 @@ def _child(
     args: Sequence[object],
     timeout: float,
 ) -> None:
-    """Be one rank: call the function, and leave its result and its trace in the folder."""
-    gc.freeze()  # what was imported before the fork, or each rank searches and copies it
+    """Run one rank: call the function, and write its result and its trace to the folder."""
+    gc.freeze()  # modules from before the fork, or each rank would search and copy them
     _inherited.extend(known_groups())
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     classes, rank, local_world_size, gpu = place
     stack = (folder / f"{rank}.stack").open("w")
     faulthandler.dump_traceback_later(timeout * 0.9, file=stack)
-    torch.set_num_threads(1)  # a fork has none of the threads that torch believes to have
+    torch.set_num_threads(1)  # a fork has no threads of the pool that torch believes to have
     size = len(classes.representative)
     local = min(local_world_size, size)
     os.environ.update(
@@ -242,7 +242,7 @@ def _child(
         with device, DryWorld(device, classes, client):
             told = {"result": function(*args)}
         text = json.dumps(told)
-    except BaseException as error:  # noqa: BLE001 # told to the parent
+    except BaseException as error:  # noqa: BLE001 # reported to the parent
         told = {
             "error": _words(error),
             "kind": type(error).__name__,

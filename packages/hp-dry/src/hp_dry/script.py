@@ -26,25 +26,25 @@ from hp_dry.trace import Trace
 from hp_platform.host_reads import Answer, answering
 
 MOST_PROCESSES = 16
-"""Ranks that are all run, each by itself; of more, some have to be named."""
+"""Largest number of ranks that all run; for more ranks, some must be named."""
 ANSWERS = "hp_dry.answers"
-"""Entry points: functions that take what `hp_platform.host_reads.Answer` takes, and answer it."""
+"""Group of entry points, which are functions of the type `hp_platform.host_reads.Answer`."""
 
 
 def rehearse_script(
     command: Sequence[str], *, num_ranks: int, ranks: Sequence[int] = (), gpus_per_node: int = 8
 ) -> tuple[Summary, list[Trace]]:
-    """Run a script as every rank, or as some of many.
+    """Run a script as all ranks, or as some of many ranks.
 
     Args:
         command: Path of the script and its arguments.
         num_ranks: Number of ranks of the world.
-        ranks: Global ranks to run; the first of them stands for those that are not named. Empty:
-            all.
+        ranks: Global ranks to run; the first represents all ranks that are not listed. Empty: all
+            ranks.
         gpus_per_node: Devices of a machine.
 
     Raises:
-        ConfigError: When it is not said which of many ranks are to be run.
+        ConfigError: If `ranks` is empty for too many ranks, or a rank is outside the world.
     """
     began = time.monotonic()
     if not ranks and num_ranks > MOST_PROCESSES:
@@ -65,7 +65,7 @@ def rehearse_script(
 
 
 def _run(command: list[str]) -> object:
-    """Be one rank of the script."""
+    """Run the script as one rank."""
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     handle = register_optimizer_step_post_hook(_label)
@@ -76,7 +76,7 @@ def _run(command: list[str]) -> object:
     except SystemExit as end:
         if end.code not in (None, 0):
             stopped = f"with status {end.code}"
-    except BaseException as error:  # noqa: BLE001 - how far it came is what is asked for
+    except BaseException as error:  # noqa: BLE001 - the trace until the error is reported
         stopped = _where(error, command[0])
     finally:
         handle.remove()
@@ -91,7 +91,7 @@ def _run(command: list[str]) -> object:
 
 
 def _answer(copy: Tensor, purpose: object) -> Tensor:
-    """Let libraries that know a purpose answer it; what nobody knows stays zero."""
+    """Let entry points answer a read by its purpose; without an answer the numbers stay zero."""
     for answer in _installed():
         copy = answer(copy, purpose)
     return copy
@@ -103,7 +103,7 @@ def _installed() -> Sequence[Answer]:
 
 
 def _label(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Say what the memory of an optimizer is for, after its step."""
+    """Label the memory of an optimizer after its step."""
     device = active()
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     device.label(tensors, PARAMETERS)
@@ -114,7 +114,7 @@ def _label(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _where(error: BaseException, script: str) -> str:
-    """Return the innermost line of the script that an error came through, and what it says."""
+    """Return the innermost line of the script in a traceback, and the error."""
     frames = traceback.extract_tb(error.__traceback__)
     name = os.path.realpath(script)
     lines = [frame for frame in frames if os.path.realpath(frame.filename) == name] or frames

@@ -1,9 +1,9 @@
 """Trace of one rank in a dry run: events in the order in which its host issued them. No torch.
 
-A trace is what is looked at: memory is replayed from it, the order of streams and of ranks is
-proven on it, and it is what reports are drawn from. Blocks are pieces of device memory (storages),
-named by numbers that are not used twice. Streams, events and works are numbers too; stream 0 is
-the default stream, and every communicator has a stream of its own.
+Memory is replayed from a trace, the order of streams and of ranks is proven on it, and reports are
+made from it. Blocks are pieces of device memory (storages), named by unique numbers. Streams,
+events and works are numbers too; stream 0 is the default stream, and every communicator has a
+stream of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Event:
 
     Attributes:
         at: `file:line` of the innermost line outside torch and of its callers, joined by `" < "`.
-        place: What the thread was doing, as `hp_platform.doing` says it, such as
+        place: Place of the thread, in the words of `hp_platform.doing`, such as
             `"step 1, microbatch 2, stage 0, layers.3.attention"`.
         thread: Number of the thread of the host, 0 for the first that was seen.
     """
@@ -56,15 +56,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Allocate(Event):
-    """Device memory was allocated.
+    """Allocation of device memory.
 
     Attributes:
         block: Number of the new block.
         num_bytes: Size of the request in bytes.
         stream: Stream that was current.
-        what: Operator that asked, such as `"aten.mm.default"`.
-        shape: Shape of the tensor that gets the memory; () if that is not known.
-        dtype: Dtype of that tensor, such as `"bfloat16"`; "" if that is not known.
+        what: Operator that allocates, such as `"aten.mm.default"`.
+        shape: Shape of the tensor that gets the memory; () if it is not known.
+        dtype: Dtype of that tensor, such as `"bfloat16"`; "" if it is not known.
     """
 
     block: int
@@ -77,11 +77,11 @@ class Allocate(Event):
 
 @dataclass(frozen=True, slots=True)
 class Release(Event):
-    """The host let go of a block: the last reference went, or FSDP shrank it to nothing.
+    """Release of a block by the host: its last reference ended, or FSDP resized it to nothing.
 
     Attributes:
         block: Number of the block.
-        resized: Whether its storage was resized, so that it is gone for all who still refer to it.
+        resized: Whether its storage was resized, so that remaining references have no memory.
     """
 
     block: int
@@ -90,7 +90,7 @@ class Release(Event):
 
 @dataclass(frozen=True, slots=True)
 class Borrow(Event):
-    """`Tensor.record_stream`: the block is not used again before `stream` is done with it."""
+    """`Tensor.record_stream`: the allocator must not reuse the block before `stream` is done."""
 
     block: int
     stream: int
@@ -98,7 +98,7 @@ class Borrow(Event):
 
 @dataclass(frozen=True, slots=True)
 class Label(Event):
-    """Says what a block is for, one of `KINDS`; the last label counts."""
+    """Purpose of a block, one of `KINDS`; the last label counts."""
 
     block: int
     kind: str
@@ -106,21 +106,21 @@ class Label(Event):
 
 @dataclass(frozen=True, slots=True)
 class Launch(Event):
-    """An operator was queued on `stream`.
+    """Launch of an operator on `stream`.
 
     Attributes:
         what: Name of the operator, such as `"aten.mm.default"`.
-        num_kernels: Kernels that CUDA launches for it; 0 for one that only looks at shapes.
+        num_kernels: Kernels that CUDA launches for it; 0 for an operator that only reads shapes.
         num_bytes: Bytes read and written, every operand counted once.
         flops: Operations of matrix products, a multiplication and its addition counted as two; 0
             for other operators.
         reads: Numbers of the blocks that it reads.
         writes: Numbers of the blocks that it writes.
         host_reads: Numbers of the host buffers that the device reads while the host continues:
-            sources of asynchronous copies. They have nothing to do with numbers of blocks.
+            sources of asynchronous copies. They are not numbers of blocks.
         host_writes: Numbers of the host buffers that the device fills while the host continues.
-        variant: Name and variant of a kernel that is none of torch's, which is compiled and loaded
-            when it is launched first; "" for operators of torch.
+        variant: Name and variant of a kernel that is not torch's, which is compiled and loaded at
+            its first launch; "" for operators of torch.
     """
 
     what: str
@@ -137,14 +137,13 @@ class Launch(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostWait(Event):
-    """The host waited for the device.
+    """Wait of the host for the device.
 
     Attributes:
-        what: What the host called, such as `"aten._local_scalar_dense"`, `"copy to host"`,
+        what: Function that the host called, such as `"aten._local_scalar_dense"`, `"copy to host"`,
             `"Event.synchronize"`.
-        stream: Number of the awaited stream; -1 for all streams of the device, and if it was an
-            event.
-        event: Number of the awaited event; -1 if it was a stream.
+        stream: Number of the awaited stream; -1 for all streams of the device, or for an event.
+        event: Number of the awaited event; -1 for streams.
         num_bytes: Bytes that were copied to the host.
     """
 
@@ -156,12 +155,12 @@ class HostWait(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostAccess(Event):
-    """The host looked at, or changed, a buffer of its own that a `Launch` has named.
+    """Read or write by the host of a host buffer that a `Launch` uses.
 
     Attributes:
-        what: Operator or method that did so, such as `"tolist"`.
+        what: Operator or method, such as `"tolist"`.
         buffer: Number of the host buffer.
-        writes: Whether it changed the buffer.
+        writes: Whether the host changed the buffer.
     """
 
     what: str
@@ -171,7 +170,7 @@ class HostAccess(Event):
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent(Event):
-    """`event` is reached when all that `stream` was given so far is done."""
+    """Record of `event`: it is reached when the work that `stream` has so far is done."""
 
     event: int
     stream: int
@@ -179,7 +178,7 @@ class RecordEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class WaitEvent(Event):
-    """Has what `stream` is given from now on wait for `event`, as it was recorded last."""
+    """Wait of later work of `stream` for the last record of `event`."""
 
     event: int
     stream: int
@@ -187,26 +186,26 @@ class WaitEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class Collective(Event):
-    """An operation between ranks was queued on the stream of its communicator.
+    """Launch of an operation between ranks on the stream of its communicator.
 
-    It begins after what `issuer` was given so far. Sends and receives are such operations too.
+    It begins after the work that `issuer` has so far. Sends and receives are such operations too.
 
     Attributes:
         op: Name of the operation: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`,
             `broadcast`, `reduce`, `gather`, `scatter`, `barrier`, `send`, `recv`.
         group: Name of the communicator, a key of `Trace.groups`.
-        issuer: Stream that was current on the thread that called it.
-        stream: Stream that runs it: that of the communicator, or `issuer`.
-        inputs: Shape and dtype of each tensor that this rank gives.
-        outputs: Shape and dtype of each tensor that this rank gets.
+        issuer: Current stream of the thread that called it.
+        stream: Stream that runs it: the stream of the communicator, or `issuer`.
+        inputs: Shape and dtype of each tensor that this rank sends.
+        outputs: Shape and dtype of each tensor that this rank receives.
         reads: Numbers of the blocks of `inputs`.
         writes: Numbers of the blocks of `outputs`.
         work: Number that `WaitWork` names.
         detail: Further properties, on which ranks must agree, such as `"sum"` or `"root 3"`.
-        input_splits: Rows for each rank of the group; empty: the same for all.
-        output_splits: Rows from each rank of the group; empty: the same from all.
+        input_splits: Rows for each rank of the group; empty: equally many.
+        output_splits: Rows from each rank of the group; empty: equally many.
         peer: Global rank of the other side of a message; -1 otherwise.
-        batch: Number that operations share which are started as one; -1: it is on its own.
+        batch: Number that operations of one batch share; -1: no batch.
     """
 
     op: str
@@ -227,9 +226,9 @@ class Collective(Event):
 
 @dataclass(frozen=True, slots=True)
 class WaitWork(Event):
-    """Has what `stream` is given from now on wait for an operation between ranks.
+    """Wait of later work of `stream` for an operation between ranks.
 
-    The host does not, on NCCL; -1 stands for the host, which waits for a `HostMessage`.
+    On NCCL the host does not wait. Stream -1 is the host, which waits for a `HostMessage`.
     """
 
     work: int
@@ -238,16 +237,16 @@ class WaitWork(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostMessage(Event):
-    """An operation between the hosts of ranks (Gloo, a store): the host waits until it is done.
+    """Operation between the hosts of ranks (Gloo, a store), for which the host waits.
 
     Attributes:
         op: Name of the operation, as in `Collective`, or `connect`, `new_group`, `split_group`.
         group: Name of the communicator, a key of `Trace.groups`.
-        shapes: Shape and dtype of each tensor that this rank gives, or gets where it gives none.
+        shapes: Shape and dtype of each tensor that this rank sends, or receives if it sends none.
         detail: Further properties, on which ranks must agree, as in `Collective`.
         peer: Global rank of the other side of a message; -1 otherwise.
-        waits: Whether the host goes on only when the operation is done.
-        work: Number that `WaitWork` names where the host waits later; -1 otherwise.
+        waits: Whether the host waits for the operation at once.
+        work: Number that `WaitWork` names if the host waits later; -1 otherwise.
     """
 
     op: str
@@ -261,7 +260,7 @@ class HostMessage(Event):
 
 @dataclass(frozen=True, slots=True)
 class Fault(Event):
-    """Names what the device would refuse, as it was issued: operands on two devices and such."""
+    """Operation that the device would refuse, such as an operator with operands on two devices."""
 
     what: str
 
@@ -277,7 +276,7 @@ KINDS = (
     "casts",
     "other",
 )
-"""What device memory is for; memory without a label is `"activations"` if a module made it."""
+"""Purposes of device memory; without a label, memory of a module is `"activations"`."""
 
 _CLASSES: dict[str, type[Event]] = {
     each.__name__: each
@@ -302,18 +301,18 @@ _NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES.v
 
 @dataclass(slots=True)
 class Trace:
-    """Tells what one rank did.
+    """Events of one rank, with its groups.
 
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
         groups: Global ranks of each communicator that has this rank as a member, by name of the
-            communicator: that of its family, then its ranks in brackets.
+            communicator: the name of its family, then its ranks in brackets.
         events: Events in the order in which the host issued them.
-        families: Global ranks of all communicators that were made alike, this rank's or not, by the
-            name of the family: the partition of a mesh axis.
-        connected: Names of those groups whose ranks NCCL has connected, in the order of it: at
-            once where a group is bound to a device or split off, else at its first operation.
+        families: Name of a family -> global ranks of all its communicators, with or without this
+            rank. The groups of a mesh axis are a family.
+        connected: Names of the groups whose ranks NCCL has connected, in that order: at once for a
+            group that is bound to a device or split off, else at its first operation.
     """
 
     rank: int
@@ -327,7 +326,7 @@ class Trace:
         return iter(self.events)
 
     def write(self, path: Path) -> None:
-        """Write it as lines of JSON: a head, then the name of an event and its values."""
+        """Write the trace as lines of JSON: a head, then the name and values of each event."""
         head = {
             "rank": self.rank,
             "world_size": self.world_size,
@@ -343,10 +342,10 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote.
+        """Read a trace that `write` has written.
 
         Raises:
-            ValueError: If it is none.
+            ValueError: If the file contains no trace.
         """
         with path.open() as file:
             try:

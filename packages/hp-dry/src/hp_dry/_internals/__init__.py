@@ -1,5 +1,5 @@
 # ruff: noqa: SLF001  # the purpose of this module
-"""The private torch symbols of `hp_dry`: those of its device, then those of its world."""
+"""Private torch symbols of `hp_dry`: for its device, then for its world."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def is_meta(x: Tensor) -> bool:
-    """Tell whether torch keeps `x` on `meta`, whatever `Tensor.is_meta` says meanwhile."""
+    """Tell whether `x` is on `meta` for torch, even while `Tensor.is_meta` is patched."""
     with DisableTorchFunction():
         on_meta: bool = _is_meta(x)
     return on_meta
@@ -70,29 +70,29 @@ def is_fake_mode_active() -> bool:
 
 
 def default_device() -> torch.device | None:
-    """The device of `with torch.device(...)` or `torch.set_default_device`; None without one."""
+    """Return the device of `with torch.device(...)` or `torch.set_default_device`, or None."""
     return _device.CURRENT_DEVICE
 
 
 def wrapper_maker() -> Callable[..., Tensor]:
-    """Return the function that makes tensors that wrap others, such as those under way."""
+    """Return the function that makes tensor subclasses, such as results of async collectives."""
     return torch.Tensor._make_wrapper_subclass
 
 
 def accelerator(device: torch.device) -> AbstractContextManager[object]:
-    """Let torch think that it is built for the accelerator `device`."""
+    """Let torch report `device` as its accelerator inside the context."""
     return patch.object(torch._C, "_get_accelerator", lambda *_: device)
 
 
 def without_gpu_contexts() -> AbstractContextManager[object]:
-    """Let fake tensors not set up the GPU that they would be on, as versions before 2.13 do."""
+    """Prevent fake tensors from initialising a GPU, as versions of torch before 2.13 do."""
     if not hasattr(fake_tensor, "init_gpu_context"):
         return nullcontext()
     return patch.object(fake_tensor, "init_gpu_context", lambda _device: None)
 
 
 def grouping(seen_as: Callable[[ByDevice], ByDevice]) -> AbstractContextManager[object]:
-    """Let what sorts tensors by device for optimizers return `seen_as` of what it finds."""
+    """Apply `seen_as` to the result of the function that groups tensors for optimizers."""
     usual = torch._C._group_tensors_by_device_and_dtype
     return patch.object(
         torch._C,
@@ -111,7 +111,7 @@ def around_backward(
 ) -> AbstractContextManager[object]:
     """Let every run of the autograd engine happen inside a context.
 
-    `Tensor.backward` is Python that torch calls without the function mode it went through.
+    `Tensor.backward` is Python code that torch calls without its function mode.
     """
     usual: Callable[..., object] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -126,7 +126,7 @@ def around_backward(
 def operator_kernels(
     namespace: str, kernels: Mapping[str, Callable[..., object]], *keys: str
 ) -> Iterator[None]:
-    """Let operators be these functions, in every thread.
+    """Replace operators by functions in every thread.
 
     Args:
         namespace: Namespace of the operators, such as `"aten"`.
@@ -136,7 +136,7 @@ def operator_kernels(
     library = torch.library.Library(namespace, "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it overrides is what it is for
+            warnings.simplefilter("ignore")  # the warning about overriding
             for name, key in product(kernels, keys):
                 library.impl(name, kernels[name], key, allow_override=True)
         yield
@@ -150,7 +150,7 @@ def current_node() -> Node | None:
 
 
 def sequence_number(node: Node) -> int:
-    """When the operator of a node of backward was run, by a counter of the thread that ran it."""
+    """Return the number of a node's operator, counted by the thread that ran it in forward."""
     return int(node._sequence_nr())
 
 
@@ -166,13 +166,13 @@ _rendezvous_module = importlib.import_module("torch.distributed.rendezvous")
 
 
 def placeholder(rank: int, size: int) -> object:
-    """Return a back end that C++ can hold, and that nothing is asked of."""
+    """Return a back end that C++ can store and nothing calls."""
     made: Any = c10d.FakeProcessGroup
     return made._create_internal(rank, size, made.Options())
 
 
 def backend_methods() -> tuple[Callable[..., None], Callable[..., object]]:
-    """Return the functions that give a group a back end, and that ask it for one."""
+    """Return the functions that set, and that return, a back end of a group."""
     return ProcessGroup._register_backend, ProcessGroup._get_backend
 
 
@@ -182,7 +182,7 @@ def group_functions() -> tuple[
     Callable[..., object],
     Callable[..., object],
 ]:
-    """Return the functions that make every group of torch, make a new one, split and destroy."""
+    """Return the functions of torch that make any group, make a new group, split and destroy."""
     return (
         TORCH_MODULE._new_process_group_helper,
         TORCH_MODULE._new_group_with_tag,
@@ -192,7 +192,7 @@ def group_functions() -> tuple[
 
 
 class _Work(dist.Work):
-    """For torch that has no `PythonCallbackWork`; must be kept alive by whoever made it."""
+    """Handle for versions of torch without `PythonCallbackWork`; `_kept` stores all of them."""
 
     def __init__(self, callback: _WaitFunction) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def work_of(callback: _WaitFunction) -> dist.Work:
 
 
 def reduction_of(given: Any) -> str:
-    """Name of a reduction that an operator between ranks is given: boxed, or by its name."""
+    """Return the name of the reduction of an operator between ranks, given boxed or by name."""
     if isinstance(given, str):
         return given.lower()
     number = given.op() if hasattr(given, "op") and callable(given.op) else int(given)
@@ -227,13 +227,13 @@ def reduction_of(given: Any) -> str:
 
 
 def operator_names() -> list[str]:
-    """Return the operators of c10d that carry out something between ranks."""
+    """List the operators of c10d that communicate between ranks."""
     names = {schema.name for schema in torch._C._jit_get_all_schemas()} - {"c10d::check_for_nan"}
     return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
 
 
 def arguments_of(name: str) -> tuple[list[str], int]:
-    """Names of the arguments of an operator of c10d, and the number of values it returns."""
+    """Return the names of the arguments of an operator of c10d, and its number of results."""
     schema = getattr(torch.ops.c10d, name).default._schema
     return [argument.name for argument in schema.arguments], len(schema.returns)
 
@@ -241,7 +241,7 @@ def arguments_of(name: str) -> tuple[list[str], int]:
 def backend_plugins(
     **makers: Callable[[PluginOptions, object], object],
 ) -> AbstractContextManager[object]:
-    """Let torch, from 2.15 on, make its own back ends by these functions, by their name."""
+    """Let torch 2.15 and later make back ends by these functions, by their names."""
     kind: Any = dist.Backend
     if not hasattr(kind, "_ensure_backend_registered"):
         return nullcontext()
@@ -250,14 +250,14 @@ def backend_plugins(
 
 
 def rendezvous_by(handler: Callable[..., object]) -> AbstractContextManager[object]:
-    """Let `handler(url, **kwargs)` answer where ranks meet, whatever they were told."""
+    """Let `handler(url, **kwargs)` replace every rendezvous of ranks."""
     handlers = dict.fromkeys(("env", "tcp", "file"), handler)
     return patch.dict(_rendezvous_module._rendezvous_handlers, handlers)
 
 
 @contextmanager
 def torch_functions(**values: object) -> Iterator[None]:
-    """Let functions of `torch.distributed` be these, under every name torch has for them."""
+    """Replace functions of `torch.distributed`, under all their names in torch."""
     with ExitStack() as stack:
         for name, value in values.items():
             for module in (TORCH_MODULE, dist, _mesh_module):
@@ -268,7 +268,7 @@ def torch_functions(**values: object) -> Iterator[None]:
 
 
 def new_nccl_group(store: c10d.Store, rank: int, size: int, backend: object) -> ProcessGroup:
-    """Return a group of one back end, for CUDA."""
+    """Return a group with one back end, for CUDA."""
     group = ProcessGroup(store, rank, size)
     kind = ProcessGroup.BackendType.NCCL
     group._set_default_backend(kind)
@@ -278,6 +278,6 @@ def new_nccl_group(store: c10d.Store, rank: int, size: int, backend: object) -> 
 
 
 def name_group(group: ProcessGroup, name: str, purpose: str) -> None:
-    """Say what a group is called, after it has its back end."""
+    """Name a group that has its back end."""
     group._set_group_name(name)  # type: ignore[arg-type]
     group._set_group_desc(purpose)

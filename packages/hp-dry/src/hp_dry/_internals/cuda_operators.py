@@ -1,13 +1,13 @@
 # ruff: noqa: SLF001  # operators that other operators are composed of
 """Operators that torch composes differently on CUDA than on `meta`.
 
-`scaled_dot_product_attention`, `dropout` and `rms_norm` are no kernels but choices between kernels
-by the device. On `meta` they take those of the CPU, or hold all scores. Registered for meta
-tensors, the functions of this file take those of CUDA, as torch chooses in
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash attention, else the memory-efficient
-one, else products. Where cuDNN's is compiled in, some versions of torch prefer it on Hopper and
-Blackwell to flash attention: output and log-sum-exp of it are as large. It is taken here if the
-others are switched off.
+`scaled_dot_product_attention`, `dropout` and `rms_norm` are not kernels but choose kernels by the
+device. On `meta` they choose kernels of the CPU, or store all scores. The functions of this file
+are registered for meta tensors and choose the kernels of CUDA, as torch does in
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash attention, else memory-efficient
+attention, else products. Some versions of torch with cuDNN prefer its attention to flash attention
+on Hopper and Blackwell; its output and log-sum-exp have the same sizes. It is chosen here if the
+other kernels are switched off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten: Any = torch.ops.aten
 
 
 def kernels(gpu: Gpu) -> dict[str, Callable[..., Tensor]]:
-    """Make the functions that stand for operators of aten, by their names."""
+    """Return the functions that replace operators of aten, by their names."""
     found: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_product_attention": partial(_attention, gpu.capability),
         "dropout": _dropout,
@@ -121,7 +121,7 @@ def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return the bias [B, H, Q, K] with rows that begin where the kernel wants it."""
+    """Return the bias [B, H, Q, K] with rows aligned for the kernel."""
     if bias is None:
         return None
     if padding := -bias.shape[-1] % _BIAS_MULTIPLE:
@@ -130,7 +130,7 @@ def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """One kernel, which keeps a mask of bools."""
+    """Apply dropout as one kernel, which saves a mask of bools."""
     if not train or p == 0 or x.numel() == 0:
         return x
     y: Tensor = x * x.new_zeros(()) if p == 1 else aten.native_dropout(x, p, train)[0]
@@ -140,7 +140,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """One kernel, which keeps the reciprocal of the norm, unless dtypes differ."""
+    """Normalise as one kernel, which saves the reciprocal of the norm, unless dtypes differ."""
     if weight is None or weight.dtype == x.dtype:
         fused: Tensor = _RmsNorm.apply(x, tuple(shape), weight)
         return fused
@@ -174,4 +174,4 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _nothing() -> None:
-    """Compute nothing, in place of a kernel."""
+    """Compute nothing, instead of a kernel."""

@@ -1,1 +1,1 @@
-"""CUDA as a program sees it: `torch.cuda`, streams, generators, methods of tensors."""
+"""Replacements for `torch.cuda`, streams, generators and methods of tensors."""

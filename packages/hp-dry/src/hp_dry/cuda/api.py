@@ -1,4 +1,4 @@
-"""Functions that stand for `torch.cuda` and `torch.accelerator` while a dry device is there."""
+"""Functions that replace those of `torch.cuda` and `torch.accelerator` on a dry device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NCCL = (2, 28, 9)
 
 
 def enter_stand_ins(stack: ExitStack, device: DeviceRecorder) -> None:
-    """Let this process see GPUs until `stack` is closed."""
+    """Let this process see GPUs, until `stack` is closed."""
     _streams(stack, device)
     _devices(stack, device)
     _memory(stack, device)

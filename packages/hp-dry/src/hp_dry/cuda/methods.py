@@ -35,10 +35,10 @@ _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 
 class Functions(TorchFunctionMode):
-    """Sees in functions of torch what operators are not told.
+    """Mode that intercepts functions of torch for facts that operators do not get.
 
-    That is whether somebody asks for `meta` itself, where there is no memory; which generator
-    random numbers are from; and numbers of the host that become a tensor of the device.
+    These are: a request for the device `meta` itself, which has no memory; the generator of random
+    numbers; and numbers of the host that become a tensor of the device.
     """
 
     def __init__(self, device: DeviceRecorder) -> None:
@@ -79,7 +79,7 @@ def _is(device: object, kind: str) -> bool:
 
 
 def _from_data(func: Callable[..., Tensor], args: Arguments, kwargs: Keywords) -> Tensor:
-    """Make a tensor of numbers on the host, and copy it to the device if that was asked for."""
+    """Make a tensor from numbers on the host, and copy it to the device if requested."""
     values = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     asked = kwargs.get("device")
     if asked is None and not isinstance(values, Tensor):
@@ -130,7 +130,9 @@ def _properties(stack: ExitStack, device: DeviceRecorder) -> None:
     make = wrapper_maker()
 
     @functools.wraps(make)
-    def make_wrapper(*args: object, **kwargs: object) -> Tensor:  # it is given what `device` says
+    def make_wrapper(
+        *args: object, **kwargs: object
+    ) -> Tensor:  # its caller passes the patched `device`
         return make(*args, **{k: META if _is(x, "cuda") else x for k, x in kwargs.items()})
 
     change(
@@ -162,7 +164,7 @@ def _moves(stack: ExitStack, device: DeviceRecorder) -> None:
             args = (META, *args[1:])
         elif on_device:
             kwargs["device"] = META
-        # A mode would be given the method of this name, which is this one.
+        # A function mode would get the method of this name, which is this function.
         with DisableTorchFunction():
             if not _is(asked, "meta"):
                 return plain_to(x, *args, **kwargs)

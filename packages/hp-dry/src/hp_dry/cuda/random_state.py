@@ -1,4 +1,4 @@
-"""The random numbers of a dry device: nobody draws them, but their state is kept and handed on."""
+"""Generators of a dry device, which draw no numbers but have a state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _AnyGenerator(_Meta):  # type: ignore[misc]
 
 
 class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
-    """A generator of the host, or one that says that it is of the device."""
+    """Generator of the host, or a generator that reports the dry device."""
 
     _of: torch.device | None
 
@@ -37,16 +37,16 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """The device that it draws numbers for."""
+        """Device for which it draws numbers."""
         return self._of or torch.device("cpu")
 
     def get_state(self) -> Tensor:
-        """Return the seed and how many numbers were drawn."""
+        """Return the seed and the number of draws, as bytes."""
         mine: Tensor = super().get_state()
         return mine if self._of is None else _state(self.initial_seed())
 
     def set_state(self, state: Tensor) -> object:
-        """Go on from a state."""
+        """Continue from a state."""
         if self._of is None:
             return super().set_state(state)
         return self.manual_seed(int(state.view(torch.int64)[0]))

@@ -1,4 +1,4 @@
-"""Streams and events of a dry device: classes that stand for those of `torch.cuda`."""
+"""Streams and events of a dry device, which replace the classes of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hp_dry.trace import HostWait, RecordEvent, WaitEvent
 
 
 class Stream:
-    """A queue of the device.
+    """Queue of the device.
 
     Attributes:
         number: Number of the stream in the trace; 0 is the default stream.
-        cuda_stream: The handle that CUDA has for it: the same number.
-        stream_id: The number that torch has for it: the same.
-        priority: Priority as CUDA has it: streams with lower numbers go first.
+        cuda_stream: Handle of the stream in CUDA: the same number.
+        stream_id: Number of the stream in torch: the same number.
+        priority: Priority as in CUDA: streams with lower numbers run first.
     """
 
     device_type = 1
@@ -25,7 +25,7 @@ class Stream:
     def __init__(
         self, device: object = None, priority: int = 0, *, number: int = -1, **_: object
     ) -> None:
-        """Take the next stream of the pool of a priority, or the one of a number."""
+        """Make the next stream of the pool of a priority, or the stream of a given number."""
         del device
         if number < 0:
             number = active().next_in_pool(is_high=priority < 0)
@@ -44,29 +44,29 @@ class Stream:
         return active().index
 
     def wait_event(self, event: Event) -> None:
-        """Go on when the event is reached."""
+        """Make later work of this stream wait for an event."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Go on when all is done that the other one was given."""
+        """Make later work of this stream wait for the work that another stream has so far."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Mark the end of what it was given so far."""
+        """Mark the end of the work that this stream has so far."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Have the host wait for all that it was given."""
+        """Make the host wait for all work of this stream."""
         active().emit(HostWait(what="Stream.synchronize", stream=self.number))
 
     def query(self) -> bool:
-        """Tell that all is done: the host is told so, and has not waited."""
+        """Return True: all work is done, without a wait of the host."""
         return True
 
     def is_capturing(self) -> bool:
-        """Tell whether a graph is made of what it is given."""
+        """Tell whether a CUDA graph captures the work of this stream."""
         return False
 
     def __enter__(self) -> Self:
@@ -88,34 +88,34 @@ class Stream:
 
 
 class Event:
-    """A point in what a stream was given.
+    """Point in the work of a stream.
 
     Attributes:
         number: Number of the event in the trace.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
-        """Make an event that is not recorded."""
+        """Make an event without a record."""
         self.number = active().new_event()
 
     def record(self, stream: Stream | None = None) -> None:
-        """Be reached when all is done that a stream, by default the current one, was given."""
+        """Mark the end of the work of a stream (default: the current stream)."""
         active().emit(RecordEvent(event=self.number, stream=_number(stream)))
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Have a stream, by default the current one, wait for it."""
+        """Make later work of a stream (default: the current stream) wait for this event."""
         active().emit(WaitEvent(event=self.number, stream=_number(stream)))
 
     def query(self) -> bool:
-        """Tell that it is reached: the host is told so, and has not waited."""
+        """Return True: the event is reached, without a wait of the host."""
         return True
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Make the host wait for this event."""
         active().emit(HostWait(what="Event.synchronize", stream=-1, event=self.number))
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds to another event: nothing takes time."""
+        """Return the milliseconds to another event, which are always 0."""
         del end
         return 0.0
 

@@ -1,1 +1,1 @@
-"""Operators: what each reads, writes and launches on a GPU, and when the host waits for it."""
+"""Reads, writes and launches of each operator on a GPU, and its waits on the host."""

@@ -1,4 +1,4 @@
-"""Every operator of a dry run: what it is given and makes, and what the device would do for it."""
+"""Dispatch mode that runs every operator of a dry run for its shapes and records its work."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class _Operator:
         makes: Whether it returns new tensors: not a view, and not an argument that it wrote.
         is_silent: Whether CUDA launches nothing for it.
         resizes: Whether storages that it is given may have another size after it.
-        repeats: Whether its results follow from the form of its operands: shapes, strides, dtypes
-            and what is no tensor.
+        repeats: Whether its results depend only on shapes, strides and dtypes of its tensors and on
+            other arguments.
         is_collective: Whether it is an operation between ranks.
-        may_move: Whether it copies between devices by another operator. That comes here by itself,
-            except inside a DTensor's operators and in inference mode.
+        may_move: Whether it copies between devices by another operator, which is dispatched by
+            itself except inside operators of a DTensor and in inference mode.
         flops: Formula that counts its flops from its arguments and its result; None: it has none.
-        stand_in: Function that is called in its place, because the host reads values or a copy is
+        stand_in: Function that is called instead, because the host reads values or a copy is
             between host and device; None: the operator itself is called.
-        workspace: What gives the buffers that it has while it runs; None: none are known.
+        workspace: Function that sizes its temporary buffers; None: it has no known buffers.
     """
 
     name: str
@@ -109,7 +109,7 @@ def _describe(func: Operator) -> _Operator:
 
 
 class Operators(DispatchMode):
-    """Looks at the operators of one thread."""
+    """Mode that records the operators of one thread."""
 
     supports_higher_order_operators = True
 
@@ -131,10 +131,10 @@ class Operators(DispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _higher_order(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
-        """Run an operator that is given others."""
+        """Run an operator that has other operators as arguments."""
         if func.name() != "run_dtensor_rng_op":
             raise NotImplementedError(f"a dry device does not run torch's {func.name()}")
-        _seed, _offset, inner, *given = args  # the state of the generator is only handed on
+        _seed, _offset, inner, *given = args  # the state of the generator is only passed on
         with self:
             return inner(*given, **kwargs)
 
@@ -144,7 +144,7 @@ class Operators(DispatchMode):
         if is_fake_mode_active() or any(isinstance(x, FakeTensor) for x in strange):
             return self._device.run_kernel(func, args, kwargs)  # torch works out shapes
         if strange:
-            return NotImplemented  # DTensor and its like: what they are made of comes here
+            return NotImplemented  # tensors inside a DTensor or its like come here by themselves
         dry = [x for x in given if is_meta(x)]
         asked = kwargs.get("device")
         if not dry and (asked is None or asked.type not in ("cuda", "meta")):
@@ -174,7 +174,7 @@ class Operators(DispatchMode):
         return func(*args, **kwargs)
 
     def _is_deferred(self, dry: list[Tensor], given: list[Tensor]) -> bool:
-        """Tell whether what is made is to be on `meta`, where there is no memory."""
+        """Tell whether results belong on `meta` itself, which has no memory."""
         if self._device.thread.asked_meta:
             return True
         if dry:
@@ -227,7 +227,7 @@ class Operators(DispatchMode):
         dry: list[Tensor],
         form: Hashable,
     ) -> object:
-        """Run an operator for the shapes, and write down what it does."""
+        """Run an operator for its shapes and record its work."""
         device, (args, kwargs) = self._device, given
         seen = None if form is None else self._seen.get(form)
         if seen is None:
@@ -254,7 +254,7 @@ class Operators(DispatchMode):
     def _first(
         self, op: _Operator, func: Operator, args: Arguments, kwargs: Keywords
     ) -> tuple[object, Cost]:
-        """Let torch work out what an operator returns, and count."""
+        """Let torch compute the shapes of the results, and count kernels and flops."""
         run = self._device.run_kernel
         out = run(func, args, kwargs)
         if op.is_silent:
@@ -263,13 +263,13 @@ class Operators(DispatchMode):
         return out, Cost(launches.num_kernels(func, args, kwargs), flops)
 
     def _buffers(self, op: _Operator, wanted: list[Buffer]) -> list[Tensor]:
-        """Allocate what an operator has while it runs; it is freed when nobody holds it."""
+        """Allocate temporary buffers of an operator, which live as long as the returned list."""
         buffers = [torch.empty(shape, dtype=dtype, device=META) for shape, dtype in wanted]
         self._made(op, buffers)
         return buffers
 
     def _made(self, op: _Operator, out: object) -> object:
-        """Take what an operator returns for memory of the device."""
+        """Record tensors that an operator returns as memory of the device."""
         device = self._device
         for x in tensors_in(out):
             if type(x) in PLAIN and is_meta(x):
@@ -327,7 +327,7 @@ def _launch(
 def _all_on_device(
     device: DeviceRecorder, name: str, args: Arguments, kwargs: Keywords
 ) -> tuple[Arguments, Keywords]:
-    """Note that operands are on two devices, and go on as if they were on one."""
+    """Record a fault for operands on two devices, and return operands on the device alone."""
     given = tensors_in(*args, *kwargs.values())
     on_host = [x for x in given if not is_meta(x)]
     first = f"{str(on_host[0].dtype)[6:]}{list(on_host[0].shape)}"

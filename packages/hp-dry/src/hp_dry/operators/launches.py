@@ -1,9 +1,9 @@
-"""Number of kernels that CUDA launches for an operator: a table, with where each line is from.
+"""Number of kernels that CUDA launches for an operator: a table, with the source of each line.
 
-Kernels, copies and fills of memory count alike: each is one entry of a stream that the host has to
-make. The numbers are those of torch's sources (paths below are of `aten/src/ATen/native/cuda`
-unless they begin elsewhere) for contiguous operands; libraries that choose by measuring (cuBLAS,
-cuDNN) count as their usual choice. An operator that is not listed counts as 1.
+Kernels, copies and fills of memory count alike, since the host submits each of them to a stream.
+The numbers are from torch's sources (paths below are in `aten/src/ATen/native/cuda` unless they
+begin elsewhere) for contiguous operands. Libraries that choose by measuring (cuBLAS, cuDNN) count
+as their usual choice. An operator that is not listed counts as 1.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def num_kernels(
     args: Arguments,
     kwargs: Keywords | None = None,
 ) -> int:
-    """Count the kernels, copies and fills that CUDA is given for an operator.
+    """Count the kernels, copies and fills that an operator launches on CUDA.
 
     Args:
-        func: An overload of an operator, such as `torch.ops.aten.mm.default`.
-        args: Positional arguments of the call; only shapes, strides and dtypes are looked at.
+        func: Overload of an operator, such as `torch.ops.aten.mm.default`.
+        args: Positional arguments of the call; only shapes, strides and dtypes are used.
         kwargs: Keyword arguments of the call.
 
     Returns:
@@ -89,11 +89,11 @@ def num_kernels(
 
 
 def is_silent(func: Operator) -> bool:
-    """Tell whether CUDA launches nothing for an operator, whatever it is given."""
+    """Tell whether an operator launches nothing on CUDA for any arguments."""
     return _rule(func) == 0
 
 
-_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # which torch counts as no operations
+_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}  # torch counts no operations for it
 
 
 def flops_of(func: Operator) -> Callable[..., int] | None:
@@ -118,18 +118,18 @@ def flops_of(func: Operator) -> Callable[..., int] | None:
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
-    """Of products in groups: rows [R, D] by [E, D, F], or [D, R] by [R, F] in E runs of R."""
+    """Count products in groups: rows [R, D] by [E, D, F], or [D, R] by [R, F] in E runs of R."""
     return 2 * a.numel() * b.shape[-1]
 
 
 _OF_SEGMENTS: Final = ("aten::_flash_attention_", "torch_attn::_varlen_attn")
-"""Beginnings of names of operators that are given where segments begin."""
+"""Beginnings of names of operators whose arguments include the starts of segments."""
 
 
 def _flops_of_segments(*args: Any, **_: object) -> int:
-    """Count as if every query met as many keys as the longest segment has.
+    """Count as if every segment had as many keys as the longest segment.
 
-    How long the others are is on the device. torch counts as many queries of each segment, too.
+    The lengths of segments are on the device. torch counts as many queries per segment, too.
     """
     backward = isinstance(args[5], Tensor)
     (q, k, v), others = (args[1:4], args[6:]) if backward else (args[:3], args[3:])
@@ -168,13 +168,13 @@ def _given(args: Arguments, kwargs: Keywords, at: int, name: str) -> Any:
 
 
 def _elements(args: Arguments, _kwargs: Keywords) -> int:
-    """One kernel, or as many as make every operand at most 2 GiB."""
+    """Count one kernel, or as many as split every operand into parts of at most 2 GiB."""
     largest = max((each.numel() * each.element_size() for each in tensors_in(*args)), default=0)
     return 1 << max(math.ceil(largest / _INT32) - 1, 0).bit_length()
 
 
 def _copied_first(args: Arguments, kwargs: Keywords) -> int:
-    """A copy of the first operand, then the operator in place."""
+    """Count a copy of the first operand, then the operator in place."""
     return 2 * _elements(args, kwargs)
 
 
@@ -233,12 +233,12 @@ def _foreach_rule(full: str) -> Rule:
 
 
 def _foreach_norm(args: Arguments, _kwargs: Keywords) -> int:
-    """Partial norms are zeroed, filled, and added per tensor (ForeachReduceOp.cu)."""
+    """Count fills, partial norms and their sums per tensor (ForeachReduceOp.cu)."""
     return 1 + _multi_tensor(args[0], 1) + -(-len(args[0]) // _NORMS)
 
 
 def _foreach_copy(args: Arguments, _kwargs: Keywords) -> int:
-    """Return one launch for tensors of one dtype each way, a copy each between layouts."""
+    """Count one launch for tensors of one pair of dtypes, or a copy each between layouts."""
     alike = {(a.dtype, b.dtype) for a, b in zip(args[0], args[1], strict=False)}
     same = all(a.stride() == b.stride() for a, b in zip(args[0], args[1], strict=False))
     return _multi_tensor(args[0], 2) if same and len(alike) == 1 else len(args[0])
@@ -293,12 +293,12 @@ def _sort(args: Arguments, kwargs: Keywords) -> int:
 
 
 def _topk(args: Arguments, kwargs: Keywords) -> int:
-    """Finding them (TensorTopK.cu), then sorting them."""
+    """Count the selection (TensorTopK.cu), then the sort."""
     return 2 if args[1] > 1 and _given(args, kwargs, 4, "sorted") is not False else 1
 
 
 def _scan(args: Arguments, _kwargs: Keywords) -> int:
-    """ScanUtils.cuh: CUB's over one row (it prepares its tiles first), torch's over several."""
+    """Count CUB's scan of one row, which prepares its tiles first, or torch's of several rows."""
     values: Tensor = args[0]
     return 2 if values.dim() == 0 or values.numel() == values.shape[args[1]] else 1
 
@@ -307,7 +307,7 @@ def _scan(args: Arguments, _kwargs: Keywords) -> int:
 
 
 def _index(args: Arguments, _kwargs: Keywords) -> int:
-    """Count the kernels of an index, of which masks are made lists of places first."""
+    """Count the kernels of an index, with those that convert masks to indices first."""
     return 1 + _NONZERO * sum(each is not None and each.dtype in MASKS for each in args[1])
 
 
@@ -336,17 +336,17 @@ def _embedding_backward(args: Arguments, _kwargs: Keywords) -> int:
 
 
 def _flash_backward(heads: int) -> Rule:
-    """The rule of a backward whose query and key, behind the gradient, have heads in this dim."""
+    """Return the rule of a backward whose query and key have their heads in this dim."""
     return lambda args, _: 3 if args[1].shape[heads] == args[2].shape[heads] else 5
 
 
 def _two_sums(args: Arguments, _kwargs: Keywords) -> int:
-    """layer_norm_kernel.cu: the input, then weight and bias, in parts where there are many rows."""
+    """Count the input, then weight and bias, in parts for many rows (layer_norm_kernel.cu)."""
     return 2 if args[1].numel() // max(math.prod(args[2]), 1) <= 64 * 1024 else 4
 
 
 _NONZERO: Final = 5
-"""Nonzero.cu: counting (two kernels), the copy of the count, and the selection (two)."""
+"""Kernels of Nonzero.cu: the count (two), its copy, and the selection (two)."""
 
 _WITHOUT: Final = (
     "aten.empty",
@@ -365,7 +365,7 @@ _WITHOUT: Final = (
     "_c10d_functional.",
     "c10d.",
 )
-"""Beginnings of names of operators that only look at shapes, allocate, or are not CUDA's."""
+"""Beginnings of names of operators that only read shapes, allocate, or do not run on CUDA."""
 
 _TABLE: Final[dict[str, int | Rule]] = {
     # Shapes only, though not declared as views.

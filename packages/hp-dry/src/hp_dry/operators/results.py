@@ -24,9 +24,9 @@ from hp_dry._internals import Arguments, Keywords, Operator, is_meta, storage_ke
 
 META = torch.device("meta")
 MASKS = (torch.bool, torch.uint8)
-"""Dtypes of indices that say of each place whether it is meant."""
+"""Dtypes of indices that are masks."""
 Buffer: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype."""
+"""Shape and dtype of a buffer."""
 
 _TILE: Final = 128  # rows that every segment may be rounded up by
 _SIZE_MULTIPLE: Final = 32
@@ -34,10 +34,10 @@ _LARGE_HEAD: Final = 192
 
 
 class Cost(NamedTuple):
-    """Work that an operator asks of the device.
+    """Work of the device for an operator.
 
     Attributes:
-        num_kernels: Kernels, copies and fills that CUDA is given.
+        num_kernels: Kernels, copies and fills that are launched.
         flops: Operations on numbers, by torch's flop counter.
     """
 
@@ -47,12 +47,12 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Results that an operator makes whenever its operands have one form.
+    """Results of an operator for operands of one form.
 
     Attributes:
-        kind: `list` or `tuple` of results; `Tensor` if it is one.
+        kind: `list` or `tuple` of results; `Tensor` for a single tensor.
         parts: Shape, strides and dtype of each tensor; other results as they are.
-        cost: What it asks of the device.
+        cost: Work of the device.
     """
 
     kind: type
@@ -71,11 +71,11 @@ class Made:
 
 
 def form_of(func: Operator, args: Arguments, kwargs: Keywords) -> Hashable:
-    """Return what the results of an operator follow from: shapes, strides, dtypes, all but tensors.
+    """Return the facts that determine the results of an operator: its arguments without values.
 
     Args:
-        func: An overload of an operator.
-        args: Its arguments; every tensor is on `meta`.
+        func: Overload of an operator.
+        args: Positional arguments of the operator; every tensor is on `meta`.
         kwargs: Keyword arguments of the operator.
     """
     return func, torch.get_default_dtype(), _form(args), _form((*kwargs, *kwargs.values()))
@@ -90,12 +90,12 @@ def _form(x: object) -> Hashable:
 
 
 def made_of(out: object, given: list[Tensor], cost: Cost) -> Made | None:
-    """Describe what an operator returned; None if it is more than new tensors.
+    """Describe the results of an operator; return None unless they are new tensors or numbers.
 
     Args:
-        out: What it returned.
-        given: The tensors that it was given.
-        cost: What it asked of the device.
+        out: Results of the operator.
+        given: Tensors among its arguments.
+        cost: Work of the device.
     """
     results = out if type(out) is list or type(out) is tuple else (out,)
     tensors = [x for x in results if isinstance(x, Tensor)]
@@ -113,7 +113,7 @@ def made_of(out: object, given: list[Tensor], cost: Cost) -> Made | None:
 
 
 def _is_whole(x: Tensor) -> bool:
-    """Tell whether a tensor is what `torch.empty_strided` would make, to the byte."""
+    """Tell whether `torch.empty_strided` would make the same tensor, with as many bytes."""
     if type(x) is not Tensor or not is_meta(x) or x.layout != torch.strided or x.requires_grad:
         return False
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -124,7 +124,7 @@ def _is_whole(x: Tensor) -> bool:
 def _flash_backward(args: Arguments, _kwargs: Keywords) -> list[Buffer]:
     q, k, starts = args[1], args[2], args[6]
     if starts is None:
-        return []  # a rectangle: what it has meanwhile is not counted
+        return []  # equal lengths: its buffers are not counted
     num_rows, heads, size = q.shape
     rounded = -(-size // _SIZE_MULTIPLE) * _SIZE_MULTIPLE if size <= _LARGE_HEAD else 256
     num_rows += _TILE * (starts.numel() - 1)
@@ -154,4 +154,4 @@ WORKSPACES: Final[dict[str, Callable[[Arguments, Keywords], list[Buffer]]]] = {
     "aten::prod": cast_input,
     "aten::sum": cast_input,
 }
-"""What gives the buffers of an operator from its arguments, by its name without the overload."""
+"""Functions that size the buffers of an operator, by its name without the overload."""

@@ -1,9 +1,9 @@
-"""Operators for which the host waits, because it reads what the device has or is to have.
+"""Operators for which the host waits, because they copy between host and device.
 
-Each function stands for an operator: it is given the device, the operator and its arguments, and
-returns the result, or `NotImplemented` where the operator is as any other after all. Of values that
-the device would have computed the host reads 0, 0.0 or False; how many rows a result has that
-depends on them is then 0 as well.
+Each function replaces an operator: it gets the device, the operator and its arguments, and returns
+the result, or `NotImplemented` if the operator can run as usual. For values that the device would
+have computed the host reads 0, 0.0 or False, so that results whose number of rows depends on such
+values have 0 rows.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from hp_dry.recording.recorder import DeviceRecorder
 from hp_dry.trace import HostWait, Launch
 
 StandIn: TypeAlias = Callable[[DeviceRecorder, Operator, Arguments, Keywords], object]
-"""Function that stands for an operator."""
+"""Function that replaces an operator."""
 _LARGE = 2**20
-"""Bytes of pinned memory from which on what a device writes into it is not written."""
+"""Bytes of pinned memory from which on copies of the device into it are not carried out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The operator is as any other, of these arguments."""
+    """Arguments with which the operator runs as usual."""
 
     args: tuple[object, ...]
 
 
 def wait(device: DeviceRecorder, what: str, num_bytes: int = 0) -> None:
-    """Write down that the host waits for what the current stream was given so far."""
+    """Record that the host waits for the work that the current stream has so far."""
     device.emit(HostWait(what=what, stream=device.thread.stream, num_bytes=num_bytes))
 
 
 def copy_between(
     device: DeviceRecorder, host: Tensor, dry: Tensor, *, to_host: bool, non_blocking: bool
 ) -> None:
-    """Write down a copy between the host and the device, and what is wrong with it."""
+    """Record a copy between the host and the device, with its faults."""
     num_bytes = host.numel() * host.element_size()
     if not num_bytes:
         return
@@ -78,7 +78,7 @@ def _to_copy(device: DeviceRecorder, _: Operator, args: Arguments, kwargs: Keywo
         return _to_device(device, x, dtype=dtype, non_blocking=non_blocking)
     if target is None or target.type != "cpu":
         return NotImplemented
-    # It has the layout that the copy would have, and its memory is not touched.
+    # The result has the layout of the copy, and its memory is not written.
     layout = torch.empty_like(x, dtype=dtype)
     host = torch.zeros(layout.numel(), dtype=layout.dtype).as_strided(layout.shape, layout.stride())
     if non_blocking:
@@ -115,18 +115,18 @@ def _copy_(device: DeviceRecorder, _: Operator, args: Arguments, kwargs: Keyword
 
 
 def _is_store(device: DeviceRecorder, host: Tensor) -> bool:
-    """Tell whether it is of a large piece of pinned memory, as what is offloaded goes to.
+    """Tell whether a tensor is part of a large piece of pinned memory, as used for offloading.
 
-    That is zero from the start, and is not touched: gigabytes that are never written take none.
+    Such memory is zero from the start and is not written, so that it takes no memory of the system.
     """
     return host.untyped_storage().nbytes() >= _LARGE and device.is_pinned(host)
 
 
 def untouched(x: Tensor) -> Tensor:
-    """Make a contiguous tensor like another; where it is large, in memory that takes none yet."""
+    """Make a contiguous tensor like another; a large one in memory that is not allocated yet."""
     if x.nbytes < _LARGE:
         return x
-    # Zeros of the system: those of torch are written.
+    # The system maps zeros without writing them; torch would write them.
     return torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=x.dtype).view(x.shape)
 
 
@@ -191,7 +191,7 @@ def _bincount(device: DeviceRecorder, _: Operator, args: Arguments, kwargs: Keyw
 def _index(device: DeviceRecorder, func: Operator, args: Arguments, _: Keywords) -> object:
     x, indices = args[:2]
     if not is_meta(x):
-        return NotImplemented  # a fault: the index of a tensor on the host is on the device
+        return NotImplemented  # a fault: a tensor on the host is indexed by a tensor on the device
     if all(
         i is None or (is_meta(i) and i.dtype not in MASKS and device.block_of(i) >= 0)
         for i in indices
@@ -199,7 +199,7 @@ def _index(device: DeviceRecorder, func: Operator, args: Arguments, _: Keywords)
         return NotImplemented
     name = "aten." + func.name().split("::")[1].split(".")[0]
     fills = len(args) > 2 and args[2].numel() == 1 and len(indices) == 1
-    if fills and is_meta(indices[0]):  # CUDA fills where the mask says, and reads no number
+    if fills and is_meta(indices[0]):  # CUDA fills by the mask without reading a number
         return NotImplemented
     found: list[Tensor | None] = []
     for i in indices:
@@ -208,7 +208,7 @@ def _index(device: DeviceRecorder, func: Operator, args: Arguments, _: Keywords)
         elif not is_meta(i):
             places = i.nonzero().unbind(1) if i.dtype in MASKS else (i,)
             found += [_to_device(device, place) for place in places]
-        elif device.block_of(i) < 0:  # a list of numbers, which torch has made a tensor of
+        elif device.block_of(i) < 0:  # a list of numbers that torch has converted to a tensor
             device.see(i, "copy to device")
             host = torch.empty_like(i, device="cpu")
             copy_between(device, host, i, to_host=False, non_blocking=False)
@@ -244,4 +244,4 @@ STAND_INS: dict[str, StandIn] = {
     "aten::index_put_": _index,
     "aten::_index_put_impl_": _index,
 }
-"""Stand-ins by the name of the operator without its overload."""
+"""Replacements by the name of the operator without its overload."""

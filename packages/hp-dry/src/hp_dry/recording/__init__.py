@@ -1,1 +1,1 @@
-"""Recording: what one rank asks of its device, from which line, with which memory."""
+"""Recorder of one device: operators, their lines in the program, and memory."""

@@ -1,9 +1,10 @@
-"""Operators of a backward: their stream, and the line whose gradient each of them makes.
+"""Operators of a backward: their streams, and the forward lines of which they are the gradients.
 
-The engine runs a node of backward on the stream that was current when its operator ran forward, and
-has streams wait for each other where gradients pass from one to another, and at the end. On `meta`
-it knows no streams, so it is done here. When an operator of forward has run, its node of backward
-exists; the next operator of the thread writes the origin into it.
+The autograd engine runs a node of backward on the stream that was current when its operator ran in
+forward. It makes streams wait for each other where a gradient passes from one stream to another,
+and at the end. On `meta` the engine has no streams, so that this module does both. After an
+operator of forward has run, its node of backward exists; the next operator of the thread stores the
+origin in the node.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _metadata = attrgetter("metadata")  # torch declares a method
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Place at which an operator ran forward."""
+    """Line, place and stream of an operator in forward."""
 
     at: str
     place: str
@@ -30,11 +31,11 @@ class Origin:
 
 
 class Backward:
-    """Follows one thread of the host through backward.
+    """State of one thread of the host in backward.
 
     Attributes:
-        origin: Where the operator ran forward whose gradient is computed now; None outside of
-            backward and where gradients of a leaf are added up.
+        origin: Origin of the operator whose gradient is computed now; None outside of backward and
+            while gradients of a leaf are summed.
     """
 
     __slots__ = ("_home", "_last", "_node", "origin")
@@ -46,11 +47,11 @@ class Backward:
         self.origin: Origin | None = None
 
     def remember(self, made: list[Tensor], origin: Origin) -> None:
-        """Keep what an operator returns until it has its node."""
+        """Store the results of an operator until their node of backward exists."""
         self._last = ([weakref.ref(x) for x in made], origin)
 
     def follow(self, stream: int) -> int:
-        """Return the stream of the node that the engine runs now.
+        """Return the stream of the node that the autograd engine runs now.
 
         Args:
             stream: Number of the current stream.

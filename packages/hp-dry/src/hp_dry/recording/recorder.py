@@ -1,4 +1,4 @@
-"""What one rank asks of its device, written into a trace: `DeviceRecorder`."""
+"""Recorder of one rank, which writes the use of its device into a trace: `DeviceRecorder`."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ OnCollective: TypeAlias = Callable[[Operator, Arguments, Keywords], object]
 _GROUP_STREAMS = 1000
 _POOL = 32
 """Streams of one priority that torch hands out before it begins again."""
-_pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # what a program keeps may outlive a device
+_pinned: WeakSet[torch.UntypedStorage] = WeakSet()  # storages of a program may outlive a device
 _active: list[DeviceRecorder] = []
 """Recorder of the device that this process is inside of; at most one."""
 
 
 class _Thread(threading.local):
-    """State that a thread of the host has of its own."""
+    """Thread-local state of a thread of the host."""
 
     stream = 0  # current one
-    index = 0  # of the current device
-    in_kernel = 0  # torch's own kernels in Python see `meta`
+    index = 0  # index of the current device
+    in_kernel = 0  # nesting of torch's own kernels in Python, which see `meta`
     asked_meta = False
-    at: tuple[str, str, int] | None = None  # while an operator is written down
+    at: tuple[str, str, int] | None = None  # set while an operator is recorded
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.number = next(numbers)
@@ -57,7 +57,7 @@ class _Thread(threading.local):
 
 
 class DeviceRecorder:
-    """Records what one rank asks of its device.
+    """Recorder of the operators, memory and waits of one rank on its device.
 
     Attributes:
         trace: Events so far.
@@ -97,12 +97,12 @@ class DeviceRecorder:
         return torch.device("cuda", self.index)
 
     def current_stream(self) -> int:
-        """Return the number of the stream that work of this thread goes to."""
+        """Return the number of the current stream of this thread."""
         self.follow_backward()
         return self.thread.stream
 
     def stream_of_group(self, name: str) -> int:
-        """Return the number of the stream of a communicator's own."""
+        """Return the number of the stream of a communicator."""
         return self._group_streams.setdefault(name, _GROUP_STREAMS + len(self._group_streams))
 
     def new_event(self) -> int:
@@ -123,11 +123,11 @@ class DeviceRecorder:
         return -1 if block is None else block.number
 
     def see(self, x: Tensor, what: str) -> int:
-        """Find the block of a tensor on the device, made now by `what` if it is not known."""
+        """Return the block of a tensor on the device, allocated now by `what` if it is unknown."""
         return self.storages.see(x, what, self.thread.stream)
 
     def run_kernel(self, func: Callable[..., T], args: Arguments, kwargs: Keywords) -> T:
-        """Call an operator as torch's own code in Python expects it: tensors say `meta` inside."""
+        """Call an operator while tensors report `meta`, as torch's own code in Python expects."""
         thread = self.thread
         thread.in_kernel += 1
         try:
@@ -136,14 +136,14 @@ class DeviceRecorder:
             thread.in_kernel -= 1
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what the memory of tensors is for, one of `trace.KINDS`; others are passed over."""
+        """Label the memory of tensors on the device with one of `trace.KINDS`."""
         for x in tensors:
             local = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor
             if (number := self.block_of(local)) >= 0:
                 self.emit(Label(block=number, kind=kind))
 
     def emit(self, event: Event) -> None:
-        """Append an event, saying where and by whom it was issued if it does not."""
+        """Append an event, with the current line, place and thread unless it has its own."""
         at, place, thread = self.where()
         self.trace.events.append(
             replace(
@@ -155,17 +155,17 @@ class DeviceRecorder:
         )
 
     def touch(self, what: str, tensors: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
-        """Note that the host reads or writes buffers that an asynchronous copy has named."""
+        """Record that the host reads or writes buffers of asynchronous copies."""
         for number, x in self.buffers.among(tensors):
             writes = any(x is each for each in written)
             self.emit(HostAccess(what=what, buffer=number, writes=writes))
 
     def fault(self, what: str) -> None:
-        """Note what the device would refuse."""
+        """Record an operation that the device would refuse."""
         self.emit(Fault(what=what))
 
     def use_index(self, index: int) -> None:
-        """Let `cuda` mean another device of this machine on this thread."""
+        """Make another device of this machine the current device of this thread."""
         if index >= self.gpu.num_devices or index < 0:
             raise RuntimeError(
                 f"device index ({index}) must be below num_devices ({self.gpu.num_devices})"
@@ -175,7 +175,7 @@ class DeviceRecorder:
             self.index = index
 
     def check_index(self, asked: torch.device) -> None:
-        """Find memory that is asked for on a device that is not this rank's."""
+        """Record a fault for memory on a device that is not the device of this rank."""
         index = self.thread.index if asked.index is None else asked.index
         if index != self.index and not self.storages.num_allocations:
             self.index = index
@@ -183,7 +183,7 @@ class DeviceRecorder:
             self.fault(f"memory on cuda:{index} of a rank whose device is cuda:{self.index}")
 
     def pin(self, x: Tensor) -> Tensor:
-        """Take a tensor on the host for one in pinned memory."""
+        """Record that a tensor on the host is in pinned memory."""
         _pinned.add(x.untyped_storage())
         return x
 
@@ -194,7 +194,7 @@ class DeviceRecorder:
     def note_kernel(
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], variant: str
     ) -> None:
-        """Write down a kernel that torch does not know, or that it has for a composed operator."""
+        """Record a kernel that is not torch's, or the kernel of a composed operator."""
         if not all(map(is_meta, (*reads, *writes))):
             self.fault(f"{name}: some operands are on the host")
         self.emit(
@@ -211,7 +211,7 @@ class DeviceRecorder:
         )
 
     def follow_backward(self) -> None:
-        """Move this thread to the stream of the autograd engine; see `backward`."""
+        """Make the stream of the autograd engine current in this thread; see `backward`."""
         before = self.thread.stream
         stream = self.thread.backward.follow(before)
         if stream != before:
@@ -221,13 +221,13 @@ class DeviceRecorder:
             self.thread.stream = stream
 
     def remember(self, out: object) -> None:
-        """Keep where an operator was run, for the one that computes its gradient."""
+        """Store the origin of an operator for the operators that compute its gradient."""
         if made := tensors_in(out):
             at, place, _ = self.where()
             self.thread.backward.remember(made, Origin(at, place, self.thread.stream))
 
     def where(self) -> tuple[str, str, int]:
-        """Return the line, place and thread of what is issued now."""
+        """Return the current line, place and thread."""
         if self.thread.at is not None:
             return self.thread.at
         at, by_engine = sites.here()
@@ -239,7 +239,7 @@ class DeviceRecorder:
 
     @contextmanager
     def at_one_place(self) -> Iterator[None]:
-        """Look up only once where the program is, for all that is issued inside."""
+        """Look up line, place and thread once for all events inside the context."""
         self.thread.at = self.where()
         try:
             yield
@@ -248,7 +248,7 @@ class DeviceRecorder:
 
     @contextmanager
     def asked_for_meta(self) -> Iterator[None]:
-        """Let what is made inside be deferred: tensors of `meta`, which have no memory."""
+        """Let tensors that are made inside the context be deferred, on `meta` without memory."""
         before, self.thread.asked_meta = self.thread.asked_meta, True
         try:
             yield
@@ -256,9 +256,9 @@ class DeviceRecorder:
             self.thread.asked_meta = before
 
     def _without_others(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
-        """Run torch's own kernels for `meta`, until a world is there.
+        """Run torch's own kernels for `meta`, as long as there is no world of other ranks.
 
-        The operation is written down; it changes nothing, since no other rank is there.
+        The operation is recorded; it changes nothing, since there is no other rank.
         """
         importlib.import_module("torch.distributed._tools.fake_collectives")
         if "wait_tensor" in func.name():
@@ -284,10 +284,10 @@ class DeviceRecorder:
 
 @contextmanager
 def recording_by(recorder: DeviceRecorder) -> Iterator[None]:
-    """Let a recorder be `active()` inside the context.
+    """Make a recorder `active()` inside the context.
 
     Raises:
-        RuntimeError: If another one is.
+        RuntimeError: If another recorder is active.
     """
     if _active:
         raise RuntimeError("this process is inside a DryDevice already")
@@ -302,7 +302,7 @@ def active() -> DeviceRecorder:
     """Return the recorder of the device that this process is inside of.
 
     Raises:
-        RuntimeError: If it is in none: a stream, an event or a tensor has outlived its device.
+        RuntimeError: If there is none, because a stream or an event has outlived its device.
     """
     if not _active:
         raise RuntimeError("a stream or an event of a DryDevice is used outside of one")

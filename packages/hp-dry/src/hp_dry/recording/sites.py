@@ -1,4 +1,4 @@
-"""Line of a program that asked for something: `file:line` outside torch, and its callers'."""
+"""Lines of a program outside torch that cause an event: `file:line`, with the callers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLUMBING = (
     threading.__file__,
     contextlib.__file__,
     functools.__file__,
-    typing_extensions.__file__,  # what torch calls deprecated functions through
+    typing_extensions.__file__,  # wrapper of deprecated functions of torch
     str(Path(multiprocessing.__file__).parent),
     "<",
 )
@@ -35,11 +35,11 @@ _INSIDE, _OUTSIDE, _ENGINE = range(3)
 
 
 def here() -> tuple[str, bool]:
-    """Find the innermost line of this thread outside torch, and its callers', joined by `" < "`.
+    """Find the innermost line of this thread outside torch and its callers, joined by `" < "`.
 
     Returns:
-        The lines; and whether the autograd engine is between the first of them and this call: torch
-        computes a gradient by its own operators.
+        The lines, and whether the autograd engine is between the first line and this call, so that
+        the operator computes a gradient.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # of this thread
     found: list[tuple[CodeType, int]] = []
@@ -59,7 +59,7 @@ def here() -> tuple[str, bool]:
 
 @lru_cache(maxsize=65_536)
 def backward_place(place: str, origin: str) -> str:
-    """Say what a thread does that takes gradients, and in which module of the forward they began.
+    """Return the place of an operator of backward: that of the thread, and the forward module.
 
     >>> backward_place("step 1, 0B0", "step 1, 0F0, experts")
     'step 1, 0B0, experts, backward'

@@ -1,4 +1,4 @@
-"""Tensors of a dry run: which are among values, their shapes, and the storages behind them."""
+"""Tensors of a dry run: found among values, with their shapes and their storages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hp_dry._internals import storage_key
 from hp_dry.trace import Allocate, Event, Release, Shapes
 
 _ADDRESSES = 1 << 40
-"""Bytes between the addresses that two blocks pretend to have."""
+"""Bytes between the simulated addresses of two blocks."""
 
 
 def tensors_in(*values: object) -> list[Tensor]:
-    """The tensors among values, and in lists and tuples that are among them, in their order."""
+    """List the tensors among values, and in lists and tuples among them, in order."""
     found: list[Tensor] = []
     for x in values:
         if isinstance(x, Tensor):
@@ -28,16 +28,16 @@ def tensors_in(*values: object) -> list[Tensor]:
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """Return the shape and dtype of tensors, as a trace has them."""
+    """Return the shapes and dtypes of tensors in the format of a trace."""
     return tuple((tuple(x.shape), str(x.dtype)[6:]) for x in tensors)
 
 
 class Block(weakref.ref[torch.UntypedStorage]):
-    """A storage that is memory of the device.
+    """Storage that is memory of the device.
 
     Attributes:
-        key: What tells the storage from all others while it lives.
-        number: Number of the block in the trace; a new one each time that the storage is resized.
+        key: Identity of the storage while it lives.
+        number: Number of the block in the trace; it changes when the storage is resized.
         num_bytes: Current size of the storage in bytes.
     """
 
@@ -49,7 +49,7 @@ class Block(weakref.ref[torch.UntypedStorage]):
 
 
 class Storages:
-    """Every meta storage of a dry run: memory of the device, or deferred.
+    """All meta storages of a dry run, which are memory of the device or deferred.
 
     Attributes:
         live_bytes: Bytes of device memory that are allocated now.
@@ -57,7 +57,7 @@ class Storages:
     """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
-        """Tell `emit` of events."""
+        """Pass events to `emit`."""
         self.live_bytes = self.peak_bytes = 0
         self.num_allocations = 0
         self._emit = emit
@@ -66,7 +66,7 @@ class Storages:
         self._blocks_so_far = count(1)
 
     def find(self, x: Tensor) -> Block | None:
-        """Return the block of a meta tensor; None if it is deferred or was not seen."""
+        """Return the block of a meta tensor; None if it is deferred or unknown."""
         return self._blocks.get(storage_key(x.untyped_storage()))
 
     def has(self, storage: torch.UntypedStorage) -> bool:
@@ -74,11 +74,11 @@ class Storages:
         return storage_key(storage) in self._blocks
 
     def is_deferred(self, x: Tensor) -> bool:
-        """Tell whether a tensor was made on `meta` because somebody asked for it."""
+        """Tell whether a tensor was made on `meta` at the request of the program."""
         return bool(self._deferred) and storage_key(x.untyped_storage()) in self._deferred
 
     def see(self, x: Tensor, what: str, stream: int) -> int:
-        """Return the number of the block of a meta tensor, which is new if it is not known."""
+        """Return the number of the block of a meta tensor, allocated now if it is unknown."""
         storage = x.untyped_storage()
         key = storage_key(storage)
         block = self._blocks.get(key)
@@ -92,14 +92,14 @@ class Storages:
         return block.number
 
     def defer(self, x: Tensor) -> None:
-        """Take a tensor for one without memory, unless it is known."""
+        """Record that a tensor has no memory, unless it is known."""
         storage = x.untyped_storage()
         key = storage_key(storage)
         if key not in self._blocks and key not in self._deferred:
             self._deferred[key] = weakref.ref(storage, lambda _: self._deferred.pop(key, None))
 
     def resized(self, storage: torch.UntypedStorage, what: str, stream: int) -> None:
-        """Note that a storage may have another size than before."""
+        """Record a new size of a storage, if it has changed."""
         block = self._blocks.get(storage_key(storage))
         if block is None or block.num_bytes == storage.nbytes():
             return
@@ -107,18 +107,18 @@ class Storages:
         self._allocate(block, storage.nbytes(), what, stream, None)
 
     def address(self, x: Tensor) -> int:
-        """Return an address for `data_ptr`: no two blocks overlap; 0 where there is no memory."""
+        """Return an address for `data_ptr`, without overlaps of blocks; 0 without memory."""
         block = self.find(x)
         if block is None or not block.num_bytes:
             return 0
         return block.number * _ADDRESSES + int(x.storage_offset()) * x.element_size()
 
     def reset_peak(self) -> None:
-        """Let the peak begin from what is alive."""
+        """Set the peak to the bytes that are alive now."""
         self.peak_bytes = self.live_bytes
 
     def forget(self) -> None:
-        """Let no storage tell any more that it is gone."""
+        """Drop all storages, so that their ends are no longer recorded."""
         self._blocks.clear()
         self._deferred.clear()
 
@@ -153,7 +153,7 @@ class Storages:
 
 
 class Buffers:
-    """Storages on the host that asynchronous copies have named, with their numbers in the trace."""
+    """Storages on the host that asynchronous copies use, with their numbers in the trace."""
 
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
@@ -162,14 +162,14 @@ class Buffers:
         self._named_so_far = count()
 
     def number(self, host: Tensor) -> int:
-        """Return the number of a tensor's storage, which is new if it was not named before."""
+        """Return the number of a tensor's storage, a new number for a new storage."""
         storage = host.untyped_storage()
         if storage not in self._numbers:
             self._numbers[storage] = next(self._named_so_far)
         return self._numbers[storage]
 
     def among(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield those of `tensors` whose storage was named, with its number."""
+        """Yield the tensors whose storage has a number, with that number."""
         if not self._numbers:
             return
         for x in tensors:
