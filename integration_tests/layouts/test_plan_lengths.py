@@ -7,7 +7,7 @@ import pytest
 
 from hp_base.errors import ConfigError
 from hp_packing.generators import stream
-from hp_packing.percentiles import (
+from hp_packing.lengths import (
     LengthPrices,
     drawn,
     percentile,

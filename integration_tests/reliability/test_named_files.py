@@ -9,7 +9,7 @@ from traps import TRAPS, within
 
 from hp_base.errors import HpError
 from hp_base.process import run_command
-from hp_packing.costs_file import read_costs
+from hp_packing.costs import read_costs
 from hp_packing.generators import read_lengths
 from hp_plan.costs.routing import parse_skew
 from hp_plan.layouts.command import known_machine

@@ -11,8 +11,8 @@ from hp_data import load_tokenizer
 from hp_data.dataset import Dataset
 from hp_data.preparation import prepare
 from hp_packing import Pipeline, Planner, StepCosts, prove
-from hp_packing.costs_file import read_costs
-from hp_packing.joined import join
+from hp_packing.batch import join
+from hp_packing.costs import read_costs
 from hp_plan.layouts.command import run as run_plan
 from hp_trainer.config.options import for_saving, resolve
 from hp_trainer.layout.schedules import planned_tokens, splits_backward

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from hp_packing.costs import Seconds
-from hp_packing.shares import _EVEN, Rates, best_shares
+from hp_packing.planning.linear_program import _EVEN, Rates, best_shares
 from hp_schedule import Costs, Schedule, search, simulate
 
 STAGES, MICROBATCHES = 3, 7

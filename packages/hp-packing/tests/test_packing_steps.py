@@ -27,12 +27,10 @@ from hp_packing import (
     to_text,
 )
 from hp_packing.comparison import compare
-from hp_packing.costs import Seconds
+from hp_packing.costs import Seconds, pairs_of
 from hp_packing.generators import GENERATORS, batches_of, draw, read_lengths
-from hp_packing.kind import Kind
-from hp_packing.partition import partition
-from hp_packing.templates import templates_for
-from hp_packing.work import pairs_of
+from hp_packing.planning.partition import partition
+from hp_packing.planning.templates import Kind, templates_for
 from hp_plan.costs.machine import MACHINES
 from hp_plan.price.estimate import Plan
 from hp_schedule import to_csv
@@ -275,7 +273,7 @@ def test_a_long_step_has_the_shares_that_are_best_for_its_documents(
                 ahead += after < 0.9999 * before
     assert ahead > 1
     assert next(planner._shapes(work, [work])) in planner._fitted
-    monkeypatch.setattr("hp_packing.planner._LONG", 0.0)
+    monkeypatch.setattr("hp_packing.planning.planner._LONG", 0.0)
     assert any(shape not in planner._fitted for shape in planner._shapes(work, [work]))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hp_packing import Pipeline, Planner, StepCosts
 from hp_packing.generators import draw
-from hp_packing.shares import Rates, best_shares
+from hp_packing.planning.linear_program import Rates, best_shares
 from hp_schedule import Costs, Schedule, SearchResult, search
 
 K = 1024
@@ -34,8 +34,8 @@ def test_templates_of_many_stages_are_searched_no_longer(
             assert sum(squares) <= 14e6
         return found
 
-    monkeypatch.setattr("hp_packing.templates.search", counted)
-    monkeypatch.setattr("hp_packing.templates.best_shares", solved)
+    monkeypatch.setattr("hp_packing.planning.templates.search", counted)
+    monkeypatch.setattr("hp_packing.planning.templates.best_shares", solved)
     lengths = draw("log-uniform", tokens=8192 * K, longest=128 * K, seed=0)
     pipeline = Pipeline(stages, 16, 128 * K)
     planner = Planner(COSTS, pipeline, team=16, typical=[lengths], one_order=True)

@@ -1,9 +1,8 @@
 """Steps planned from the lengths of their documents: microbatches, ranks and order.
 
-`costs` tells what documents cost, and `learned` what they cost a model; `partition` which of them
-share a microbatch; `planner` makes the plan, by `templates`; `plan` is it, as data; `proof` says
-that it runs, `price` how long it takes, and `bound` how long any takes. `rivals` are plans by other
-rules, `generators` draws lengths, `comparison` compares, and `percentiles` are of many steps.
+`costs` are the costs of documents, and `learned` those of a model's own. `planning` makes a plan,
+`plan` is its data, `pricing` its price, `proof` the proof that it runs, `bound` a lower bound of
+all plans. `steps` trains by plans. `comparison` and `lengths` compare them with other rules.
 """
 
 from typing import TYPE_CHECKING
@@ -12,13 +11,12 @@ from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
     from hp_packing.bound import lower_bound
-    from hp_packing.costs import StageCosts, StepCosts
+    from hp_packing.costs import Pipeline, StageCosts, StepCosts
     from hp_packing.learned import learned_costs, step_layout
     from hp_packing.plan import PlannedMicrobatch, StepPlan, from_text, to_text
-    from hp_packing.planner import Planner
+    from hp_packing.planning.planner import Planner
     from hp_packing.pricing import StepPrice, price
     from hp_packing.proof import prove
-    from hp_packing.work import Pipeline
 
 __all__ = [
     "Pipeline",
@@ -42,9 +40,9 @@ __version__ = "0.1.0"
 __getattr__ = lazily(
     __name__,
     {
-        "Pipeline": "hp_packing.work",
+        "Pipeline": "hp_packing.costs",
         "PlannedMicrobatch": "hp_packing.plan",
-        "Planner": "hp_packing.planner",
+        "Planner": "hp_packing.planning.planner",
         "StageCosts": "hp_packing.costs",
         "StepCosts": "hp_packing.costs",
         "StepPlan": "hp_packing.plan",

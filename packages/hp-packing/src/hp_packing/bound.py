@@ -35,8 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_packing.costs import Seconds, StageCosts, StepCosts
-from hp_packing.work import Pipeline, mean_work, pairs_of
+from hp_packing.costs import Pipeline, Seconds, StageCosts, StepCosts, mean_work, pairs_of
 
 _Array = NDArray[np.float64]
 

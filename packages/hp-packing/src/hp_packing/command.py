@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hp_base.command_line import require_files, write_named
 from hp_base.errors import ConfigError
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(resolved: Resolved, options: argparse.Namespace) -> int:
-    """Compare, and print a table."""
+    """Compare rules on some batches, and print a table."""
     from hp_packing import (  # noqa: PLC0415 - torch
         Pipeline,
         Planner,
@@ -114,9 +114,9 @@ def _batches(options: argparse.Namespace) -> list[list[int]]:
     ]
 
 
-def _rows(found: list[Comparison], *, bytes_of_key: float) -> list[dict[str, Any]]:
-    """One row for each rule, the mean over batches; bytes are of one forward of a stage."""
-    rows: list[dict[str, Any]] = []
+def _rows(found: list[Comparison], *, bytes_of_key: float) -> list[dict[str, str | float]]:
+    """Return a row for each rule, the mean over batches; bytes are of one forward of a stage."""
+    rows: list[dict[str, str | float]] = []
     for name in dict.fromkeys(row.name for each in found for row in each.rows):
         of_rule = [each.by_name[name] for each in found if name in each.by_name]
         rows.append(
@@ -136,7 +136,7 @@ def _rows(found: list[Comparison], *, bytes_of_key: float) -> list[dict[str, Any
 
 
 def _lines(
-    rows: list[dict[str, Any]], found: list[Comparison], options: argparse.Namespace
+    rows: list[dict[str, str | float]], found: list[Comparison], options: argparse.Namespace
 ) -> list[str]:
     source = options.lengths or options.distribution
     ranks = f"{options.stages} stages of {options.ranks} ranks"

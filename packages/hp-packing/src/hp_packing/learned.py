@@ -1,8 +1,7 @@
-"""Costs of stages, from a run of the model without memory (`hp_plan.costs`).
+"""Costs of stages, learned by a run of the model without memory (`hp_plan.costs`).
 
-Kernels are priced as those of a layout are, one by one; of these, attention proper by the pairs of
-a query and a key that it sees, and all else by tokens. What the host takes to launch a stage is the
-least that it takes.
+Kernels are priced one by one, as `hp plan` does: attention proper by pairs of a query and a key,
+all others by tokens. The host's seconds to launch a stage are its minimum.
 """
 
 from collections import Counter
@@ -15,9 +14,9 @@ from hp_plan.costs import modules
 from hp_plan.costs.machine import Machine
 from hp_plan.costs.memory import padding
 from hp_plan.costs.work import Kernel, Kernels, Work
-from hp_plan.price.prices import aligned
+from hp_plan.price.prices import aligned, exchanges
 from hp_plan.price.rates import Routed, rates_of
-from hp_plan.price.traffic import activation_transfers, edge_link, expert_transfer
+from hp_plan.price.traffic import edge_link
 from hp_trainer.config import Config, ModelConfig
 from hp_trainer.layout.ranks import Layout, StageLayout
 from hp_trainer.layout.schedules import count_stages, layers_of_stages
@@ -25,17 +24,17 @@ from hp_trainer.layout.schedules import count_stages, layers_of_stages
 _MANY = 1 << 16
 """Tokens at which kernels take as long as their products or bytes."""
 _NO_TIME = 1e30
-"""Bytes per second of a memory that holds nothing up."""
+"""Bytes per second of a memory that takes no time."""
 _BACKWARD = 2.0
-"""Of attention proper by its forward, where that is priced as products."""
+"""Backward of attention proper, divided by its forward, where it is priced as products."""
 
 
 def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepCosts:
-    """Return what the stages of a layout take on a machine.
+    """Return the costs of the stages of a layout on a machine.
 
     Args:
-        config: Its mesh says which ranks share tokens (`tp`) and experts; one stage on each rank.
-        machine: Rates and links.
+        config: Configuration of the layout, with one stage on each rank.
+        machine: Rates and links of the machine.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
     """
     model, num = config.model, count_stages(config)
@@ -62,14 +61,14 @@ def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepC
 
 
 def step_layout(config: Config, *, stages: int, ranks: int) -> Config:
-    """A config whose stages have so many ranks each, over which documents are spread.
+    """Return a config with a mesh of stages of a number of ranks, which share documents.
 
-    Experts are shared out as it says; where it does not, over as many ranks as can share them.
+    Experts are shared by `mesh.ep` ranks, or if that is 1, by as many ranks as divide them.
 
     Args:
-        config: All else.
-        stages: Stages of the pipeline, one on each rank.
-        ranks: Ranks of a stage.
+        config: Config that gives everything but the mesh.
+        stages: Number of stages of the pipeline, one on each rank.
+        ranks: Number of ranks of a stage.
     """
     model, ep = config.model, config.mesh.ep
     if model.has_experts and (ep == 1 or ranks % ep):
@@ -91,7 +90,7 @@ def step_layout(config: Config, *, stages: int, ranks: int) -> Config:
 
 
 def _seen(model: ModelConfig, layer: int, seq_len: int) -> float:
-    """Positions that a query sees on average in what was run, as `seen_positions` counts them."""
+    """Return the positions that a query sees on average in a layer, as `seen_positions` does."""
     return float(min(model.sliding_window, seq_len)) if model.has_window(layer) else seq_len / 2
 
 
@@ -120,7 +119,17 @@ def _stage(
     else:
         token, microbatch, least = _of_products(machine, work, tp, layers)
     for backward in (False, True):
-        added, waits = _exchanges(config, machine, work, place, backward=backward)
+        waits, many = (
+            sum(
+                each.seconds
+                for each in exchanges(
+                    config, [work], place, machine, backward=backward, tokens=tokens
+                )
+                if each.purpose != "context"  # documents are dealt out by themselves
+            )
+            for tokens in (0, _MANY)
+        )
+        added = (many - waits) / _MANY
         token += Seconds(0.0, added) if backward else Seconds(added)
         microbatch += Seconds(0.0, waits) if backward else Seconds(waits)
     kv = model.num_heads if model.attention == "mla" else model.num_kv_heads
@@ -139,14 +148,14 @@ def _stage(
 
 
 def _attention(kernels: Counter[Kernel]) -> float:
-    """Operations per token of attention proper."""
+    """Return the operations per token of attention proper."""
     return sum(times * each.flops for each, times in kernels.items() if each.kind == "attention")
 
 
 def _of_kernels(
     config: Config, machine: Machine, kernels: Kernels, place: StageLayout
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Price kernels but for attention proper: for a token, for a microbatch besides, at least."""
+    """Price kernels without attention proper: seconds per token, per microbatch, and minimum."""
     routed, is_compiled = Routed(padded=padding(config, place)), config.train.compile != "none"
     other = Kernels(
         *(Counter({k: n for k, n in way.items() if k.kind != "attention"}) for way in kernels)
@@ -162,7 +171,7 @@ def _of_kernels(
     forward, input_grad, weight_grad = (
         max(0.0, a - _MANY * each) for a, each in zip(few, token, strict=True)
     )
-    # What backward moves however few tokens there are is gradients of weights.
+    # The bytes that backward moves whatever the tokens are gradients of weights.
     microbatch = Seconds(forward, 0.0, input_grad + weight_grad)
     host = machine.with_values(memory_bandwidth=_NO_TIME)
     return token, microbatch, seconds(host, kernels, 0)
@@ -171,30 +180,8 @@ def _of_kernels(
 def _of_products(
     machine: Machine, work: Work, tp: int, layers: int
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """The same where layers are priced by operations, and by what each takes besides."""
+    """Price layers by operations and fixed seconds, with the same result as `_of_kernels`."""
     again = work.again.flops - work.again.scores if work.again else 0.0
     linear, repeated = ((f / machine.flops / tp) for f in (work.flops - work.scores, again))
     alone = layers * machine.layer_seconds
     return Seconds(linear, linear + repeated, linear), Seconds(alone, alone, alone), Seconds()
-
-
-def _exchanges(
-    config: Config, machine: Machine, work: Work, place: StageLayout, *, backward: bool
-) -> tuple[float, float]:
-    """Seconds for a token, and for a microbatch besides, of experts' and tensor-parallel ranks."""
-
-    def seconds(tokens: int) -> float:
-        found = 0.0
-        if place.tp > 1:
-            transfers = activation_transfers(
-                config, [work], place, machine, tokens=tokens, backward=backward
-            )
-            found += sum(each.seconds for each in transfers if each.purpose == "tensor")
-        if place.ep * place.etp > 1 and work.rows:
-            found += expert_transfer(
-                config, [work], place, machine, tokens=tokens // place.tp, backward=backward
-            ).seconds
-        return found
-
-    waits = seconds(0)
-    return (seconds(_MANY) - waits) / _MANY, waits

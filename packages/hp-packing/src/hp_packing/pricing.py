@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from hp_context import Deal, DealCost, deal_cost
 from hp_packing.bound import lower_bound
-from hp_packing.costs import Seconds, StepCosts
+from hp_packing.costs import Pipeline, Seconds, StepCosts, pure_work
 from hp_packing.plan import PlannedMicrobatch, StepPlan, Team
-from hp_packing.work import Pipeline, pure_work
 from hp_schedule import Costs, Simulation, simulate
 
 

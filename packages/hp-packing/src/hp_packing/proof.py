@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from hp_packing.costs import StepCosts
+from hp_packing.costs import Pipeline, StepCosts
 from hp_packing.plan import PlannedMicrobatch, StepPlan, Team, documents_of
 from hp_packing.pricing import costs_of, lengths_of
-from hp_packing.work import Pipeline
 from hp_schedule import ScheduleError, add_send_recv, simulate, validate
 
 

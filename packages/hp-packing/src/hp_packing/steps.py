@@ -4,16 +4,20 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
 from torch.distributed import ProcessGroup
 
 from hp_base.errors import ConfigError, DataError
 from hp_data.dataset import Dataset, Piece
 from hp_packing import Pipeline as Ranks
 from hp_packing import Planner, StepCosts, StepPlan
+from hp_packing.batch import share_of
+from hp_packing.costs import read_costs
+from hp_packing.learned import learned_costs
 from hp_packing.pricing import simulated
-from hp_packing.run_costs import step_costs
-from hp_packing.share import share_of
+from hp_plan.costs.machine import MACHINES, Machine, machine_found
 from hp_platform import Runtime, agree, all_gather_json, mark_agreed, on_one_rank
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_trainer.config import Config
@@ -253,3 +257,40 @@ def planned_steps(
     costs = step_costs(config, runtime, vocab_size=vocab_size)
     assert runtime.control is not None
     return StepPlanning(config, mesh, data, costs=costs, control=runtime.control)
+
+
+def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCosts:
+    """Return what documents cost the stages where steps are planned. All ranks call this together.
+
+    Args:
+        config: Validated; the same on every rank.
+        runtime: The initialised world.
+        vocab_size: Rows of the embedding.
+
+    Raises:
+        ConfigError: When `data.plan_costs` is no file of costs.
+    """
+    machine = machine_of(runtime) if runtime.device.type == "cuda" else MACHINES["cpu"]
+    if config.data.plan_costs:
+        return read_costs(Path(config.data.plan_costs), windows=config.model.windows)
+    return learned_costs(config, machine, vocab_size=vocab_size)
+
+
+def machine_of(runtime: Runtime) -> Machine:
+    """The GPUs of a run and the memory of the smallest of them. All ranks call this together.
+
+    Args:
+        runtime: The initialised world, of CUDA.
+    """
+    properties = torch.cuda.get_device_properties(runtime.device)
+    num_local = runtime.info.local_world_size
+    # Several ranks may share a GPU; each may also see but its own.
+    most = -(-num_local // torch.cuda.device_count())
+    told = (str(properties.uuid), properties.total_memory, num_local, most)
+    everyone = all_gather_json(told, of=tuple[str, int, int, int], group=runtime.control)
+    sharing = Counter(uuid for uuid, *_ in everyone)
+    return machine_found(
+        properties.name,
+        memory=min(total / min(sharing[uuid], most) for uuid, total, _, most in everyone),
+        node_size=max(size for _, _, size, _ in everyone),
+    )

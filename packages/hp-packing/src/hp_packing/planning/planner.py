@@ -9,14 +9,18 @@ from typing import NamedTuple
 
 from hp_base.errors import ConfigError
 from hp_context import deal_documents
-from hp_packing.costs import Seconds, StepCosts, slowest
-from hp_packing.kind import Kind
-from hp_packing.partition import partition
+from hp_packing.costs import Pipeline, Seconds, StepCosts, pairs_of, slowest
 from hp_packing.plan import PlannedMicrobatch, StepPlan, Team
+from hp_packing.planning.linear_program import Rates, best_shares, program_seconds
+from hp_packing.planning.partition import partition
+from hp_packing.planning.templates import (
+    Kind,
+    changed_shares,
+    part_looked_at,
+    scaled,
+    templates_for,
+)
 from hp_packing.pricing import cost_of_deal, stage_costs
-from hp_packing.shares import Rates, best_shares, program_seconds
-from hp_packing.templates import changed_shares, part_looked_at, scaled, templates_for
-from hp_packing.work import Pipeline, pairs_of
 from hp_schedule import Costs, Schedule, from_json, search, shorten, to_json
 
 TEAM = 32

@@ -1,0 +1,148 @@
+"""This rank's share of a planned step: documents joined, dealt out to ranks, put on the device.
+
+Shape symbols: S positions of a microbatch, padding included; s of them on this rank.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hp_data.dataset import Dataset, Piece
+from hp_packing.plan import PlannedMicrobatch
+from hp_trainer.layout.sequence import SequenceShare
+from hp_trainer.model import DropoutKey, Microbatch
+from hp_trainer.model.ahead import Ahead, look_ahead
+from hp_trainer.model.block import Balanced
+from hp_trainer.training.batches import Batches, Share
+
+
+class Joined(NamedTuple):
+    """Some documents and padding; all tensors are on the CPU.
+
+    Attributes:
+        tokens: int64 [1, S].
+        targets: The token after each, int64 [1, S]; -1 where none is to be learned.
+        ahead: What is predicted further ahead; None: nothing.
+        lengths: Tokens of each document, and at last positions of padding if there are some.
+        num_documents: How many of these are of documents.
+        places: int64 [4, S]: the document of each position, -1 of padding; its place in it; the
+            global index of its sequence in the data, and its place there.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    ahead: Ahead | None
+    lengths: tuple[int, ...]
+    num_documents: int
+    places: Tensor
+
+
+def join(
+    data: Dataset, pieces: Sequence[Piece], *, padding: int, num_ahead: tuple[int, ...]
+) -> Joined:
+    """Read documents and put them one behind the other.
+
+    Args:
+        data: Has them.
+        pieces: Which ones.
+        padding: Positions behind them.
+        num_ahead: Targets of the whole step, for each module of multi-token prediction.
+    """
+    assert data.separator is not None
+    rows = [(*data.read(piece), _places(i, piece)) for i, piece in enumerate(pieces)]
+    if padding:
+        nothing = np.full(padding, -1, np.int64)
+        places = np.stack((nothing, np.arange(padding), nothing, np.zeros_like(nothing)))
+        rows.append((np.full(padding, data.separator, np.int64), nothing, places))
+    documents = [(torch.from_numpy(a)[None], torch.from_numpy(b)[None]) for a, b, _ in rows]
+    ahead = None
+    if num_ahead:
+        # Each by itself: behind one whose last token has a target comes another document.
+        each = [look_ahead(tokens, targets, num_ahead) for tokens, targets in documents]
+        read, aims = (
+            tuple(torch.cat(depth, dim=1) for depth in zip(*parts, strict=True))
+            for parts in ([a.tokens for a in each], [a.targets for a in each])
+        )
+        ahead = Ahead(read, aims, num_ahead)
+    tokens, targets = (torch.cat(part, dim=1) for part in zip(*documents, strict=True))
+    lengths = tuple(len(row[0]) for row in rows)
+    whole = torch.from_numpy(np.concatenate([row[2] for row in rows], axis=1))
+    return Joined(tokens, targets, ahead, lengths, len(pieces), whole)
+
+
+def _places(index: int, piece: Piece) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+    """`Joined.places` of a document."""
+    within = np.arange(piece.length, dtype=np.int64)
+    of_document, of_sequence = (np.full_like(within, i) for i in (index, piece.sequence))
+    return np.stack((of_document, within, of_sequence, within + piece.start))
+
+
+def share_of(
+    batches: Batches,
+    data: Dataset,
+    pieces: tuple[Piece, ...],
+    microbatches: tuple[PlannedMicrobatch, ...],
+    *,
+    step: int,
+) -> Share:
+    """Return this rank's share of the global batch of a planned step.
+
+    Args:
+        batches: Knows the mesh, and which positions are here.
+        data: Dataset to read.
+        pieces: Documents of the global batch.
+        microbatches: Those of this rank's team.
+        step: Number of the training step, from 0.
+    """
+    depths = range(1, batches.config.model.num_mtp_modules + 1)
+    num_ahead = tuple(sum(piece.num_targets(ahead=d) for piece in pieces) for d in depths)
+    num_targets = sum(piece.num_targets() for piece in pieces)
+    num_tokens = sum(piece.length for piece in pieces)
+    places: list[Tensor] = []
+    share = Share([], [], [], num_targets, places)
+    for each in microbatches:
+        documents = [pieces[document] for document in each.documents]
+        joined = join(data, documents, padding=each.padding, num_ahead=num_ahead)
+        sequence = batches.sequence.of_deal(each.deal)
+        here = sequence.shard(joined.places)
+        microbatch = _microbatch(batches, joined, sequence, here, num_tokens=num_tokens, step=step)
+        assert microbatch.targets is not None
+        share.args.append((batches.to_device(sequence.shard(joined.tokens)),))
+        share.kwargs.append({"microbatch": microbatch})
+        share.targets.append(microbatch.targets)
+        places.append(here[2:])
+    return share
+
+
+def _microbatch(
+    batches: Batches,
+    joined: Joined,
+    sequence: SequenceShare,
+    here: Tensor,
+    *,
+    num_tokens: int,
+    step: int,
+) -> Microbatch:
+    """Return this rank's part of a planned microbatch, of whose places some are here [4, S]."""
+    config = batches.config
+
+    def take(x: Tensor) -> Tensor:
+        return batches.to_device(sequence.shard(x))
+
+    places = batches.to_device(here)
+    document, _, of_sequence, place = batches.between(places)
+    lengths = joined.lengths[: joined.num_documents]
+    is_one = len(joined.lengths) == 1 and batches.mesh.size("cp") == 1
+    return Microbatch(
+        config.train.global_batch_size,
+        DropoutKey(config.run.seed, step, of_sequence[None], place),
+        positions=places[1],
+        documents=None if is_one else (sequence.limits(joined.lengths),),
+        padding=(document < 0)[None] if len(lengths) < len(joined.lengths) else None,
+        balanced=Balanced(document, batches.to_device(torch.tensor(lengths)), num_tokens),
+        targets=take(joined.targets),
+        ahead=joined.ahead and joined.ahead.map(take),
+    )

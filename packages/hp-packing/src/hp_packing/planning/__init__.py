@@ -1,0 +1,1 @@
+"""Plans made from lengths: microbatches by partition, shares and schedules by templates."""
