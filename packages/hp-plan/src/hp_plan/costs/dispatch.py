@@ -11,7 +11,7 @@ class RowCost(Struct, frozen=True):
     """The bytes of a token in one layer of experts.
 
     Attributes:
-        rows: Ranks that a token goes to, on average.
+        rows: Mean number of ranks with experts of a token.
         plain: Bytes in forward and backward with a row for each expert.
         deduplicated: Bytes in forward and backward with a row for each rank.
         pays: Whether the dispatcher sends a row for each rank.

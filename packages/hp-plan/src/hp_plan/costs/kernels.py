@@ -216,7 +216,7 @@ def routed(read: ExchangeRead | LocalRead, copy: Tensor, skew: Skew, *, layer: s
 
     Args:
         read: Read of a layer of experts; see `hp_platform.host_reads`.
-        copy: Host tensor that the numbers would be copied to.
+        copy: Host tensor in place of which the numbers are returned.
         skew: Shares of the experts.
         layer: Name of the layer.
     """

@@ -26,12 +26,12 @@ _MAY_BE_ZERO = frozenset(
 
 
 class Link(NamedTuple):
-    """Between some devices.
+    """A link between devices.
 
     Attributes:
-        bandwidth: Bytes per second that each of them sends.
+        bandwidth: Bytes per second that each device sends.
         latency: Seconds of a message.
-        between_nodes: Whether it leaves the node.
+        between_nodes: Whether the link leaves the node.
     """
 
     bandwidth: float
@@ -49,26 +49,25 @@ class Machine:
         memory_bandwidth: Bytes per second of a device's memory.
         host_bandwidth: Bytes per second from a device to its host, and likewise back; PCIe 4.0 with
             16 lanes reaches 25 GB/s in pinned memory.
-        layer_seconds: What a layer takes in forward however small its input is, and as much again
-            in each half of backward, and where these are apart; not where kernels are priced one by
-            one.
-        launch_seconds: Seconds that the host takes to launch a kernel. 0: kernels are not priced
-            one by one, but layers as products and `layer_seconds`.
-        grouped_flops: The same as `flops` of products in groups, those of experts.
-        attention_flops: The same of attention proper.
-        compiled: Share of what kernels other than products launch and move that is left of them
-            where `train.compile` fuses them.
+        layer_seconds: Fixed seconds of a layer in forward, and as many in each separate part of
+            backward; used only if `launch_seconds` is 0.
+        launch_seconds: Seconds that the host takes to launch a kernel. 0: layers are priced by
+            their products and `layer_seconds`, not kernel by kernel.
+        grouped_flops: `flops` of grouped products, those of experts; 0: as `flops`.
+        attention_flops: `flops` of attention proper; 0: as `flops`.
+        compiled: Share of the launches and bytes of kernels other than products that is left when
+            `train.compile` fuses them.
         bandwidth: Bytes per second from a device to another of its node, in each direction.
-        latency: Seconds of a message between them, one of many that are under way.
-        node_size: Devices of a node.
+        latency: Seconds of a message within a node, when many are under way.
+        node_size: Number of devices of a node.
         node_bandwidth: Bytes per second of each device to other nodes.
         node_latency: Seconds of a message to another node.
-        cores: Devices that compute at the same time: fewer than ranks where they share cores. 0:
-            all.
-        context_memory: Bytes of a device that are taken before the first tensor.
-        communicator_memory: Bytes that a rank's end of a communicator takes.
-        peer_memory: Bytes more for each rank that it sends to or receives from one by one.
-        fragmentation: Share of what tensors take that the allocator holds beside them.
+        cores: Number of devices that compute at the same time, less than the number of ranks if
+            these share cores; 0: all of them.
+        context_memory: Bytes of a device that are in use before the first tensor.
+        communicator_memory: Bytes of a communicator on each of its ranks.
+        peer_memory: Further bytes for each rank that a rank sends to or receives from one by one.
+        fragmentation: Bytes that the allocator reserves beside tensors, as a share of theirs.
     """
 
     flops: float
@@ -104,26 +103,26 @@ class Machine:
             raise ValueError(f"compiled ({self.compiled}) must be a share, at most 1")
 
     def link(self, groups: Iterable[Sequence[int]]) -> Link:
-        """Return the link of the group, of all these, whose ranks are farthest apart."""
+        """Return the link of the group whose ranks are farthest apart."""
         between = any(
             min(ranks) // self.node_size != max(ranks) // self.node_size for ranks in groups
         )
         return self.link_of(between=between)
 
     def link_of(self, *, between: bool) -> Link:
-        """The link to other nodes, or within one."""
+        """Return the link to other nodes, or within one."""
         if between:
             return Link(self.node_bandwidth, self.node_latency, between)
         return Link(self.bandwidth, self.latency, between)
 
     def with_values(self, **values: float | None) -> "Machine":
-        """The same machine with the values that are not None."""
+        """Return the machine with the given values that are not None."""
         given = {name: value for name, value in values.items() if value is not None}
         return replace(self, **given)  # type: ignore[arg-type]
 
 
 def of_sheet(sheet: Sheet, reached: Mapping[str, float] = REACHED) -> Machine:
-    """Return what programs reach of a data sheet."""
+    """Return a machine with the shares of a data sheet's rates that programs reach."""
     flops = sheet.teraflops * 1e12
     return Machine(
         flops=reached["product"] * flops,
@@ -155,11 +154,11 @@ MACHINES = {
         node_latency=1e-4,
     ),
 }
-"""By name."""
+"""Known machines by name."""
 
 
 def machine_named(device_name: str) -> Machine | None:
-    """The machine of a GPU, by the name that its driver gives it; None where there is no sheet.
+    """Return the machine of a GPU by its driver's name for it; None if it has no data sheet.
 
     >>> machine_named("NVIDIA H100 80GB HBM3") is MACHINES["h100"]
     True
@@ -171,10 +170,10 @@ def machine_named(device_name: str) -> Machine | None:
 
 
 def machine_found(device_name: str, *, memory: float, node_size: int) -> Machine:
-    """The machine that a run finds itself on; a GPU without a sheet is taken for an H100.
+    """Return the machine of a run; a GPU without a data sheet counts as an H100.
 
     Args:
-        device_name: What the GPU's driver calls it.
+        device_name: Driver's name for the GPU.
         memory: Bytes of the smallest device.
         node_size: Devices of a node.
     """

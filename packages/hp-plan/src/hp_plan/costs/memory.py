@@ -1,6 +1,6 @@
 """Bytes of one rank: parameters, gradients, optimizer and buffers. No torch.
 
-Activations depend on the schedule, which is laid out for them.
+Activations depend on the schedule; their peak comes from its simulation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hp_trainer.layout.schedules import count_microbatches
 from hp_trainer.layout.vocabulary import WIDE_BYTES, logit_tile
 
 ACTIVE_STAGES = 3
-"""Stages whose parameters are gathered at once: the default of hp-schedule's pass."""
+"""Number of stages whose parameters are gathered at once: the default of hp-schedule's pass."""
 _ENDS = ("embedding.weight", "output.weight")
-"""What FSDP shards as units of their own; see `hp_trainer.model.sharding`."""
+"""Parameters that FSDP shards as units of their own; see `hp_trainer.model.sharding`."""
 _BLOCK = re.compile(r"layers\.\d+\.|mtp\.\d+\.block\.")
 _STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""
@@ -38,15 +38,15 @@ class Memory:
     """Bytes of one rank.
 
     Attributes:
-        parameters: What the optimizer updates.
-        gradients: Gradients, of the same dtype and cut.
-        optimizer: Both moments and the count of steps.
-        activations: Activations at their peak.
-        buffers: Gathered parameters, those cast to be computed with, gradients laid side by side
-            to be summed, messages, copies of logits.
-        context: What the device's driver and libraries take.
-        communicators: What NCCL takes.
-        fragmentation: What the allocator holds beside tensors.
+        parameters: Bytes of parameters, which the optimizer updates.
+        gradients: Bytes of gradients, with the dtype and sharding of parameters.
+        optimizer: Bytes of both moments and the count of steps.
+        activations: Bytes of activations at their peak.
+        buffers: Bytes of gathered parameters, casts, gradients that are flattened for a sum,
+            messages and copies of logits.
+        context: Bytes of the device's driver and libraries.
+        communicators: Bytes of NCCL.
+        fragmentation: Bytes that the allocator reserves beside tensors.
     """
 
     parameters: int
@@ -60,21 +60,21 @@ class Memory:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """By their names, those of tensors first."""
+        """Return bytes by name, those of tensors first."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Return the sum of all bytes."""
         return sum(self.kinds.values())
 
     def with_activations(self, activations: float, in_turn: int) -> Memory:
-        """Return what it is with activations, some of which go before buffers of that size come."""
+        """Return the memory with activations, `in_turn` bytes of which buffers use later."""
         kept = round(activations)
         return replace(self, activations=kept, buffers=self.buffers - min(kept, in_turn))
 
     def with_margin(self, config: Config, rank: int, machine: Machine) -> Memory:
-        """Add what a rank of a machine holds beside the same tensors."""
+        """Return the memory with the margin of a machine: context, communicators, fragmentation."""
         nccl = held(config, rank, node_size=machine.node_size)
         return replace(
             self,
@@ -87,12 +87,12 @@ class Memory:
 
 
 def tensor_memory(config: Config, stages: Sequence[Work], place: StageLayout) -> Memory:
-    """Return what the tensors of a rank take while no microbatch is under way.
+    """Return the memory of the tensors of a rank while no microbatch is under way.
 
     Args:
         config: Configuration of the run.
         stages: Stages of the rank.
-        place: Its place.
+        place: Ranks that share the stages.
     """
     parameters, gradients, optimizer = static_memory(config, stages, place)
     return Memory(
@@ -105,12 +105,12 @@ def tensor_memory(config: Config, stages: Sequence[Work], place: StageLayout) ->
 
 
 def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -> int:
-    """Elements of a parameter on a rank: what is cut comes in chunks, the first ranks get most.
+    """Return the elements of a parameter on a rank; of uneven chunks the first ranks get more.
 
     Args:
-        weight: The whole parameter.
-        layout: Cuts it.
-        first: Whether the rank is the first of every group, or the last.
+        weight: Parameter.
+        layout: Ranks that share the parameter.
+        first: Whether the rank is the first of every group; if not, it is the last.
     """
     axes = ("tp", "fsdp", "ep", "etp", "expert_shard")
     index = {axis: 0 if first else getattr(layout, axis) - 1 for axis in axes}
@@ -118,14 +118,14 @@ def local_elements(weight: Weight, layout: StageLayout, *, first: bool = True) -
 
 
 def stage_elements(stage: Work, layout: StageLayout, *, is_expert: bool) -> int:
-    """Elements on a rank of those parameters of a stage that are experts, or of the others."""
+    """Return the elements on a rank of a stage's experts, or of its other parameters."""
     cutting = _cutting(layout, is_expert=is_expert)
     return _sharded_bytes(kinds_of(stage), cutting, 1, 1, is_expert=is_expert).reduced
 
 
 @lru_cache(maxsize=1 << 16)
 def _cutting(layout: StageLayout, *, is_expert: bool) -> StageLayout:
-    """The same for all layouts that cut experts, or other parameters, alike."""
+    """Return one layout for all that cut experts, or other parameters, in the same way."""
     if is_expert:
         ranks = layout.ep * layout.etp
         return StageLayout(dp_shard=ranks * layout.expert_shard, ep=layout.ep, etp=layout.etp)
@@ -134,10 +134,10 @@ def _cutting(layout: StageLayout, *, is_expert: bool) -> StageLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kinds:
-    """Parameters that layers have alike. Those of stages that have the same are one object.
+    """Parameters of a stage by kind; one object for all stages with the same parameters.
 
     Attributes:
-        weights: One of each kind, and how many there are.
+        weights: One parameter of each kind, and the number of the kind.
     """
 
     weights: tuple[tuple[Weight, int], ...]
@@ -147,8 +147,8 @@ class _Sharded(NamedTuple):
     """Bytes of parameters.
 
     Attributes:
-        gathered: Bytes of the parameters in the dtypes in which they are gathered.
-        reduced: Bytes of their gradients.
+        gathered: Bytes of parameters in the dtypes in which they are gathered.
+        reduced: Bytes of gradients in the dtype in which they are reduced.
     """
 
     gathered: int
@@ -156,7 +156,7 @@ class _Sharded(NamedTuple):
 
 
 def sharded_bytes(config: Config, stage: Work, layout: StageLayout, *, is_expert: bool) -> _Sharded:
-    """Bytes that a rank has of those parameters of a stage that are experts, or of the others."""
+    """Return the bytes on a rank of a stage's experts, or of its other parameters."""
     sizes = parameter_bytes(config), BYTES[config.train.dtype]
     cutting = _cutting(layout, is_expert=is_expert)
     return _sharded_bytes(kinds_of(stage), cutting, *sizes, is_expert=is_expert)
@@ -177,7 +177,7 @@ def _sharded_bytes(
 
 @lru_cache(maxsize=4096)
 def kinds_of(stage: Work) -> Kinds:
-    """The parameters of a stage by their kinds."""
+    """Return the parameters of a stage by kind."""
     return _same_kinds(tuple(Counter(replace(w, name="") for w in stage.weights).items()))
 
 
@@ -188,26 +188,26 @@ def _same_kinds(weights: tuple[tuple[Weight, int], ...]) -> Kinds:
 
 @lru_cache(maxsize=4096)
 def table_of(stage: Work) -> Weight | None:
-    """The embedding of a stage, or the one that its logits share with the first stage."""
+    """Return the embedding of a stage, or the copy of it for tied logits; None: there is none."""
     return next((w for w in stage.weights if w.name == "embedding.weight"), None)
 
 
 def parameter_bytes(config: Config) -> int:
-    """Of one element: bf16 is trained on fp32 masters."""
+    """Return the bytes of an element of parameters; bf16 is trained on fp32 masters."""
     return max(BYTES[config.train.dtype], 4)
 
 
 def static_memory(
     config: Config, stages: Sequence[Work], layout: StageLayout
 ) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer of the rank that holds the most of some stages.
+    """Return the bytes of parameters, gradients and optimizer of the fullest rank of some stages.
 
     Args:
         config: Configuration of the run.
-        stages: Stages of that rank.
-        layout: Cuts them.
+        stages: Stages of the rank.
+        layout: Ranks that share the stages.
     """
-    # A tied table of two stages is updated once, and has two gradients; under FSDP there are two.
+    # A tied table of two stages is updated once, but has two gradients; FSDP stores it twice.
     tables = [table for stage in stages if (table := table_of(stage)) is not None]
     elements = sum(
         stage_elements(stage, layout, is_expert=is_expert)
@@ -223,15 +223,16 @@ def static_memory(
 
 
 def in_turn(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
-    """Bytes of gradients that come as activations go: whole ones, where nothing is under way then.
+    """Return the bytes of whole gradients that replace activations in memory.
 
-    With several microbatches those of the others are there when the first has left its gradients.
+    That happens with one microbatch alone: with several, activations of the others are still in
+    memory when the first has left its gradients.
     """
     return whole_gradients(config, stages, layout) if count_microbatches(config) == 1 else 0
 
 
 def whole_gradients(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
-    """Bytes of gradients that are reduced at the end of a stage, or of a step, and whole before."""
+    """Return the bytes of gradients that are whole until the end of a stage, or of a step."""
     by_block, found = config.mesh.gather == "block", 0
     if by_block and not config.mesh.reduce_once:
         return 0
@@ -248,20 +249,20 @@ def whole_gradients(config: Config, stages: Sequence[Work], layout: StageLayout)
 def buffer_bytes(
     config: Config, stages: Sequence[Work], layout: StageLayout, *, active_stages: int
 ) -> int:
-    """Bytes that come and go within a step.
+    """Return the bytes of temporary buffers of a step.
 
     Args:
         config: Configuration of the run.
         stages: Stages of one rank.
-        layout: Cuts them.
-        active_stages: Stages whose parameters are gathered at once.
+        layout: Ranks that share the stages.
+        active_stages: Number of stages whose parameters are gathered at once.
     """
     by_block = config.mesh.gather == "block"
     gathered = _gathered_by_block(config, stages, layout) if by_block else 0
     gathered += whole_gradients(config, stages, layout)
     if not by_block:
         reduced = [size.reduced for stage in stages for _, size in _units(config, stage, layout)]
-        gathered += max(reduced, default=0)  # side by side, for their reduction
+        gathered += max(reduced, default=0)  # flattened, for their reduction
     flat = 0
     for is_expert, shards, copies in (
         (False, layout.fsdp, layout.dp_replicate),
@@ -280,17 +281,17 @@ def buffer_bytes(
         (s.cast_bytes(size=size, tp=layout.tp, expert_ranks=shared) for s in kept), reverse=True
     )
     if not by_block and layout.is_sharded:
-        casts = casts[:active_stages]  # held while parameters are gathered
+        casts = casts[:active_stages]  # as long as parameters are gathered
     again = max(_recomputed(config, layout), _losing(config, stages, layout))
     return gathered + min(flat, SIDE_BY_SIDE) + round(sum(casts)) + messages + again
 
 
 def _gathered_by_block(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
-    """Bytes that are gathered at once where FSDP does so unit by unit.
+    """Return the bytes that are gathered at once where FSDP gathers unit by unit.
 
-    What is in no unit stays between a forward and its backward. Of units there are one that
-    computes and the next one; in backward the gradients of one, and those of the one before side by
-    side. The embedding, the output matrix and the largest block count as each other's neighbours.
+    Parameters in no unit stay from forward to backward. Of units, the running one and the next are
+    gathered; in backward there are also the gradients of one, and the flattened gradients of the
+    one before. Embedding, output matrix and the largest block count as neighbours of each other.
     """
     stay, most = 0, 0
     for stage in stages:
@@ -307,9 +308,9 @@ def _gathered_by_block(config: Config, stages: Sequence[Work], layout: StageLayo
 
 
 def _units(config: Config, stage: Work, layout: StageLayout) -> tuple[tuple[str, _Sharded], ...]:
-    """Return what each unit is gathered and reduced as, whole; what is in none stands under "".
+    """Return the whole bytes of each unit, under "" those of parameters in no unit.
 
-    Of blocks that are alike it has one.
+    Equal blocks are listed once.
     """
     has_ends = config.mesh.gather == "block" and not config.model.is_own
     units = _kinds_of_units(stage, has_ends=has_ends)
@@ -336,11 +337,11 @@ def _units_of(
 
 @lru_cache(maxsize=4096)
 def _kinds_of_units(stage: Work, *, has_ends: bool) -> tuple[tuple[str, Kinds], ...]:
-    """The parameters of units by their kinds."""
+    """Return the parameters of units by kind."""
     names = {weight.name for weight in stage.weights}
     is_first = any(name.startswith("layers.0.") for name in names)
     is_both = is_first and "norm.weight" in names and _ENDS[1] not in names
-    ends = _ENDS if has_ends and not is_both else ()  # a table that is read at both is in none
+    ends = _ENDS if has_ends and not is_both else ()  # a table that both ends read is in none
     units: dict[str, list[Weight]] = {}
     for weight in stage.weights:
         match = _BLOCK.match(weight.name)
@@ -363,19 +364,19 @@ def num_units(stage: Work, *, is_expert: bool) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def _unsharded(stage: Work, layout: StageLayout) -> Work:
-    """With the parameters that FSDP does not shard: their casts stay, others come and go."""
+    """Return a stage with the parameters that FSDP does not shard, whose casts stay in memory."""
     shards = {True: layout.expert_shard, False: layout.fsdp}
     left = tuple(weight for weight in stage.weights if shards[weight.spec.is_expert] == 1)
     return replace(stage, weights=left)
 
 
 def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
-    """Count bytes of a loss beside the logarithms that it keeps: copies of logits, or of a tile.
+    """Count the bytes of temporary copies of logits, of all of them or of a tile.
 
-    In backward two gradients of the size of all logits, of the logarithms and of the logits; where
-    ranks share the vocabulary one, of which a copy in the dtype of activations is made. With tiles
-    one gradient and such a copy, or that copy and what it gives to one of the gradients that are
-    added up; and as much of that of the input as is added up at once.
+    Without tiles, backward has gradients of the logarithms and of the logits; where ranks share the
+    vocabulary, one gradient and its copy in the dtype of activations. With tiles it has one
+    gradient and such a copy, or the copy and its product for a gradient that is accumulated; and
+    the accumulated gradient of the input of a tile.
     """
     logits = max((stage.logits for stage in stages), default=0)
     size = BYTES[config.train.dtype]
@@ -393,7 +394,7 @@ def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
 
 
 def _recomputed(config: Config, layout: StageLayout) -> int:
-    """Return what one layer keeps while backward computes it again."""
+    """Return the bytes that one layer keeps while backward recomputes it."""
     if config.train.recompute == "none":
         return 0
     tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
@@ -401,9 +402,9 @@ def _recomputed(config: Config, layout: StageLayout) -> int:
 
 
 def padding(config: Config, layout: StageLayout) -> float:
-    """Rows of a buffer for experts by those that are routed: 1 where as many travel as there are.
+    """Return the rows of a buffer for experts divided by the routed ones; 1 without such buffers.
 
-    See `mesh.ep_buffer`; it is the same however many tokens there are, but for a part of a row.
+    See `mesh.ep_buffer`; the ratio hardly depends on the number of tokens.
     """
     factor, model = config.mesh.ep_buffer, config.model
     if not factor or layout.ep == 1:
@@ -416,7 +417,7 @@ def padding(config: Config, layout: StageLayout) -> float:
 
 
 def message_bytes(config: Config, layout: StageLayout) -> int:
-    """Count bytes that a rank sends of a microbatch to the next stage, and of its gradient back."""
+    """Return the bytes that a rank sends to the next stage for a microbatch, and as many back."""
     sharing = layout.cp if config.model.transformers else layout.cp * layout.tp
     tokens = config.train.microbatch_size * config.data.seq_len // sharing
     return tokens * config.model.stage_width * BYTES[config.train.dtype]

@@ -163,7 +163,7 @@ class _Recorder:
 
     Args:
         stage: Stage, whose exchanges, attention and experts are replaced by functions that count.
-        num_ranks: Number of tensor-parallel ranks that the stage is cut over; 1 if prices divide.
+        num_ranks: Number of tensor-parallel ranks of a stage that cuts itself; 1 if prices divide.
     """
 
     def __init__(self, stage: Stage, *, num_ranks: int) -> None:

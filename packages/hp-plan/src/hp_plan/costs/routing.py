@@ -1,4 +1,4 @@
-"""Slots of each expert where no router runs: a model of skew, the same on all ranks. No torch.
+"""Slots of each expert when no router runs: a model of skew, the same on all ranks. No torch.
 
 Shape symbols: T tokens of a rank, K experts per token, E experts, W ranks that share them.
 """
@@ -22,9 +22,9 @@ _HALVINGS = 60
 _LARGEST_POWER = 1e6
 _MOST_LOADS = 8
 _MANY_TOKENS = 1 << 16
-"""So many that whole numbers of slots are in the ratio of shares."""
+"""Tokens that are enough for whole numbers of slots to have the ratio of shares."""
 ALL_LAYERS = "layers"
-"""What a file calls the shares of layers that it does not name."""
+"""Name in a file of the shares of layers that it does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,9 @@ class Skew:
 
     Attributes:
         name: Value of `--skew` on the command line.
-        gini: Gini coefficient of the shares, 0 to 1; None: `shares` gives them.
+        gini: Gini coefficient of the shares, 0 to 1; None: `shares` has them.
         shares: Share of each expert, of any sum, by the name of a layer such as `"layers.3"`;
-            layers without an entry have that of `ALL_LAYERS`, and where there is none either, all
-            experts get the same.
+            layers without an entry have the shares of `ALL_LAYERS`, and without that equal shares.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Skew:
     def slots(
         self, layer: str, *, num_tokens: int, top_k: int, num_experts: int, num_ranks: int
     ) -> tuple[int, ...]:
-        """Slots of each expert out of a rank's T tokens: E numbers of sum T * K, each at most T.
+        """Return the slots of each expert for T tokens: E numbers of sum T * K, each at most T.
 
         With a Gini coefficient, at most `_MOST_LOADS` of the ranks have different loads, which the
         others repeat: so few ranks stand for all.
@@ -71,7 +70,7 @@ class Skew:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of layers with shares of their own, and of all others."""
+        """Return the names of layers with shares of their own, and `ALL_LAYERS`."""
         return tuple(dict.fromkeys((*self.shares, ALL_LAYERS)))
 
 
@@ -86,7 +85,7 @@ def parse_skew(text: str, model: ModelConfig) -> Skew:
         model: Model of the run.
 
     Raises:
-        ConfigError: When it is nothing of that, or more unequal than K experts per token can be.
+        ConfigError: When it has another form, or is more unequal than K experts per token can be.
     """
     if text == "uniform":
         return Skew(text)
@@ -98,7 +97,7 @@ def parse_skew(text: str, model: ModelConfig) -> Skew:
 
 
 def busiest_load(skew: Skew, model: ModelConfig, num_ranks: int) -> float:
-    """Rows of the busiest of W ranks that share experts, by those of the mean; of all layers."""
+    """Return the rows of the busiest of W ranks divided by the mean, averaged over layers."""
     names = [f"layers.{index}" for index in range(model.num_layers) if not model.is_dense(index)]
     known = Counter(name if name in skew.shares else ALL_LAYERS for name in names)
     total = 0.0
@@ -118,9 +117,9 @@ def busiest_load(skew: Skew, model: ModelConfig, num_ranks: int) -> float:
 
 @lru_cache(maxsize=256)
 def rounded(shares: tuple[float, ...], total: int, *, most: int) -> tuple[int, ...]:
-    """Whole numbers in the ratio of shares, of a given sum and none above `most`.
+    """Round shares to whole numbers of a given sum, none above `most`.
 
-    What one would get beyond that goes to the others in the ratio of theirs.
+    The excess of a share goes to the others in the ratio of theirs.
     """
     wanted = _capped([share / sum(shares) * total for share in shares], most)
     numbers = [math.floor(number) for number in wanted]
@@ -133,9 +132,9 @@ def rounded(shares: tuple[float, ...], total: int, *, most: int) -> tuple[int, .
 
 @lru_cache(maxsize=256)
 def unequal(wanted: float, count: int, *, most: float) -> tuple[float, ...]:
-    """Shares of sum 1 with a Gini coefficient, none above `most`, always in the same order.
+    """Return shares of sum 1 with a Gini coefficient, none above `most`, in a fixed order.
 
-    A Lorenz curve x ** power, whose power is searched for.
+    They follow a Lorenz curve x ** power, whose power is searched by bisection.
     """
 
     def shares(power: float) -> list[float]:
@@ -156,10 +155,10 @@ def unequal(wanted: float, count: int, *, most: float) -> tuple[float, ...]:
 def rows_per_rank(
     slots: Sequence[int], num_tokens: int, top_k: int, num_ranks: int
 ) -> tuple[int, ...]:
-    """Return how many of T tokens go to each of W ranks at least once.
+    """Return the number of T tokens that go to each of W ranks at least once.
 
-    A token chooses an expert with the probability slots / T, whatever else it chooses; where all
-    experts get the same, it chooses any K with the same probability.
+    A token chooses an expert with probability slots / T, independently of its other choices; with
+    equal shares it chooses any K experts with the same probability.
     """
     num_local = len(slots) // num_ranks
     parts = [slots[rank * num_local :][:num_local] for rank in range(num_ranks)]
@@ -179,7 +178,7 @@ def _rows(slots: Sequence[int], num_tokens: int, top_k: int, *, num_experts: int
 
 
 def gini(numbers: Sequence[float]) -> float:
-    """Gini coefficient: 0 where all are equal, near 1 where one has everything."""
+    """Return the Gini coefficient: 0 if all are equal, near 1 if one number has everything."""
     count, total = len(numbers), sum(numbers)
     weighted = sum(rank * number for rank, number in enumerate(sorted(numbers), start=1))
     return 2 * weighted / (count * total) - (count + 1) / count
@@ -200,7 +199,7 @@ def _coefficient(text: str, model: ModelConfig) -> float:
 
 
 def _capped(numbers: Sequence[float], most: float) -> list[float]:
-    """Return what exceeds a bound goes to the others, in the ratio of what they have."""
+    """Cap numbers at a bound, and share the excess among the others in their ratio."""
     found = list(numbers)
     full: set[int] = set()
     while excess := [i for i, number in enumerate(found) if number > most and i not in full]:

@@ -1,4 +1,4 @@
-"""Costs as JSON can have them: what stands in several places is written once. No torch."""
+"""Costs in types that JSON has; equal parts are stored once. No torch."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,22 +10,21 @@ from hp_plan.costs.work import BlockWork, Kernel, Kernels, ModelWork, Weight, Wo
 from hp_trainer.config import ModelConfig
 
 Key = tuple[ModelConfig, int, int, str, int, int]
-"""What a run of the model depends on: its configuration, vocabulary, sequence length and dtype;
-and where it cuts itself, how many ranks share its matrices, and whether they share its experts: 2
-where they do, whatever their number."""
+"""Everything that learned costs depend on: configuration of the model, vocabulary, sequence length
+and dtype; if the model cuts itself, tensor-parallel ranks and min(2, expert-parallel ranks)."""
 
 
 class StoredModel(Struct, frozen=True):
-    """A `ModelWork`: works are told apart by identity, so others name them by their places.
+    """A `ModelWork` whose works are stored once each, and named by their index.
 
     Attributes:
-        works: All of them, each once.
-        blocks: Places of the three parts of each block.
-        before: Place of that of `ModelWork`, as the three that follow.
-        after: See there.
-        loss: See there.
-        tiled_loss: See there.
-        tied: Those of `ModelWork`.
+        works: All works, each once.
+        blocks: Indices of the three parts of each block.
+        before: Index of the work `ModelWork.before`.
+        after: Index of the work `ModelWork.after`.
+        loss: Index of `ModelWork.loss`.
+        tiled_loss: Index of `ModelWork.tiled_loss`.
+        tied: `ModelWork.tied`.
     """
 
     works: tuple[Work, ...]
@@ -37,14 +36,14 @@ class StoredModel(Struct, frozen=True):
     tied: tuple[Weight, ...]
 
     def __post_init__(self) -> None:
-        """Refuse places where there is nothing: of a file that somebody has written into."""
+        """Refuse indices out of range, as a file may have been changed."""
         named = (self.before, self.after, self.loss, self.tiled_loss, *chain(*self.blocks.values()))
         if not all(0 <= place < len(self.works) for place in named):
             raise ValueError(f"places must be below the number of works ({len(self.works)})")
 
     @classmethod
     def of(cls, model: ModelWork) -> "StoredModel":
-        """Of what was learned."""
+        """Return the stored form of a model."""
         places: dict[Work, int] = {}
 
         def place(work: Work) -> int:
@@ -69,7 +68,7 @@ class StoredModel(Struct, frozen=True):
 
     @property
     def model(self) -> ModelWork:
-        """Return what was learned."""
+        """Return the model in its usual form."""
         works = self.works
         return ModelWork(
             before=works[self.before],
@@ -88,17 +87,17 @@ _Counts = tuple[tuple[Kernel, int], ...]
 
 
 class StoredKernels(Struct, frozen=True):
-    """Kernels of parts by name: in forward, in backward, and what runs again.
+    """Kernels of parts by name: of forward, of backward, and those that run again.
 
     Attributes:
-        parts: Each kernel with its number.
+        parts: Kernels of each part, each with its number.
     """
 
     parts: dict[str, tuple[_Counts, _Counts, _Counts]]
 
     @classmethod
     def of(cls, kernels: Mapping[str, Kernels]) -> "StoredKernels":
-        """Of what was learned."""
+        """Return the stored form of kernels."""
         return cls(
             {
                 name: (
@@ -112,7 +111,7 @@ class StoredKernels(Struct, frozen=True):
 
     @property
     def kernels(self) -> dict[str, Kernels]:
-        """Return what was learned."""
+        """Return the kernels in their usual form."""
         return {
             name: Kernels(*(Counter(dict(way)) for way in ways))
             for name, ways in self.parts.items()

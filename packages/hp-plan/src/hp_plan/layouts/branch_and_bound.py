@@ -324,7 +324,7 @@ class BranchAndBound:
         Args:
             candidate: Layouts that share stages with this one.
             layout: Layout to simulate.
-            known: Bound of critical paths that was tried before, in seconds.
+            known: Earlier bound of critical paths, in seconds.
         """
         steps = self._walk(
             layout.pipeline,

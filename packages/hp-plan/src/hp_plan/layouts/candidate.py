@@ -19,15 +19,15 @@ Peaks = Sequence[Sequence[Sequence[int]]]
 
 
 class Candidate:
-    """Layouts that differ in their schedules alone, which have their stages at the same places.
+    """Layouts that differ in their schedules alone, with the same stages on the same ranks.
 
     Args:
-        prices: Prices of their stages.
-        layout: One of them.
+        prices: Prices of stages.
+        layout: One of the layouts.
         stage_to_rank: Pipeline rank of each stage.
 
     Attributes:
-        layout: One of them.
+        layout: One of the layouts.
         is_sharded: Whether schedules gather the parameters of stages.
         last: Seconds after the pipeline.
     """
@@ -52,23 +52,23 @@ class Candidate:
 
     @cached_property
     def by_block(self) -> "Candidate":
-        """The same, gathered block by block."""
+        """Return the same layouts with gathers by block."""
         mesh = replace(self.layout.mesh, gather="block")
         return Candidate(self._all, replace(self.layout, mesh=mesh), self._stage_to_rank)
 
     @cached_property
     def bound_by_block(self) -> float:
-        """Return what `bound` is of `by_block`."""
+        """Return `by_block.bound`, without making that candidate."""
         times = reductions(self.layout)
         return self._bound([price.by_block(times) for price in self._prices])
 
     @cached_property
     def bound(self) -> float:
-        """No order of the steps takes less.
+        """Return a lower bound on the seconds of a step, for any order of the schedule's steps.
 
-        Each rank computes its own after its first input and parameters, and reduces gradients after
-        it; but for weight gradients, what it computes is followed by the backward of the stages in
-        front of its own; and its collectives go one by one.
+        Each rank computes after its first input and parameters have arrived, and then reduces
+        gradients. Its compute, without weight gradients, is followed by the backward of the stages
+        in front of it. Its collectives run one after the other.
         """
         return self._bound(self._prices)
 
@@ -94,12 +94,12 @@ class Candidate:
         return longest + self.last
 
     def needed(self, peaks: Peaks) -> float:
-        """Bytes of the rank that needs most, with peaks of `hp_schedule.Precedence`."""
+        """Return the bytes of the fullest rank, with peaks of `hp_schedule.Precedence`."""
         kept = [price.kept for price in self._prices]
         return self._most([max(sum(map(mul, kept, time)) for time in times) for times in peaks])
 
     def least_needed(self, peaks: Peaks) -> float:
-        """No more than that with a schedule of the kind of which others have more under way."""
+        """Return a lower bound on `needed` of any schedule with at least these peaks."""
         kept = [[self._prices[stage].kept for stage in stages] for stages in self._mine]
         return self._most(
             [
@@ -115,7 +115,7 @@ class Candidate:
 
     @cached_property
     def _fixed(self) -> list[tuple[int, int]]:
-        """Say what each rank needs whatever is under way, and how much of it comes as that goes."""
+        """Return the bytes of each rank without activations, and those that replace activations."""
         config, prices = self.layout, self._all
         firsts = [stage.first for stage in Layout.of(config.mesh).stages]
         known: dict[object, tuple[int, int]] = {}
@@ -130,7 +130,7 @@ class Candidate:
         return found
 
     def costs(self, order: Precedence) -> list[float]:
-        """Return what the steps of one of their schedules cost; it is the same for all."""
+        """Return the costs of the steps of a schedule, which are the same for all schedules."""
         if not self._costs:
             config, machine = self.layout, self._all.machine
             self._costs = order.flat(costs_of(config, machine, self._prices, edges=order.edges))

@@ -1,12 +1,12 @@
 """Measure the rates of this machine with the model that is to be trained.
 
-Processes train a few steps with microbatches of two sizes, which tells what a product and what a
-layer by itself takes: that of the config, and a smaller one, as ranks that share a sequence have.
-Twice as large ones leave the caches, and hide what a layer takes by itself. On a CPU processes are
-two: a core is slower while the others compute. They then train layouts in which layers exchange,
-which tells what an exchange takes beside its bytes: the work of its host, and the wait for the rank
-that comes later. What bytes take is told by two processes that compute and exchange messages in
-turn; so is the rest where no such layout is allowed.
+Processes train a few steps with microbatches of two sizes, from which the rate of products and the
+fixed seconds of a layer follow: the size of the config, and a smaller one, as ranks that share a
+sequence have. Larger microbatches would leave the caches and hide the fixed seconds. On a CPU there
+are two processes, since a core is slower while others compute. They then train layouts whose layers
+exchange, from which the latency of an exchange follows: the work of its host, and the wait for the
+slower rank. The bandwidth is measured by two processes that compute and exchange messages in turn;
+so is the latency if no such layout is allowed.
 """
 
 import json
@@ -43,26 +43,26 @@ _FIRST, _LONGEST = 2, 3  # rounds that are not counted
 _ATTEMPTS = 4
 _RESULT = "measured.json"
 _MOST_FIXED = 0.9
-"""Share of a microbatch's time that layers take by themselves, at most."""
+"""Maximum share of a microbatch's seconds that are fixed seconds of layers."""
 _EXCHANGING: tuple[dict[str, object], ...] = (
     {"mesh.dp_replicate": 2, "mesh.ep": 2},
     {"mesh.tp": 2},
     {"mesh.cp": 2},
 )
-"""Layouts that tell what an exchange takes."""
+"""Layouts from which the latency of an exchange follows."""
 
 
 def measure(config: Config) -> tuple[Machine, str]:
-    """Measure what a device of this machine does.
+    """Measure the rates of a device of this machine.
 
     Args:
-        config: Gives the model, the dtype and the microbatch size.
+        config: Config with the model, the dtype and the microbatch size.
 
     Returns:
-        The machine, all devices in one node, and the flags that say the same without measuring.
+        Machine with all devices in one node, and the flags for the same rates without measuring.
 
     Raises:
-        HpError: When a process failed; the launcher has said why.
+        HpError: When a process failed, which the launcher has reported.
     """
     size = config.train.microbatch_size
     sizes = (max(1, size // 4), size) if size > 1 else (1, 2)
@@ -92,26 +92,24 @@ def measure(config: Config) -> tuple[Machine, str]:
 def machine_of(
     config: Config, timed: Mapping[int, dict[str, float]], link: dict[str, float]
 ) -> Machine:
-    """Solve for rates: time is tokens times the time of a token, plus that of the layers.
+    """Solve for rates: seconds are tokens times seconds per token, plus fixed seconds of layers.
 
     Args:
         config: Configuration that was timed.
-        timed: What `time_model` found with microbatches of two sizes, the smaller one first.
-        link: What `time_link` found.
+        timed: Results of `time_model` with microbatches of two sizes, the smaller one first.
+        link: Result of `time_link`.
     """
     (few, small), (many, large) = timed.items()
     work = whole_model(config, int(small["vocab_size"]))
     # Forward, and backward as two forwards.
     first, second = small["microbatch"] / 3, large["microbatch"] / 3
-    # Where the smaller one takes as long, all is time of the layers; where it takes its share of
-    # the larger one or less, nothing is.
+    # If both sizes take the same time, all of it is fixed; if the time is proportional, none is.
     fixed = min(max(first * many - second * few, 0.0) / (many - few), _MOST_FIXED * second)
     per_token = (second - fixed) / (many * config.data.seq_len)
     parameters, gradients, optimizer = static_memory(config, [work], StageLayout())
     touched = 2 * parameters + gradients + 2 * optimizer
     bandwidth = (_LARGE - _SMALL) / max(link["large"] - link["small"], 1e-9)
-    # What a step does beside microbatches: sums over replicas, which have a price of their own,
-    # norms, and the update.
+    # The rest of a step: sums over replicas, which have a price of their own, norms, the update.
     rest = min(small["rest"], large["rest"]) - small["ranks"] // 2 * gradients / bandwidth
     return Machine(
         flops=work.flops / per_token,
@@ -128,11 +126,11 @@ def machine_of(
 
 
 def with_latency(machine: Machine, timed: Sequence[tuple[Config, dict[str, float]]]) -> Machine:
-    """Solve for what an exchange takes beside its bytes, on average; no less than by itself.
+    """Solve for the mean latency of an exchange, which is at least that of a message alone.
 
     Args:
-        machine: What is known else.
-        timed: Layouts of two ranks that exchange inside layers, with what `time_model` found.
+        machine: Machine with all other rates.
+        timed: Layouts of two ranks that exchange inside layers, with results of `time_model`.
     """
     waited = messages = 0.0
     for config, found in timed:
@@ -151,12 +149,12 @@ def with_latency(machine: Machine, timed: Sequence[tuple[Config, dict[str, float
         messages += dear - free
     if not messages:
         return machine
-    latency = max(machine.latency, waited / messages)  # by itself it takes no longer
+    latency = max(machine.latency, waited / messages)  # in training no less than alone
     return machine.with_values(latency=latency, node_latency=latency)
 
 
 def _exchanging(config: Config, *, size: int) -> list[Config]:
-    """Layouts of two ranks that exchange inside layers, of those that are allowed the first two."""
+    """Return the first two valid layouts of two ranks that exchange inside layers."""
     layouts = []
     for axes in _EXCHANGING:
         ranks = 1 if "mesh.dp_replicate" not in axes else 2
@@ -196,7 +194,7 @@ def _run(folder: Path, config: Config, function: str) -> dict[str, float]:
 
 
 def time_model(config: Config, *, worker: Worker) -> int:
-    """Train a few steps, and leave the median times of their parts on this rank."""
+    """Train a few steps, and write the median seconds of their parts on this rank."""
     trainer = start(config, worker)
     microbatches, updates, others = [], [], []
     for _ in range(_STEPS):
@@ -221,7 +219,7 @@ def time_model(config: Config, *, worker: Worker) -> int:
     else:
         memory = torch.cuda.get_device_properties(trainer.device).total_memory
     result = {
-        # The first step allocates what the others find.
+        # The first step also allocates memory.
         "microbatch": statistics.median(microbatches[1:]),
         "optimizer": statistics.median(updates[1:]),
         "rest": statistics.median(others[1:]),
@@ -241,7 +239,7 @@ _COMPUTE = (MetaStepType.FWD, MetaStepType.BWD)
 
 
 def time_link(config: Config, *, worker: Worker) -> int:
-    """Exchange messages between two ranks that compute, and leave the mean times of one."""
+    """Exchange messages between two ranks that compute, and write the mean seconds of a message."""
     launch = config.launch
     runtime = initialize(
         worker.info,
@@ -266,10 +264,10 @@ def time_link(config: Config, *, worker: Worker) -> int:
             launch_all_to_all(message, group=group).wait()
             synchronize(runtime.device)
             seconds.append(time.perf_counter() - began)
-        # Of each round the mean of both ranks: where one waits, the other works.
+        # The mean of both ranks in each round: while one waits, the other works.
         sums = torch.tensor(seconds[_FIRST:], dtype=torch.float64)
         dist.all_reduce(sums, group=runtime.control)
-        # Most waits are short, and training pays for all; the longest are of other programs.
+        # Training pays for all waits, but the longest come from other programs.
         return statistics.fmean(sorted((sums / 2).tolist())[:-_LONGEST])
 
     for _ in range(_ATTEMPTS):  # other programs may be busy during one of them
@@ -289,6 +287,6 @@ def _cores() -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a device was given to do."""
+    """Wait until a device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Plans as text: a table, what the best one consists of, and why it is the best. No torch."""
+"""Plans as text: a table, the parts of the best one, and reasons why it is the best. No torch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -14,7 +14,7 @@ _NEGLIGIBLE = 0.005
 
 
 def table(estimates: Sequence[Estimate]) -> list[str]:
-    """One line per layout; on a GPU with what share of the compute the host launches kernels."""
+    """Return one line per layout; on a GPU with the host's launches as a share of compute."""
     is_launched = any(e.host for e in estimates)
     column = f"  {'host':>5}" * is_launched
     lines = [
@@ -34,7 +34,7 @@ def table(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def details(estimate: Estimate) -> list[str]:
-    """Return where the time and the memory of a layout go, and what its ranks send."""
+    """Return lines about the time, the memory and the transfers of a layout."""
     memory = estimate.memory
     parts = ", ".join(
         f"{part} {in_seconds(seconds)}" for part, seconds in estimate.parts.items() if seconds
@@ -62,13 +62,13 @@ def _host_binds(estimate: Estimate) -> bool:
 
 
 def _host(estimate: Estimate) -> str:
-    """For what share of the compute the busiest host launches; empty where that has no price."""
+    """Return the launches of the busiest host as a share of compute; empty if not priced."""
     compute = estimate.parts["compute"]
     return f"{estimate.host / compute:.0%}" if estimate.host and compute else ""
 
 
 def reasons(choice: Choice, machine: Machine) -> list[str]:
-    """Why the first layout is the best of a choice."""
+    """Return lines about why the first layout is the best of a choice."""
     best = choice.best[0]
     of = f"all layouts of {choice.num_meshes} meshes"
     if not choice.is_complete:
@@ -90,7 +90,7 @@ def reasons(choice: Choice, machine: Machine) -> list[str]:
 
 
 def _rivals(choice: Choice) -> list[tuple[str, Estimate]]:
-    """The best layout that differs in the mesh, and the best that differs in the schedule alone."""
+    """Return the best layout with another mesh, and the best with another schedule alone."""
     best, *others = choice.best
     found: dict[str, Estimate] = {}
     for other in others:
@@ -100,7 +100,7 @@ def _rivals(choice: Choice) -> list[tuple[str, Estimate]]:
 
 
 def _difference(best: Estimate, other: Estimate) -> str:
-    """Return what the other one spends more on, and less."""
+    """Return the parts on which the other layout spends more, and less."""
     more: list[str] = []
     less: list[str] = []
     for part, seconds in other.parts.items():
@@ -112,7 +112,7 @@ def _difference(best: Estimate, other: Estimate) -> str:
 
 
 def name(estimate: Estimate) -> str:
-    """A layout in words."""
+    """Return a layout in words."""
     config = estimate.config
     pipeline = config.pipeline
     stages = f" x {pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
@@ -133,7 +133,7 @@ _GIVEN_UP = {"keep": "", "recompute": "run again", "offload": "copied to the hos
 
 
 def as_dict(estimate: Estimate) -> Mapping[str, object]:
-    """A layout for programs: keys of the config, seconds and bytes."""
+    """Return a layout for programs: keys of the config, seconds and bytes."""
     config, memory = estimate.config, estimate.memory
     mesh = {f"mesh.{key}": getattr(config.mesh, key) for key in config.mesh.__struct_fields__}
     return {
@@ -159,14 +159,14 @@ def as_dict(estimate: Estimate) -> Mapping[str, object]:
 
 
 def in_seconds(value: float) -> str:
-    """Seconds in the unit that fits."""
+    """Return seconds in the unit that fits."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
 
 
 def in_bytes(value: float) -> str:
-    """Bytes in the unit that fits."""
+    """Return bytes in the unit that fits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Lay a pipeline schedule over the costs of its stages: memory and time of a layout. No torch."""
+"""Memory and time of a layout: its pipeline schedule, simulated with stage costs. No torch."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -38,18 +38,17 @@ from hp_trainer.layout.schedules import (
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The price of a step with a layout. Times are in seconds, of the mean rank; they add up.
+    """The price of a step with a layout.
 
     Attributes:
         config: Configuration of the layout.
-        seconds: Time of the step.
-        parts: "compute", "idle" (in the pipeline, waits for messages included), "exchanges" inside
-            layers (of experts, tensor- and context-parallel ranks, none of them hidden),
-            "gradients" and "optimizer".
-        exposed: Time for which the rank that does so longest waits for messages and parameters that
-            somebody has computed already.
-        host: Seconds for which the busiest host launches kernels; 0 where they are not priced.
-        memory: Memory of the rank that needs most.
+        seconds: Seconds of the step.
+        parts: Seconds of the mean rank, which sum to `seconds`: "compute", "idle" (in the pipeline,
+            waits for messages included), "exchanges" inside layers (of experts, tensor- and
+            context-parallel ranks, none of them hidden), "gradients" and "optimizer".
+        exposed: Most seconds that a rank waits for messages and parameters after they are computed.
+        host: Seconds for which the busiest host launches kernels; 0 if launches have no price.
+        memory: Memory of the fullest rank.
         transfers: Transfers by purpose, of the rank that sends most for it.
     """
 
@@ -68,28 +67,28 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Return the tokens per second of all ranks together."""
         return self.config.train.global_batch_size * self.config.data.seq_len / self.seconds
 
 
 class Plan:
-    """The stages of a layout and what they cost on a machine.
+    """The stages of a layout and their prices on a machine.
 
     Attributes:
-        layout: Its ranks.
-        num_microbatches: Microbatches of a step.
-        stages: Stages of the whole pipeline.
-        ranks: The ranks of each pipeline rank, where they are in their nodes.
-        places: The same of each stage.
-        prices: What each stage costs.
+        layout: Ranks of the layout.
+        num_microbatches: Number of microbatches of a step.
+        stages: Work of the stages of the whole pipeline.
+        ranks: Ranks of each pipeline rank, as they lie in their nodes.
+        places: Ranks of each stage, as they lie in their nodes.
+        prices: Price of each stage.
         cores: Cores of one pipeline; None: as many as it has ranks.
 
     Args:
         config: Configuration of the layout; checked, with `mesh.gather` decided.
         machine: Machine with as many devices as the layout has ranks.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
-        spread: Where the experts of a token are; None: by even chances, by hp-expert's dispatcher.
-        prices: Prices of other layouts on the machine; they have their own spread. None: new ones.
+        spread: Spread of a token's experts over ranks; None: even, with hp-expert's dispatcher.
+        prices: Prices of other layouts on the machine, with their spread; None: new ones.
     """
 
     def __init__(
@@ -117,11 +116,11 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch that attention sees on a rank."""
+        """Return the tokens of a microbatch that attention sees on a rank."""
         return self.config.train.microbatch_size * self.config.data.seq_len // self.config.mesh.cp
 
     def schedule(self) -> Schedule:
-        """Compute steps, and those of sharded parameters; messages are priced by their edges."""
+        """Return the schedule without messages, which edges price, but with gathers by stage."""
         is_sharded = self.config.mesh.gather == "stage" and any(
             place.is_sharded for place in self.layout.stages
         )
@@ -130,11 +129,11 @@ class Plan:
         )
 
     def stages_of(self, schedule: Schedule, rank: int) -> tuple[Work, ...]:
-        """The stages of a pipeline rank."""
+        """Return the stages of a pipeline rank."""
         return tuple(self.stages[index] for index in schedule.stages_of(rank))
 
     def estimate(self) -> Estimate:
-        """Simulate the schedule."""
+        """Simulate the schedule, and return the estimate."""
         schedule = self.schedule()
         simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
         ranks, places = range(self.layout.pp), self.ranks
@@ -175,7 +174,7 @@ class Plan:
         )
 
     def costs(self, schedule: Schedule) -> Costs:
-        """Return what the steps of a schedule cost."""
+        """Return the costs of the steps of a schedule."""
         return costs_of(self.config, self.machine, self.prices, edges=schedule.edges)
 
     def _transfers(self, schedule: Schedule) -> tuple[Transfer, ...]:
@@ -202,7 +201,7 @@ class Plan:
             [shard_transfer(config, stage, place, machine, what=what) for stage in stages]
             for what in ("gathered", "reduced")
         )
-        # Gathered as often as the schedule says, reduced once; or both for every microbatch.
+        # By stage: gathers of the schedule and one reduction; by block both for every microbatch.
         gathered, reduced = rounds / max(1, len(stages)), 1.0
         if config.mesh.gather == "block":
             gathered = 2.0 * self.num_microbatches
@@ -223,18 +222,18 @@ class Plan:
 def plain_schedule(
     pipeline: PipelineConfig, pp: int, num_microbatches: int, *, is_sharded: bool
 ) -> Schedule:
-    """A schedule without messages; with the steps of sharded parameters where there are any."""
+    """Return a schedule without messages; with gathers by stage if parameters are sharded."""
     schedule = compute_schedule(
         pipeline, num_ranks=pp, num_microbatches=num_microbatches, paired=False
     )
-    assert schedule is not None  # the rules have laid it out
+    assert schedule is not None  # the rules have built it
     if is_sharded:
         schedule = add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
     return schedule
 
 
 def _neighbours(num_stages: int) -> list[tuple[int, int]]:
-    """(receiving stage, sending stage), in both directions."""
+    """Return pairs of receiving and sending stage, in both directions."""
     forward = [(stage + 1, stage) for stage in range(num_stages - 1)]
     return forward + [(first, second) for second, first in forward]
 

@@ -1,8 +1,8 @@
-"""The choice of how FSDP gathers where the config leaves it open: `mesh.gather = "auto"`.
+"""The choice of FSDP's gathers for `mesh.gather = "auto"`: by stage or by block. No torch.
 
-By stage sends least and holds most; by block gathers while it computes, but for every microbatch.
-What fits into the memory of a device is taken, and of two that fit the one with the shorter step;
-by what `hp plan` counts, which decides it for the trainer, for dry runs and for itself. No torch.
+By stage sends least and needs most memory; by block overlaps gathers with compute, but gathers for
+every microbatch. If one of them fits into the memory of a device, it is chosen; if both fit, the
+one with the shorter step. The estimates of `hp plan` decide, also for the trainer and dry runs.
 """
 
 from hp_plan.costs import modules
@@ -18,17 +18,17 @@ from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.schedules import KINDS, count_microbatches, count_stages
 
 ROOM = 0.05
-"""Share of a device that is left: dry runs by stage reserved up to 4 % more than is counted."""
+"""Share of a device that stays free: dry runs by stage reserved up to 4 % more than estimated."""
 
 
 def estimate(
     config: Config, machine: Machine, *, vocab_size: int, spread: Spread | None = None
 ) -> Estimate:
-    """Return what a layout costs on a machine.
+    """Return the estimate of a layout on a machine.
 
     Args:
         config: Configuration of the layout; checked.
-        machine: What its devices do.
+        machine: Machine with as many devices.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         spread: See `Plan`.
     """
@@ -38,7 +38,7 @@ def estimate(
 def planned(
     config: Config, machine: Machine, *, vocab_size: int, spread: Spread | None = None
 ) -> Plan:
-    """The stages of a layout and what they cost, with "stage" or "block" in the place of "auto"."""
+    """Return the plan of a layout, with "stage" or "block" in place of "auto"."""
     config = decided(config, machine, vocab_size=vocab_size, spread=spread)
     return Plan(config, machine, vocab_size=vocab_size, spread=spread)
 
@@ -46,11 +46,11 @@ def planned(
 def decided(
     config: Config, machine: Machine, *, vocab_size: int, spread: Spread | None = None
 ) -> Config:
-    """The config with "stage" or "block" in the place of "auto"; every rank finds the same.
+    """Return the config with "stage" or "block" in place of "auto", the same on every rank.
 
     Args:
-        config: Checked.
-        machine: Its memory is that of the smallest device of the run.
+        config: Checked config.
+        machine: Machine with the memory of the smallest device of the run.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
         spread: See `Plan`.
     """
@@ -73,16 +73,16 @@ def decided(
 
 
 def fits(config: Config, needed: float, machine: Machine) -> bool:
-    """Tell whether the rank that needs most has room on a device, by the bytes that are counted."""
+    """Tell whether the estimated bytes of the fullest rank fit into a device."""
     return needed <= room(config, machine)
 
 
 def room(config: Config, machine: Machine) -> float:
-    """Bytes of a device that a layout may count on.
+    """Return the bytes of a device that a layout may use.
 
     Args:
-        config: Configuration of the layout; decided.
-        machine: Its memory is that of the smallest device.
+        config: Config with `mesh.gather` decided.
+        machine: Machine with the memory of the smallest device.
     """
     by_stage = config.mesh.gather == "stage" and _is_sharded(config)
     return (1 - ROOM * by_stage) * machine.memory
@@ -93,16 +93,16 @@ def _is_sharded(config: Config) -> bool:
 
 
 def most_memory(config: Config, machine: Machine, *, vocab_size: int) -> Memory:
-    """Return what the rank needs that needs most.
+    """Return the memory of the fullest rank.
 
     Args:
-        config: Checked, and decided.
-        machine: What devices hold besides tensors.
+        config: Checked config with `mesh.gather` decided.
+        machine: Machine with the margins of devices.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
     """
     mesh, pipeline = Layout.of(config.mesh), config.pipeline
     works = modules.stages(config, vocab_size, num_stages=count_stages(config))
-    # No more is under way with many microbatches than with few.
+    # Many microbatches have no more activations at once than few.
     few = min(count_microbatches(config), 2 * mesh.pp)
     schedule = KINDS[pipeline.schedule].build(mesh.pp, few, pipeline.stages_per_rank)
     tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp

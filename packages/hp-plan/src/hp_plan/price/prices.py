@@ -1,7 +1,7 @@
-"""Prices of stages at their places: each worked out once for all layouts that ask. No torch.
+"""Prices of stages on their ranks, each computed once for all layouts. No torch.
 
-Of a layout only a few things matter to one of its stages: which ranks share it, how many tokens a
-microbatch has, and how its parameters are gathered. Thousands of layouts have these in common.
+The price of a stage depends on a few properties of a layout: the ranks that share the stage, the
+tokens of a microbatch, and the gathers of its parameters. Thousands of layouts share these.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,20 +41,21 @@ _EVEN = Spread()
 
 
 class StagePrice(NamedTuple):
-    """Seconds of a stage for a microbatch, and the bytes that one keeps.
+    """Seconds of a stage for a microbatch, and the bytes that it keeps.
 
     Attributes:
-        forward: Forward.
-        input_grad: Backward of activations, for which other stages wait, with what runs again.
-        weight_grad: The rest of it.
-        exchanges: Seconds of these that are exchanges inside its layers.
-        gathered: Gathering its parameters once; 0 where that happens block by block, within forward
-            and backward.
-        reduced: Likewise, reducing its gradients once.
-        device: What the device takes for all that it computes.
-        host: What the host takes to launch all of it.
+        forward: Seconds of forward.
+        input_grad: Seconds of the backward of activations, for which other stages wait, with
+            recomputation.
+        weight_grad: Seconds of the rest of backward.
+        exchanges: Seconds of exchanges inside layers, included above.
+        gathered: Seconds to gather its parameters once; 0 if blocks are gathered within forward and
+            backward.
+        reduced: Seconds to reduce its gradients once; 0 if blocks are reduced within backward.
+        device: Seconds that the device computes.
+        host: Seconds that the host takes to launch all kernels.
         kept: Bytes that a microbatch keeps from forward to backward.
-        message: Bytes of what a stage is given for one.
+        message: Bytes of the input of a microbatch.
     """
 
     forward: float
@@ -70,11 +71,11 @@ class StagePrice(NamedTuple):
 
     @property
     def full(self) -> float:
-        """Forward and backward."""
+        """Return the seconds of forward and backward."""
         return self.forward + self.input_grad + self.weight_grad
 
     def by_block(self, reductions: float) -> "StagePrice":
-        """The same where blocks are gathered while others compute, and in backward reduced.
+        """Return the price if blocks are gathered, and in backward reduced, while others compute.
 
         Args:
             reductions: Reductions of a gradient for each microbatch, at most 1.
@@ -92,9 +93,9 @@ class Prices:
     """Prices of the stages of layouts that differ in mesh, pipeline, microbatches, recomputation.
 
     Args:
-        machine: Their machine.
+        machine: Machine of the layouts.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
-        spread: Where the experts of a token are.
+        spread: Spread of a token's experts over ranks.
     """
 
     def __init__(self, machine: Machine, vocab_size: int, spread: Spread) -> None:
@@ -113,7 +114,7 @@ class Prices:
         Args:
             config: Configuration of the layout.
             stages: Stages of the whole pipeline.
-            places: The ranks of each.
+            places: Ranks of each stage.
         """
         num = len(stages)
         kernels: Sequence[Kernels | None] = [None] * num
@@ -122,7 +123,7 @@ class Prices:
         layers = map(len, layers_of_stages(config, num))
         _, slowed = cores_of(self.machine, Layout.of(config.mesh))
         found: list[StagePrice] = []
-        known: dict[tuple[int, int], StagePrice] = {}  # most stages are like others before them
+        known: dict[tuple[int, int], StagePrice] = {}  # most stages equal an earlier one
         for stage, place, mine, number in zip(stages, places, kernels, layers, strict=True):
             key = id(stage), id(place)
             if key not in known:
@@ -146,11 +147,11 @@ class Prices:
 
         Args:
             config: Configuration of the layout.
-            stage: The stage.
-            place: The ranks that share it.
-            kernels: What it launches; None: it is priced as products and layers.
-            layers: Layers that it has.
-            slowed: Factor by which ranks are slower that share cores.
+            stage: Work of the stage.
+            place: Ranks that share the stage.
+            kernels: Kernels of the stage; None: it is priced by products and layers.
+            layers: Number of its layers.
+            slowed: Factor by which ranks that share cores are slower.
         """
         mesh = config.mesh
         once = count_microbatches(config) if mesh.reduce_once else 0
@@ -166,7 +167,7 @@ class Prices:
         return found
 
     def parts(self, pipeline: PipelineConfig) -> int:
-        """Parts of a microbatch that each take the time of layers by themselves."""
+        """Return the number of parts of a microbatch that each take a layer's fixed seconds."""
         splits = KINDS[pipeline.schedule].splits_backward and bool(self.machine.layer_seconds)
         return 2 + splits
 
@@ -203,7 +204,7 @@ class Prices:
         ]
 
     def _seconds_of_each(self, config: Config, place: StageLayout) -> list[list[float]]:
-        """Seconds for one of each that `EXCHANGED` names, in forward and in backward."""
+        """Return the seconds of one unit of each of `EXCHANGED`, in forward and in backward."""
         found: list[list[float]] = []
         ranks = {"summed": place.tp, "heads": place.cp, "attentions": place.cp}
         ranks |= {"balances": place.tp * place.cp, "losses": place.tp}
@@ -221,7 +222,7 @@ class Prices:
         return [list(column) for column in zip(*found, strict=True)]
 
     def gather(self, config: Config, stage: Work, place: StageLayout) -> tuple[float, float]:
-        """Seconds to gather the parameters of a stage, and to reduce their gradients."""
+        """Return the seconds to gather the parameters of a stage, and to reduce their gradients."""
         key = (kinds_of(stage), place)
         found = self._gathers.get(key)
         if found is None:
@@ -241,7 +242,7 @@ class Prices:
         layers: int,
         slowed: float,
     ) -> Compute:
-        """Return what a stage computes for a microbatch of tokens that attention sees on a rank."""
+        """Return the compute of a stage for the tokens that attention sees on a rank."""
         machine, number = self.machine, tokens / place.tp
         if kernels is not None:
             rates = rates_of(machine, is_compiled=config.train.compile != "none", slowed=slowed)
@@ -250,17 +251,17 @@ class Prices:
         alone = slowed * layers * machine.layer_seconds
         busy = slowed * number * stage.flops / machine.flops + alone
         repeated = stage.again.flops / stage.flops if stage.again else 0.0
-        # What runs again takes as long as it did; weight gradients that are put off run by
+        # Recomputation takes as long as its forward; weight gradients of a split backward run by
         # themselves, layer by layer.
         weights = (self.parts(config.pipeline) - 2) * alone + busy
-        # That is no sum of layers' own times; of products it is.
+        # Recomputed products take time, fixed seconds of layers do not.
         device = 2 * busy + weights + (busy - alone) * repeated
         return Compute(busy, busy, weights, again=busy * repeated, device=device, host=0.0)
 
     def ends(
         self, config: Config, stages: tuple[Work, ...], place: StageLayout
     ) -> Mapping[str, float]:
-        """Seconds after the pipeline, of the stages of a rank: sums over replicas, the update."""
+        """Return the seconds of a rank after the pipeline: sums over replicas, and the update."""
         key = (tuple(map(kinds_of, stages)), place, config.mesh.pp)
         found = self._ends.get(key)
         if found is None:
@@ -283,14 +284,14 @@ class Prices:
         rank: int,
         activations: float,
     ) -> Memory:
-        """Return what a rank needs.
+        """Return the memory of a rank.
 
         Args:
             config: Configuration of the layout.
             stages: Stages of the rank.
-            place: The ranks that share them.
-            rank: Global number of the first of them.
-            activations: Bytes of its microbatches under way.
+            place: Ranks that share the stages.
+            rank: Global number of the first of these ranks.
+            activations: Bytes of activations at their peak.
         """
         mesh, size = config.mesh, config.train.microbatch_size
         key = (stages, place, mesh.pp > 1, mesh.gather, mesh.reduce_once, size)
@@ -302,7 +303,7 @@ class Prices:
 
 
 _UNLIKE_BACKWARD = ("rows", "balances", "losses")
-"""What of `EXCHANGED` has other exchanges in backward than in forward."""
+"""Those of `EXCHANGED` whose exchanges in backward differ from those in forward."""
 
 
 def all_exchanges(
@@ -366,23 +367,22 @@ def exchanges(
 
 
 def reductions(config: Config) -> float:
-    """Count the reductions of a gradient per microbatch, where blocks are reduced one by one."""
+    """Return the reductions of a gradient per microbatch, if blocks are reduced one by one."""
     return 1 / count_microbatches(config) if config.mesh.reduce_once else 1.0
 
 
 @lru_cache(maxsize=1 << 16)  # schedules and batches of one mesh ask for the same
 def aligned(place: StageLayout, node_size: int) -> StageLayout:
-    """The same ranks where they are in their nodes, as low as can be: that is all that matters."""
+    """Return the ranks shifted to the lowest nodes, with the same positions in their nodes."""
     first = place.first % node_size
     is_inside = first + place.num_ranks <= node_size
     return replace(place, first=0 if is_inside else first)
 
 
 def cores_of(machine: Machine, layout: Layout) -> tuple[int | None, float]:
-    """Cores for one pipeline where ranks share them, and how much slower ranks are besides.
+    """Return the cores of one pipeline if ranks share cores, and the factor that slows ranks.
 
-    Pipelines share cores evenly; where one has a fraction of a core left, all its steps take
-    longer.
+    Pipelines share cores evenly; a fraction of a core makes all steps of a pipeline slower.
     """
     if not machine.cores or machine.cores >= layout.world_size:
         return None, 1.0
@@ -398,17 +398,17 @@ def costs_of(
     *,
     edges: Iterable[tuple[int, int]],
 ) -> Costs:
-    """Return what the steps of a layout cost.
+    """Return the costs of the steps of a layout's schedule.
 
     Args:
         config: Configuration of the layout.
-        machine: Its links.
+        machine: Links of the machine.
         prices: Prices of each stage.
         edges: Pairs of pipeline ranks that send to each other.
     """
     layout, latencies = Layout.of(config.mesh), {}
     for source, destination in edges:
-        # Of all pipelines the slowest, with the time that the bytes take, in both directions.
+        # The slowest of all pipelines, with the seconds of the bytes, in both directions.
         ends = sorted((source, destination))
         link = edge_link(config, layout, machine, source=ends[0], destination=ends[1])
         latencies[source, destination] = link.seconds
@@ -421,7 +421,7 @@ def costs_of(
         unshard=[price.gathered for price in prices],
         reduce_grad=[price.reduced for price in prices],
         kept_input=[price.message for price in prices],
-        # What a stage has received and what it hands on stays.
+        # The input and the output of a stage stay on the device.
         offloaded=[max(0.0, price.kept - 2 * price.message) for price in prices],
         host_bandwidth=machine.host_bandwidth,
     )

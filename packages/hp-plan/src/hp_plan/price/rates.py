@@ -13,12 +13,12 @@ class Compute(NamedTuple):
     """Seconds that a stage computes for a microbatch, if it never waits for others.
 
     Attributes:
-        forward: Forward.
-        input_grad: Backward of activations, for which other stages wait.
-        weight_grad: The rest of it.
-        again: What backward runs again.
-        device: What the device takes for all of it.
-        host: What the host takes to launch all of it.
+        forward: Seconds of forward.
+        input_grad: Seconds of the backward of activations, for which other stages wait.
+        weight_grad: Seconds of the rest of backward.
+        again: Seconds of forwards that backward runs again.
+        device: Seconds that the device is busy with all of it.
+        host: Seconds that the host takes to launch all of it.
     """
 
     forward: float
@@ -30,11 +30,11 @@ class Compute(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Rows of experts, by those of an even routing.
+    """Rows of experts of the busiest rank, divided by those of an even routing.
 
     Attributes:
-        load: Those that the busiest rank's experts compute.
-        padded: Those that its buffers hold, see `mesh.ep_buffer`.
+        load: Ratio of the rows that its experts compute.
+        padded: Ratio of the rows in its buffers, see `mesh.ep_buffer`.
     """
 
     load: float = 1.0
@@ -52,16 +52,16 @@ class _Busy(NamedTuple):
 
 
 class Rates:
-    """Prices kernels.
+    """Prices of kernels, by a roofline.
 
-    A kernel takes as long as its products at the rate of their kind, or its bytes at that of
-    memory, whichever is longer. A part of a step takes as long as its kernels, or the host to
-    launch them.
+    A kernel takes as long as its products at the rate of their kind, or its bytes at the rate of
+    memory, whichever is longer. A part of a step takes as long as its kernels, or as the host needs
+    to launch them.
 
     Args:
-        machine: What it reaches.
-        is_compiled: Whether kernels that are no products are fused.
-        slowed: Factor by which ranks are slower that share a device.
+        machine: Rates of the machine.
+        is_compiled: Whether kernels other than products are fused.
+        slowed: Factor by which ranks that share a device are slower.
     """
 
     def __init__(self, machine: Machine, *, is_compiled: bool, slowed: float) -> None:
@@ -81,7 +81,7 @@ class Rates:
         """Price a stage.
 
         Args:
-            kernels: What the stage launches.
+            kernels: Kernels of the stage.
             tokens: Tokens of a microbatch on a rank.
             place: Ranks that share its weights.
             routed: Rows of the busiest rank's experts.
@@ -89,7 +89,7 @@ class Rates:
         shared = place.tp, place.ep * place.etp
         parts = [self._seconds(way, tokens, *shared, routed=routed) for way in kernels]
         forward, backward, again = (self._slowed * max(part) for part in parts)
-        # Of each product in forward there is one for the input and one for the weight.
+        # Each product of forward has one for the input and one for the weight in backward.
         device, host = (self._slowed * sum(ends) for ends in zip(*parts, strict=True))
         return Compute(forward, backward / 2, backward / 2, again, device, host)
 
@@ -122,11 +122,11 @@ class Rates:
             launched = kernel.launches / split + kernel.launches_per_token * tokens
             launches += times * left * launched
         found = _Busy(device, launches * self._machine.launch_seconds)
-        self._known[key] = kernels, found  # held, so that no others get their number
+        self._known[key] = kernels, found  # kept alive, so that no id is used twice
         return found
 
 
 @lru_cache(maxsize=8)
 def rates_of(machine: Machine, *, is_compiled: bool, slowed: float) -> Rates:
-    """Rates that remember what they have priced: thousands of layouts ask for the same."""
+    """Return rates that cache their prices, since thousands of layouts ask for the same."""
     return Rates(machine, is_compiled=is_compiled, slowed=slowed)

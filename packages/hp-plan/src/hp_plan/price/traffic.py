@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a step, by what for, and how long links take for them. No torch."""
+"""Bytes that a rank sends in a step, by purpose, and the seconds that links take. No torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ class Transfer:
 
     Attributes:
         purpose: "pipeline", "experts", "tensor", "context", "gradients" or "parameters".
-        bytes: Sent.
-        seconds: Seconds for which its link is busy.
-        between_nodes: Whether it leaves the node.
+        bytes: Bytes that are sent.
+        seconds: Seconds for which the link is busy.
+        between_nodes: Whether the bytes leave the node.
     """
 
     purpose: str
@@ -43,16 +43,15 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Over which ranks and nodes the experts of a token are, and how rows get there.
+    """The spread of a token's experts over ranks and nodes, and the way of rows there.
 
     Attributes:
-        ranks: Ranks that have experts of a token, on average; 0: by even chances, and a row for
-            each expert or for each rank as hp-expert's dispatcher chooses.
-        nodes: Nodes that have experts of a token, on average; 0: a row for each of those ranks
-            leaves the node, as in hp-expert; else one for each node, which spreads it among its
-            own.
-        loads: Rows of the busiest rank's experts, by those of the mean, for numbers of ranks that
-            share experts; 1 for those that are not named.
+        ranks: Mean number of ranks that have experts of a token; 0: that of even routing, with a
+            row for each expert or each rank as hp-expert's dispatcher chooses.
+        nodes: Mean number of nodes that have experts of a token, if one row goes to each node and
+            is spread there; 0: a row goes to each rank, as in hp-expert.
+        loads: Rows of the busiest rank divided by the mean, for numbers of ranks that share
+            experts; 1 for other numbers.
     """
 
     ranks: float = 0.0
@@ -60,7 +59,7 @@ class Spread:
     loads: tuple[tuple[int, float], ...] = ()
 
     def load(self, ep: int) -> float:
-        """Rows of the busiest of some ranks, by those of the mean."""
+        """Return the rows of the busiest of `ep` ranks divided by the mean."""
         return dict(self.loads).get(ep, 1.0)
 
 
@@ -70,7 +69,7 @@ class ExpertExchanges:
 
     Attributes:
         inside: Bytes sent within the node for a token in forward, and as many in backward.
-        between: The same to other nodes.
+        between: Bytes sent to other nodes for a token in forward, and as many in backward.
         forward: Messages of a rank in forward.
         backward: Messages of a rank in backward.
     """
@@ -82,19 +81,19 @@ class ExpertExchanges:
 
     @property
     def bytes(self) -> float:
-        """Both."""
+        """Return the bytes of a token in forward."""
         return self.inside + self.between
 
 
 def expert_exchanges(
     config: Config, layout: StageLayout, *, node_size: int, spread: Spread = Spread()
 ) -> ExpertExchanges:
-    """Return what a layer of experts sends to other ranks.
+    """Return the exchanges of a layer of experts.
 
     The dispatcher chooses between a row per expert and a row per rank as hp-expert does; in buffers
-    of a fixed size every rank sends every other as many, whatever the routing. Where the width of
-    experts is cut, what arrives is gathered by the ranks that have the other parts, and their
-    outputs are summed on the way back.
+    of a fixed size every rank sends the same number of rows to every other, whatever the routing.
+    If the width of experts is cut, the ranks with its parts gather the rows that arrive, and sum
+    their outputs on the way back.
     """
     padded = padding(config, layout) if config.mesh.ep_buffer else 0.0
     return _expert_exchanges(
@@ -128,14 +127,14 @@ def _expert_exchanges(
     # Ranks of the node that has fewest of a group, and whether parts of an expert lie in several.
     near = min(map(_near, _nodes(layout, node_size, "ep")))
     apart = any(_near(nodes) < layout.etp for nodes in _nodes(layout, node_size, "etp"))
-    # What stays on a rank is not sent.
+    # Rows that stay on their rank are not sent.
     inside, between = sent * (near - 1) / ep, sent * (ep - near) / ep
     if spread.nodes and not padded:
         inside, between = sent * (near - 1) / near, sent / rows * spread.nodes * (ep - near) / ep
     gathered = 2 * rows * row_bytes * (layout.etp - 1)
-    # Forward announces counts, sends rows and routing weights (and for which experts a row is,
-    # where it may be for several), and brings outputs back; backward has nothing to announce. Among
-    # ranks that share an expert there is one more.
+    # Forward sends counts, rows and routing weights (and the experts of a row, if it may have
+    # several), and returns outputs; backward sends no counts. Ranks that share an expert send one
+    # message more.
     return ExpertExchanges(
         inside=inside + (0.0 if apart else gathered),
         between=between + (gathered if apart else 0.0),
@@ -145,18 +144,18 @@ def _expert_exchanges(
 
 
 def _nodes(layout: StageLayout, node_size: int, *axes: Axis) -> set[tuple[int, ...]]:
-    """Nodes of the ranks of the groups along some axes; each combination once."""
+    """Return the nodes of the ranks of each group along some axes, each combination once."""
     return {tuple([rank // node_size for rank in ranks]) for ranks in layout.ranks(*axes)}
 
 
 def _near(nodes: Sequence[int]) -> int:
-    """Return how many ranks of a group are on the node that has fewest of them."""
+    """Return the number of ranks of a group on the node with fewest of them."""
     return min(Counter(nodes).values())
 
 
 @lru_cache(maxsize=4096)  # schedules, stages and batches of one mesh ask for the same
 def group_link(layout: StageLayout, machine: Machine, *axes: Axis) -> Link:
-    """The link of the slowest group along some axes."""
+    """Return the link of the slowest group along some axes."""
     return machine.link(layout.ranks(*axes))
 
 
@@ -170,9 +169,9 @@ def expert_transfer(
     backward: bool,
     spread: Spread = Spread(),
 ) -> Transfer:
-    """Dispatch and combine of some tokens through the layers of some stages, in one direction.
+    """Return the dispatch and combine of tokens in the layers of some stages, in one direction.
 
-    What goes to other nodes goes beside what stays within.
+    Transfers to other nodes overlap those within a node.
     """
     layers = sum(work.rows for work in works) / max(1, config.model.top_k)
     each = expert_exchanges(config, layout, node_size=machine.node_size, spread=spread)
@@ -193,20 +192,20 @@ def activation_transfers(
     tokens: int,
     backward: bool,
 ) -> list[Transfer]:
-    """Return what tensor- and context-parallel ranks exchange for some tokens, in one direction.
+    """Return the exchanges of tensor- and context-parallel ranks for some tokens, in one direction.
 
-    Tensor-parallel ranks put positions together before what they cut and sum after it; the reverse
-    in backward. Context-parallel ranks send q, k, v and the output to the ranks that have their
-    heads; where groups of them gather keys and values instead, that is taken for the same. In
-    forward alone both sum the loads of experts, and the former two numbers of each token's loss.
+    Tensor-parallel ranks gather positions in front of layers that are cut and sum behind them; the
+    reverse in backward. Context-parallel ranks send q, k, v and the output to the ranks that have
+    their heads; gathers of keys and values are priced the same. In forward alone both sum the loads
+    of experts, and tensor-parallel ranks two numbers of each token's loss.
 
     Args:
         config: Configuration of the run.
         works: Modules of one rank.
         layout: Layout of the rank's stage.
-        machine: Machine whose links are used.
+        machine: Links of the machine.
         tokens: Number of tokens that attention sees on the rank.
-        backward: Whether it is that of backward.
+        backward: Whether the direction is backward.
     """
     size = BYTES[config.train.dtype]
     cut, heads = sum(w.gathered + w.summed for w in works), sum(w.heads for w in works)
@@ -217,7 +216,7 @@ def activation_transfers(
         else (sum(2 * w.losses for w in works), sum(w.balances for w in works))
     )
     sums = cut / config.model.dim + losses + balances
-    # And how many messages to each other rank.
+    # The last column: messages to each other rank.
     kinds: tuple[tuple[str, Axis, int, float, float], ...] = (
         ("tensor", "tp", layout.tp, cut, sums),
         ("context", "cp", layout.cp, heads / layout.tp, 4 * layers + balances),
@@ -236,11 +235,11 @@ def activation_transfers(
 def gradient_transfers(
     config: Config, stages: Sequence[Work], layout: StageLayout, machine: Machine
 ) -> list[Transfer]:
-    """Sums over replicas at the end of a step: each rank sends 2 (n - 1) / n of what it holds."""
+    """Return the sums over replicas at the end of a step, 2 (n - 1) / n of a rank's gradients."""
     transfers = []
     tables = [table for stage in stages if (table := table_of(stage)) is not None]
     if config.model.tie_embeddings and config.mesh.pp > 1 and len(tables) == 1:
-        # The other stage that has it is at the other end of the world.
+        # The other stage with the table is at the other end of the world.
         size = float(local_elements(tables[0], layout) * parameter_bytes(config))
         bandwidth, latency, far = machine.link([(0, config.world_size - 1)])
         transfers.append(Transfer("gradients", size, size / bandwidth + 2 * latency, far))
@@ -269,10 +268,10 @@ def shard_transfer(
     *,
     what: Literal["gathered", "reduced"],
 ) -> Transfer:
-    """Gathering a stage's parameters once, or reducing its gradients once; block after block.
+    """Return one gather of a stage's parameters, or one reduction of its gradients, by blocks.
 
-    Ranks that are cores of a machine find all of it in memory that they have in common: once they
-    have waited for each other, no block waits for a message.
+    Ranks that are cores of one machine share memory: after they have waited for each other once, no
+    block waits for a message.
     """
     size, seconds, far = 0.0, 0.0, False
     kinds: tuple[tuple[bool, tuple[Axis, ...], int], ...] = (
@@ -292,12 +291,12 @@ def shard_transfer(
 
 
 class _Ring(NamedTuple):
-    """The price of a collective that brings every rank of a group the parts of all.
+    """The price of a collective that sends the parts of all ranks of a group to each of them.
 
     Attributes:
-        per_byte: Seconds for each byte that a rank gets.
-        wait: Seconds of the messages' latencies.
-        is_far: Whether it leaves the node.
+        per_byte: Seconds for each byte that a rank receives.
+        wait: Seconds of the latencies of messages.
+        is_far: Whether the collective leaves the node.
     """
 
     per_byte: float
@@ -307,7 +306,7 @@ class _Ring(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _ring(layout: StageLayout, machine: Machine, *axes: Axis) -> _Ring:
-    """The slowest group along some axes. Ranks of a node share what comes in from others."""
+    """Return the slowest group along some axes; ranks of a node share its incoming bytes."""
     slowest = _Ring(0.0, 0.0, is_far=False)
     for nodes in _nodes(layout, machine.node_size, *axes):
         per_node = Counter(nodes)
@@ -324,7 +323,7 @@ def _ring(layout: StageLayout, machine: Machine, *axes: Axis) -> _Ring:
 
 @dataclass(frozen=True, slots=True)
 class EdgeLink:
-    """The way of activations and gradients between two stages, of any number of ranks each.
+    """The link of activations and gradients between two stages, of any number of ranks each.
 
     Attributes:
         bytes: Bytes on the busiest link, for one microbatch.
@@ -338,7 +337,7 @@ class EdgeLink:
 
     @property
     def seconds(self) -> float:
-        """For one microbatch, in one direction."""
+        """Return the seconds of one microbatch, in one direction."""
         return self.messages * self.link.latency + self.bytes / self.link.bandwidth
 
 
@@ -359,7 +358,7 @@ def edge_link(
 
 @lru_cache(maxsize=1 << 14)  # schedules and batches of one mesh ask for the same
 def _meeting(source: StageLayout, destination: StageLayout, machine: Machine) -> tuple[int, Link]:
-    """Messages of the busiest rank of two stages for a microbatch, and their slowest link."""
+    """Return the messages of the busiest rank of two stages for a microbatch, and their link."""
     ends = source, destination
     pairs = [
         (sender, receiver)
@@ -375,12 +374,12 @@ def _meeting(source: StageLayout, destination: StageLayout, machine: Machine) ->
 def pipeline_transfer(
     config: Config, layout: StageLayout, edges: Sequence[EdgeLink], *, num_microbatches: int
 ) -> Transfer:
-    """Activations and their gradients that a rank sends to other stages.
+    """Return the activations and gradients that a rank sends to other stages.
 
     Args:
         config: Configuration of the run.
         layout: Layout of the rank's stage.
-        edges: Edges by which it sends, one for each stage and direction.
+        edges: Edges on which the rank sends, one for each stage and direction.
         num_microbatches: Number of microbatches in a step.
     """
     return Transfer(
