@@ -57,6 +57,17 @@ def test_no_name_of_a_lazy_face_is_that_of_a_module_below_it() -> None:
         assert not names & {path.stem for path in face.parent.iterdir()}
 
 
+def sources_that_cite() -> list[Path]:
+    """Return all files in which Notes are cited; not this one, which makes some up."""
+    sources = [
+        *ROOT.glob("packages/*/*/**/*.py"),
+        *ROOT.glob("integration_tests/**/*.py"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "docs" / "private_torch_symbols.toml",
+    ]
+    return [source for source in sources if source != Path(__file__)]
+
+
 def test_every_note_that_is_named_is_on_a_page_and_no_two_have_one_title() -> None:
     notes = [note for package in PACKAGES for note in notes_of(package)]
     assert len(notes) > 20
@@ -64,20 +75,21 @@ def test_every_note_that_is_named_is_on_a_page_and_no_two_have_one_title() -> No
     assert not [title for title, times in titles.items() if times > 1]
     assert len({label_of(title) for title in titles}) == len(titles)
     assert not [note for note in notes if len(note.text) < 80]
-    sources = [
-        *ROOT.glob("packages/*/*/**/*.py"),
-        *ROOT.glob("integration_tests/**/*.py"),
-        *ROOT.glob("docs/**/*.md"),
-        ROOT / "docs" / "private_torch_symbols.toml",
-    ]
-    own = Path(__file__)
-    for source in sources:
-        if source != own:
-            assert set(references(source.read_text())) <= set(titles), source
+    for source in sources_that_cite():
+        assert set(references(source.read_text())) <= set(titles), source
     for package in PACKAGES:
         page = ROOT / "docs" / "reference" / package.name / "notes.md"
         assert page.exists() == bool(notes_of(package)), page
         assert not page.exists() or f"```{{notes}} {package.name}\n```" in page.read_text()
+
+
+def test_every_note_is_cited_from_two_places_at_least() -> None:
+    """A fact that one place relies on, or none, is a docstring or a comment there."""
+    cited = Counter(
+        title for source in sources_that_cite() for title in references(source.read_text())
+    )
+    notes = [note for package in PACKAGES for note in notes_of(package)]
+    assert not [note.title for note in notes if cited[note.title] < 1 + 2]  # one defines it
 
 
 def test_notes_are_found_in_docstrings_and_comments_and_end_where_they_end(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 """A test that tells from which step on two curves of losses differ by more than noise.
 
-Note [Test of curves]. What is tested is the difference of both curves, step by step: the trend and
-the difficulty of batches, which both have in common, are gone. If it is noise, its mean over the
-last steps, however many, is zero. The statistic is the largest such mean, in units of its standard
-error, over all numbers of last steps. Neighbouring steps are correlated, so a standard error is
-that of a first-order autoregression; how large the statistic becomes by chance is told by series
-that are made of the residuals' own innovations, drawn in blocks (a block bootstrap of a sieve;
-Buehlmann 1997, Politis and Romano 1994), each judged in the same way, its own correlation and
-variance estimated anew. Repeats of the first run give the noise itself, with its slow drift, which
-residuals of one difference cannot tell from an effect.
+What is tested is the difference of both curves, step by step: the trend and the difficulty of
+batches, which both have in common, are gone. If it is noise, its mean over the last steps, however
+many, is zero. The statistic is the largest such mean, in units of its standard error, over all
+numbers of last steps. Neighbouring steps are correlated, so a standard error is that of a
+first-order autoregression; how large the statistic becomes by chance is told by series that are
+made of the residuals' own innovations, drawn in blocks (a block bootstrap of a sieve; Buehlmann
+1997, Politis and Romano 1994), each judged in the same way, its own correlation and variance
+estimated anew. Repeats of the first run give the noise itself, with its slow drift, which residuals
+of one difference cannot tell from an effect.
 """
 
 import math

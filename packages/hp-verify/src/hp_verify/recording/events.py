@@ -1,10 +1,4 @@
-"""The lines of a recording: one file for each process of a job.
-
-Note [Digests]. Of a tensor a recording holds its norm and `NUM_SIGNS` sums of its values with signs
-``+1`` and ``-1``. A sign is a product of one sign per dim, drawn from the index in the *whole*
-tensor: so sums of the parts that ranks hold add up to those of the whole; no rank needs another.
-The difference of two such sums has the mean square of the difference of the tensors.
-"""
+"""The lines of a recording: one file for each process of a job."""
 
 import os
 import struct

@@ -1,9 +1,9 @@
 """Ranks of a job; and jobs of several launches, each of which goes on where the last ended.
 
-Note [Launches of a job]. A job may be a script that trains some steps, ends and resumes. A process
-holds a lock for as long as it lives, beside the number of updates that it has made; one that starts
-later goes on from the largest such number whose lock is free. Its weights are not the reference's
-first ones, so what they are is taken from the process of its rank that came before it.
+A job may be a script that trains some steps, ends and resumes. A process holds a lock for as long
+as it lives, beside the number of updates that it has made; one that starts later goes on from the
+largest such number whose lock is free. Its weights are not the reference's first ones, so what they
+are is taken from the process of its rank that came before it.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """Owners of values: parameters of models, and tensors that optimizers hold in their places.
 
-Note [In a parameter's place]. An optimizer may update a view of a parameter, a copy in float32, or
-a part of many that lie end to end. Which, is asked of the library's adapter, then of memory (a view
-of what is known), then of values (found in the reference's first weights).
+An optimizer may update a view of a parameter, a copy in float32, or a part of many that lie end to
+end. Which, is asked of the library's adapter, then of memory (a view of what is known), then of
+values (found in the reference's first weights).
 """
 
 import contextlib

@@ -1,10 +1,10 @@
 """Padding of a batch, found by its mask or by a token that all rows end or begin with.
 
-Note [Padded samples]. A sample is what is not padding: a job may pad to the longest of each
-microbatch. A reference writes down which part of a padded sample is real, and what modules make of
-that part, beside what they make of all of it. A job's sample that is not the reference's token for
-token is looked for with some of the token at its end, or at its beginning, taken away, and what
-modules make of the rest is compared.
+A sample is what is not padding: a job may pad to the longest of each microbatch. A reference writes
+down which part of a padded sample is real, and what modules make of that part, beside what they
+make of all of it. A job's sample that is not the reference's token for token is looked for with
+some of the token at its end, or at its beginning, taken away, and what modules make of the rest is
+compared.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,10 +1,4 @@
-"""The recorder of parameters of one process: their names, values and own gradients.
-
-Note [What a recorder must not do]. What fails in it does not end the job: it is written down, and
-listed. What a recorded process starts, with or without an interpreter of its own, is no rank: that
-it computes something is listed. Tensors without values, and those inside of a transform or a trace,
-are not looked at.
-"""
+"""The recorder of parameters of one process: their names, values and own gradients."""
 
 import contextlib
 import functools
@@ -65,7 +59,12 @@ class ParameterRecorder(Listener):
     def _tried(
         self, hook: Callable[..., None], *, breaks_graphs: bool = True
     ) -> Callable[..., None]:
-        """Have what fails in a hook be told, see Note [What a recorder must not do].
+        """Have what fails in a hook be told.
+
+        A hook that fails does not end the job: the failure is written down, and listed. A program
+        that a recorded process starts, with or without an interpreter of its own, is no rank; the
+        list says that it computes something. Tensors without values, and those inside of a
+        transform or a trace, are not looked at.
 
         Args:
             hook: Function that listens.

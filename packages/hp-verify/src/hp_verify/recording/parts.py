@@ -1,9 +1,9 @@
 """Search for the part of the reference's parameters that a rank's parameter holds.
 
-Note [Whose values]. A DTensor says where it lies, and is believed. Of any other the first values
-tell: a row that is, bit for bit, a row of a reference's parameter is that row, wherever a framework
-has put it. So shards, fused and reordered matrices, experts stacked or apart, and other names need
-no declaration, as long as both jobs start from the same weights.
+A DTensor says where it lies, and is believed. Of any other the first values tell: a row that is,
+bit for bit, a row of a reference's parameter is that row, wherever a framework has put it. So
+shards, fused and reordered matrices, experts stacked or apart, and other names need no declaration,
+as long as both jobs start from the same weights.
 """
 
 from collections import defaultdict

@@ -1,12 +1,12 @@
 """Listens to a program that knows nothing of it: torch's global hooks, and some calls of torch.
 
-Note [Steps of a job]. A step ends with an update, or where a scaler of losses has left it out: the
-next call of a root module with gradients begins another; where none is seen, in a compiled function
-say, the next backward does, or another update of the same parameters by the same optimizer. A root
-module is one with parameters that no other module calls. What runs inside a backward is
-recomputation, and was recorded before. Steps are counted over all launches of a job, see Note
-[Launches of a job]. Of what is compiled, updates, backwards and clipping are looked at between
-graphs, which they break; calls of modules are not.
+A step ends with an update, or where a scaler of losses has left it out: the next call of a root
+module with gradients begins another; where none is seen, in a compiled function say, the next
+backward does, or another update of the same parameters by the same optimizer. A root module is one
+with parameters that no other module calls. What runs inside a backward is recomputation, and was
+recorded before. Steps are counted over all launches of a job, see `hp_verify.recording.launches`.
+Of what is compiled, updates, backwards and clipping are looked at between graphs, which they break;
+calls of modules are not.
 """
 
 import array

@@ -1,9 +1,9 @@
 """The second run: tensors themselves, around where a first run found the first difference.
 
-Note [What a second run keeps]. Of a module all that goes in and comes out, with gradients of what
-comes out; of a parameter its gradients before and after they are reduced and clipped, its values
-and its state before and after the update. A process writes its parts beside where they are in the
-whole, so nothing is sent. Of a single process of the reference the module itself is pickled.
+The second run keeps, of a module, its inputs and outputs with the gradients of the outputs; of a
+parameter its gradients before and after they are reduced and clipped, its values and its state
+before and after the update. A process writes its parts beside where they are in the whole, so
+nothing is sent. Of a single process of the reference the module itself is pickled.
 """
 
 import os

@@ -1,9 +1,4 @@
-"""Parts of tensors: boxes, and runs of values in flat buffers.
-
-Note [Flat buffers]. FSDP1, ZeRO and Megatron's distributed optimizer lay parameters end to end and
-cut the row at any value. A run of values in row-major order is a few boxes of the parameter: the
-rest of a row, whole rows, the beginning of the next, in each dim.
-"""
+"""Parts of tensors: boxes, and runs of values in flat buffers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -168,7 +163,11 @@ def all_of(name: str, tensor: Tensor | Flat) -> list[Slice]:
 
 
 def parts_of_run(name: str, shape: tuple[int, ...], first: int, size: int) -> Iterator[Slice]:
-    """Say which boxes of a parameter a run of its values is, see Note [Flat buffers].
+    """Say which boxes of a parameter a run of its values is.
+
+    FSDP1, ZeRO and Megatron's distributed optimizer lay parameters end to end and cut the row at
+    any value. A run of values in row-major order is a few boxes of the parameter: the rest of a
+    row, whole rows, the beginning of the next, in each dim.
 
     Args:
         name: The parameter.
