@@ -1,14 +1,4 @@
-"""One batch of documents planned by all rules: seconds of a step, memory and exchanges.
-
-Note [Other rules]. All rules plan for the same ranks. Static packs: the stream of documents is cut
-wherever a pack is full, so that documents that are cut have less attention than whole ones; packs
-go round the data-parallel groups, in each of which context-parallel ranks share every document of a
-pack evenly, by head and tail. Greedy balance: whole documents are put into as many packs, the most
-expensive first. Megatron's rule (its hybrid context parallelism, which has no pipeline): a document
-gets 2^ceil(log2(length / longest of a rank)) ranks, its work counts as length^2 / ranks, and
-microbatches over all ranks are filled by that; here each microbatch goes through the pipeline under
-1F1B, and each rank's part of one fits its memory.
-"""
+"""One batch of documents planned by all rules: seconds of a step, memory and exchanges."""
 
 import math
 import time
@@ -128,7 +118,16 @@ class _Microbatch:
 
 
 class _Rivals:
-    """Prices of a batch by other rules; see Note [Other rules].
+    """Prices of a batch by other rules.
+
+    All rules plan for the same ranks. Static packs: the stream of documents is cut wherever a pack
+    is full, so that documents that are cut have less attention than whole ones; packs go round the
+    data-parallel groups, in each of which context-parallel ranks share every document of a pack
+    evenly, by head and tail. Greedy balance: whole documents are put into as many packs, the most
+    expensive first. Megatron's rule (its hybrid context parallelism, which has no pipeline): a
+    document gets 2^ceil(log2(length / longest of a rank)) ranks, its work counts as length^2 /
+    ranks, and microbatches over all ranks are filled by that; here each microbatch goes through the
+    pipeline under 1F1B, and each rank's part of one fits its memory.
 
     Args:
         lengths: Tokens of each document of the batch.
