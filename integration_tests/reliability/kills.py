@@ -17,9 +17,9 @@ from typing import Any
 import torch._dynamo  # noqa: F401 - imported once by the server that ranks are forked from
 
 from hp_base.folder import Folder
+from hp_checkpoint import open_checkpoint, verify_checkpoint
 from hp_checkpoint.manifest import SavedTensor
 from hp_checkpoint.runs.directory import newest_checkpoint
-from hp_checkpoint.runs.verify import open_checkpoint, verify_checkpoint
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
 from hp_trainer.launch import launcher

@@ -48,7 +48,7 @@ def own_group() -> ProcessGroup:
 
 
 def state(step: int) -> dict[str, Tensor]:
-    """What 'training' has after a step: every value is the step."""
+    """Return the tensors of 'training' after a step: every value is the step."""
     tensors = {f"t{i}": torch.full((3000,), float(step)) for i in range(4)}
     if dist.get_world_size() > 1:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

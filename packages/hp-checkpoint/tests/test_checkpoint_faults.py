@@ -91,7 +91,7 @@ def rank_dies_in_a_save(path: Path, victim: int, countdown: int) -> None:
 
 
 def killed(path: Path, *, victim: int, countdown: int, world_size: int) -> bool:
-    """Whether the victim was killed before its save was done."""
+    """Tell whether the victim was killed before its save was done."""
     with pytest.raises(RankError) as caught:
         run_distributed(rank_dies_in_a_save, path, victim, countdown, world_size=world_size)
     return "survived" not in str(caught.value)

@@ -45,7 +45,7 @@ def edit(path: Path, change: Callable[[Json], object]) -> None:
 
 
 def refused(path: Path) -> str:
-    """What a verification says, and a load as well; memory stays bounded."""
+    """Return the error of a verification, which a load raises as well; check the memory used."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = high_water_mark()
     with pytest.raises(CheckpointError) as caught:

@@ -24,7 +24,7 @@ def save(path: Path, tensors: dict[str, Tensor], step: int = 1) -> Path:
 
 
 def refusal(path: Path, tensors: dict[str, Tensor]) -> str:
-    """What a load into `tensors` is refused with; they are as before, and the files as well."""
+    """Return the error of a load; check that `tensors` and files are unchanged."""
     before = {name: x.clone() for name, x in tensors.items() if x.device.type != "meta"}
     names = sorted(str(entry) for entry in path.rglob("*"))
     with pytest.raises(CheckpointError) as caught:

@@ -1,4 +1,4 @@
-"""Boxes of tensors: what part of which tensor, and whether boxes cover a tensor exactly."""
+"""Boxes of tensors: parts with their places, and checks that boxes cover a tensor exactly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 
 class Box(NamedTuple):
-    """A part of a tensor, one number of each per dimension.
+    """A part of a tensor.
 
     Attributes:
-        offsets: Where it begins in the whole tensor.
+        offsets: First index of the part in each dimension of the whole tensor.
         sizes: Size of the part in each dimension.
     """
 
@@ -26,7 +26,7 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
     def overlap(self, other: Box) -> Box | None:
-        """Return the box that both have, which lies in the same tensor; None: there is none."""
+        """Return the common part of this box and another one of the same tensor; None: empty."""
         begins = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + n, b + m) - begin
@@ -35,7 +35,7 @@ class Box(NamedTuple):
         return Box(begins, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that has `outer` alone."""
+        """Return the index of this box in a tensor of the values of the box `outer`."""
         return tuple(
             slice(begin - first, begin - first + size)
             for begin, size, first in zip(*self, outer.offsets, strict=True)
@@ -44,12 +44,12 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Box of a tensor that one rank has, with its values.
+    """A box of a tensor that one rank has, with its values.
 
     Attributes:
-        local: The values that are here.
+        local: Values of the box.
         shape: Shape of the whole tensor.
-        offset: Where the part begins in it.
+        offset: First index of the box in each dimension of the whole tensor.
 
     Raises:
         ValueError: If the part does not lie inside the tensor.
@@ -60,7 +60,7 @@ class Part:
     offset: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a part that is not inside the whole."""
+        """Raise ValueError for a part that is not inside the whole tensor."""
         for begin, size, whole in zip(self.offset, self.local.shape, self.shape, strict=True):
             if begin + size > whole:
                 raise ValueError(
@@ -70,15 +70,15 @@ class Part:
 
     @property
     def box(self) -> Box:
-        """Offsets and sizes of the part."""
+        """Return the offsets and sizes of the part."""
         return Box(self.offset, tuple(self.local.shape))
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """Take what is here of a tensor: of a `DTensor` with any sharding its part, else all of it.
+        """Return the local part of a tensor: of a `DTensor` with any sharding, or the whole tensor.
 
         Raises:
-            ValueError: If the part of a `DTensor` is not what its placements give.
+            ValueError: If the local shape of a `DTensor` does not follow from its placements.
         """
         if not isinstance(tensor, DTensor):
             return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim)
@@ -92,10 +92,10 @@ class Part:
 
 
 def coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say why `boxes` do not have every element of a tensor once; None if they do.
+    """Return the reason why boxes do not contain every element of a tensor once; None if they do.
 
-    Volumes that add up, boxes inside the tensor and no overlap leave no room for a hole. Integers
-    are Python's, so that no product overflows.
+    If boxes are inside the tensor, do not overlap, and their volumes add up, there is no gap.
+    Integers are Python's, so that no product overflows.
 
     Args:
         shape: Shape of the tensor.
@@ -116,7 +116,7 @@ def coverage_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _overlap_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Sweep along the longest dimension, so that few boxes are compared with each other."""
+    """Return an error if boxes overlap, by a sweep along the longest dimension."""
     axis = max(range(len(shape)), key=lambda dim: shape[dim])
     ordered = sorted(boxes, key=lambda box: box[0][axis])
     active: list[tuple[int, int]] = []  # (end, position in `ordered`), by end
@@ -131,7 +131,7 @@ def _overlap_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def gap_error(spans: Sequence[tuple[int, int]]) -> str | None:
-    """Say why spans (begin, end), in this order, do not follow each other from 0; None if so."""
+    """Return the reason why spans (begin, end) do not follow each other from 0; None if they do."""
     if spans and spans[0][0] != 0:
         return f"first byte ({spans[0][0]}) must equal 0"
     for (_, end), (begin, _) in pairwise(spans):

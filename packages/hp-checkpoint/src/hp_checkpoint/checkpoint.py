@@ -1,4 +1,4 @@
-"""Checkpoints in their native format: found whole, verified, and read in boxes."""
+"""Checkpoints in the format of this package: opened, verified, and read in boxes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _CHANGED = "changed after it was verified; the state is loaded in part and must 
 
 
 class Checkpoint:
-    """One checkpoint, whose manifest was checked; every chunk is hashed when it is read.
+    """One checkpoint with a valid manifest; every chunk is hashed when it is read.
 
     Args:
         path: Directory of the checkpoint.
         manifest: Decoded manifest of the checkpoint.
-        on_read: Called before each chunk that is read into a part.
+        on_read: Function that is called before each chunk that is read into a part.
     """
 
     def __init__(
@@ -45,27 +45,27 @@ class Checkpoint:
     ) -> None:
         self.path, self.manifest = path, manifest
         self._on_read = on_read
-        self._buffer = bytearray()  # memory that is new is slow to touch
+        self._buffer = bytearray()  # reused, as touching new memory is slow
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
         """Read the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: In one line, if it is missing or damaged, or cannot be read.
+            CheckpointError: In one line, if the manifest is missing, damaged or cannot be read.
         """
         with _reading(path):
             manifest = read_manifest(path)
         return cls(path, manifest)
 
     def verify(self, names: Collection[str] | None = None) -> None:
-        """Check every byte of some tensors, and of the files they are in, on this rank alone.
+        """Check every byte of some tensors, and headers and sizes of their files, on this rank.
 
         Args:
             names: Names of the tensors to check; None: all.
 
         Raises:
-            CheckpointError: In one line, naming the file and the tensor, if one is damaged; if one
+            CheckpointError: In one line, if a tensor is damaged, naming the file and the tensor, or
                 cannot be read.
         """
         chosen = [
@@ -78,10 +78,10 @@ class Checkpoint:
             verify_entries(self.path, self.manifest, chosen)
 
     def require_fit(self, parts: Mapping[str, Part]) -> None:
-        """Refuse parts of tensors that the checkpoint lacks or has with another dtype or shape.
+        """Check that the checkpoint has the tensors of parts, with their dtypes and shapes.
 
         Raises:
-            CheckpointError: Naming the tensors.
+            CheckpointError: If it has not; names the tensors.
         """
         if missing := parts.keys() - self.manifest.tensors.keys():
             raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
@@ -90,13 +90,15 @@ class Checkpoint:
                 raise CheckpointError(f"tensor {name}: {error}")
 
     def fill(self, parts: Mapping[str, Part]) -> None:
-        """Read what parts need, each chunk once, whatever boxes were saved.
+        """Fill parts with values from the checkpoint, whatever boxes were saved.
+
+        Each chunk that is needed is read once.
 
         Args:
             parts: Parts to fill, by name of the tensor; see :meth:`require_fit`.
 
         Raises:
-            CheckpointError: If a chunk cannot be read or is not what was saved; parts may have been
+            CheckpointError: If a chunk cannot be read or differs from its hash; some parts may be
                 filled then.
         """
         wanted = [
@@ -114,7 +116,7 @@ class Checkpoint:
         """Return one saved chunk, in new memory.
 
         Raises:
-            CheckpointError: When it cannot be read or is not what was saved.
+            CheckpointError: If the chunk cannot be read or differs from its hash.
         """
         dtype, shape, chunks = self.manifest.tensors[tensor]
         chunk = next(chunk for chunk in chunks if chunk.offsets == offsets)
@@ -123,7 +125,7 @@ class Checkpoint:
             return self._read(directory, entry, problem="is not what was saved").clone()
 
     def _read(self, directory: int, entry: Entry, *, problem: str) -> Tensor:
-        """Return a saved chunk; valid until the next call."""
+        """Return a saved chunk, in memory that the next call overwrites."""
         file, nbytes = entry.chunk.file, entry.nbytes
         name = self.manifest.files[file].name
         if len(self._buffer) < nbytes:
@@ -139,7 +141,7 @@ class Checkpoint:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Say in one line what is wrong with a checkpoint, or with reading it."""
+    """Raise errors of a checkpoint, or of reading it, as CheckpointError in one line."""
     try:
         yield
     except DamageError as damage:
@@ -153,11 +155,11 @@ def read_manifest(path: Path, *, decoded: Mapping[bytes, Manifest] | None = None
 
     Args:
         path: Directory of the checkpoint.
-        decoded: Manifests by their text that need not be decoded again.
+        decoded: Manifests that were decoded before, by their text.
 
     Raises:
-        DamageError: If it is missing or not what was written.
-        OSError: If this process cannot read it, which says nothing of the checkpoint.
+        DamageError: If the manifest is missing or damaged.
+        OSError: If this process cannot read it, which does not show damage.
     """
     try:
         with opened_directory(path) as directory:
@@ -177,17 +179,17 @@ def verify_entries(
     *,
     on_entry: Callable[[], object] = lambda: None,
 ) -> None:
-    """Check chunks, and size and header of the files they are in.
+    """Check chunks, and the size and header of their files.
 
     Args:
         path: Directory of the checkpoint.
         manifest: Decoded manifest of the checkpoint.
-        entries: Some of its chunks.
-        on_entry: Called before each of them.
+        entries: Chunks to check.
+        on_entry: Function that is called before each chunk.
 
     Raises:
-        DamageError: Naming the file, and the tensor if the damage is in one.
-        OSError: If this process cannot read it, which says nothing of the checkpoint.
+        DamageError: If one is damaged; names the file, and the tensor if the damage is in one.
+        OSError: If this process cannot read a file, which does not show damage.
     """
     by_file: dict[int, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -212,7 +214,7 @@ def verify_entries(
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the names of tensors for a message: the first ones, and how many more."""
+    """Return names of tensors for a message: the first ones, and the number of others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 8} more" if len(ordered) > 8 else ""
     return f"tensors {', '.join(ordered[:8])}{more}"
@@ -239,7 +241,7 @@ def _check_header(descriptor: int, name: str, header: bytes, nbytes: int) -> Non
 
 
 def _damage_or(error: OSError, name: str) -> Exception:
-    """Tell errors of the medium, which are damage, from those of permissions and processes."""
+    """Return an error of the medium as damage, and errors of permissions or processes as given."""
     if error.errno == errno.EIO:
         return DamageError(f"{name}: {error.strerror}")
     return error

@@ -1,4 +1,4 @@
-"""Steps that ranks take together around a checkpoint, so that all go on or all raise."""
+"""Steps of all ranks around a checkpoint: all ranks go on, or all raise."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ T = TypeVar("T")
 
 
 class OnProgress(Protocol):
-    """Is told what a rank does, again and again while it gets on: for heartbeats."""
+    """A function that is called as long as a rank makes progress: for heartbeats."""
 
     def __call__(self, phase: str, *, waiting: bool = False) -> None:
-        """Take note.
+        """Report progress.
 
         Args:
-            phase: What begins, or goes on.
+            phase: Name of the phase that begins or goes on.
             waiting: Whether this rank is about to wait for others.
         """
 
 
 def silent(phase: str, *, waiting: bool = False) -> None:
-    """Tell nobody."""
+    """Report no progress: an `OnProgress` that does nothing."""
 
 
 def gathered(value: T, *, of: type[T], group: ProcessGroup | None) -> list[T]:
-    """`all_gather_json`, also of a rank that is alone."""
+    """Return the values of all ranks, as `all_gather_json`; without a group that of this rank."""
     return [value] if group is None else all_gather_json(value, of=of, group=group)
 
 
 def on_rank_zero(call: Callable[[], T], *, of: type[T], group: ProcessGroup | None) -> T:
-    """Run `call` on the first rank and return its result, which is of the form `of`, on all.
+    """Run `call` on the first rank and return its result, of the type `of`, on all ranks.
 
     Raises:
-        CheckpointError: On all ranks, if it raised that or an OSError.
+        CheckpointError: On all ranks, if `call` raised it or an OSError.
     """
     try:
         if group is None:
@@ -60,9 +60,9 @@ def on_all_ranks(call: Callable[[], T], *, group: ProcessGroup | None) -> T:
     """Run `call` on every rank; return on all of them or raise on all of them.
 
     Raises:
-        CheckpointError: On all ranks, naming one that failed and its error.
-        BaseException: What interrupted this rank, such as a KeyboardInterrupt; what a rank that is
-            alone raised.
+        CheckpointError: On all ranks, if one failed; names it and its error.
+        BaseException: An interruption of this rank, such as a KeyboardInterrupt; without a group,
+            any error of `call`.
     """
     if group is None:
         return call()
@@ -88,13 +88,13 @@ def is_first(group: ProcessGroup | None) -> bool:
 
 
 def on_first_rank(call: Callable[[], T], *, of: type[T], group: ProcessGroup | None) -> T:
-    """`on_all_ranks` of what the first rank alone does; return its result on all."""
+    """Run `call` on the first rank; return its result on all ranks or raise on all of them."""
     made = on_all_ranks(lambda: call() if is_first(group) else None, group=group)
     return on_rank_zero(lambda: cast("T", made), of=of, group=group)
 
 
 def agree_all(error: CheckpointError | None, *, group: ProcessGroup | None, where: str) -> None:
-    """`hp_platform.agree`, with the same kind of error on all ranks."""
+    """Agree on an error as `hp_platform.agree`, with a CheckpointError on all ranks."""
     try:
         agree(error, group=group, where=where)
     except PeerError as peer:
@@ -107,11 +107,11 @@ def verify_together(
     """Check all chunks, every rank a share of them.
 
     Returns:
-        What is damaged; empty if nothing is.
+        Description of the damage; empty if there is none.
 
     Raises:
         CheckpointError: On all ranks, if one cannot read the checkpoint, or finds damage where the
-            first rank finds none: then the reader is at fault, not the checkpoint.
+            first rank finds none: then its access to the storage is at fault.
     """
     rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
     damage, error = "", None
@@ -147,7 +147,7 @@ def _told(error: BaseException | None) -> str:
 
 
 def share_of(manifest: Manifest, *, rank: int, world_size: int) -> list[Entry]:
-    """Return the consecutive chunks for one rank to check: all ranks get about as many bytes."""
+    """Return consecutive chunks for one rank to check; all ranks get about as many bytes."""
     entries = [entry for of_file in manifest.entries for entry in of_file]
     total = sum([entry.nbytes for entry in entries])
     mine, before = [], 0

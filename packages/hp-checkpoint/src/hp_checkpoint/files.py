@@ -1,8 +1,8 @@
-"""Files of a checkpoint: opened without following a link, hashed and put on the disk in pieces.
+"""Files of a checkpoint: opened without following links, hashed and written in pieces.
 
-Whoever gives a checkpoint away has chosen what stands in it: under the name of a file there may be
-a link to the reader's own files, a pipe that blocks for ever, a device. So every name in it is
-opened from the descriptor of its directory, never followed, and must be a regular file.
+A checkpoint may come from a stranger: the name of a file may be a link to the reader's own files, a
+pipe that blocks for ever, or a device. So every name in it is opened from the descriptor of its
+directory without following links, and must be a regular file.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hp_base.errors import CheckpointError
 from hp_base.folder import DamageError, open_directory, opened_directory, read_into
 
 PIECE_BYTES = 1 << 20
-"""Read, hashed or written at a time: stays in the processor's cache between the two."""
+"""Bytes that are read, hashed or written at a time, so that they stay in the processor's cache."""
 
 
 def failed(verb: str, path: Path, error: OSError) -> CheckpointError:
-    """Return one line for an error of the storage."""
+    """Return an error of the storage as a CheckpointError of one line."""
     return CheckpointError(f"cannot {verb} {path}: {error.strerror or error}")
 
 
 @contextmanager
 def opened_parent(directory: Path) -> Iterator[int]:
-    """Give the descriptor of the directory that checkpoints are in; closed at the end.
+    """Yield the descriptor of the directory that contains checkpoints.
 
     Raises:
         CheckpointError: If it is missing, a symbolic link or no directory.
@@ -49,14 +49,14 @@ def opened_parent(directory: Path) -> Iterator[int]:
 def hash_span(
     descriptor: int, begin: int, nbytes: int, buffer: memoryview, *, keep: bool = False
 ) -> str:
-    """Return the SHA-256 of a part of a file; of what there is if the file ends before.
+    """Return the SHA-256 of a part of a file, as far as the file goes.
 
     Args:
         descriptor: Descriptor of the file.
         begin: First byte.
         nbytes: Number of bytes.
         buffer: Buffer for the bytes.
-        keep: Whether the buffer, which is long enough then, has all of them in the end.
+        keep: Whether to keep all bytes in the buffer, which must be long enough.
     """
     hasher, piece_bytes = hashlib.sha256(), min(PIECE_BYTES, len(buffer) or 1)
     for start in range(0, nbytes, piece_bytes):
@@ -71,7 +71,7 @@ def hash_span(
 
 @contextmanager
 def created(path: str | Path, directory: int | None = None) -> Iterator[int]:
-    """Make a new file, give its descriptor, and put it on the disk before closing it.
+    """Make a new file, yield its descriptor, and flush it to the disk at the end.
 
     Args:
         path: Path of the new file.
@@ -79,7 +79,7 @@ def created(path: str | Path, directory: int | None = None) -> Iterator[int]:
             working directory.
 
     Raises:
-        FileExistsError: If it is there.
+        FileExistsError: If the file exists.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     descriptor = os.open(path, flags, 0o644, dir_fd=directory)
@@ -97,10 +97,10 @@ def write(descriptor: int, data: memoryview) -> None:
 
 
 def write_tensor(descriptor: int, values: Tensor) -> str:
-    """Write the bytes of a tensor in row-major order, on whatever device it is; their SHA-256."""
+    """Write the bytes of a tensor on any device in row-major order; return their SHA-256."""
     flat = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     hasher = hashlib.sha256()
-    # Through memory of Python: a tensor's own is reached with NumPy alone, which need not be there.
+    # Through a bytearray: memory of a tensor is accessible only with NumPy, which may be missing.
     piece = bytearray(min(PIECE_BYTES, len(flat)))
     for start in range(0, len(flat), PIECE_BYTES):
         part = flat[start : start + PIECE_BYTES]
@@ -112,13 +112,13 @@ def write_tensor(descriptor: int, values: Tensor) -> str:
 
 
 def fsync_directory(path: Path) -> None:
-    """Put the names in a directory on the disk."""
+    """Flush the entries of a directory to the disk."""
     with opened_directory(path) as descriptor:
         os.fsync(descriptor)
 
 
 def staging_name(name: str) -> str:
-    """Name a directory while it is written, or removed, as nobody else names one."""
+    """Return a unique name for a directory while it is written or removed."""
     return f"{name}.tmp-{uuid4().hex}"
 
 
@@ -126,11 +126,12 @@ def create_staging(directory: Path, name: str) -> tuple[Path, int]:
     """Make the directory that a checkpoint is written to before it gets its name.
 
     Args:
-        directory: Where the checkpoint will be; made if it is missing, in one that is there.
+        directory: Directory of the checkpoint; made if it is missing, in an existing one.
         name: Name that the checkpoint will have.
 
     Returns:
-        Its path, and a descriptor that keeps it from being taken for a leftover until it is closed.
+        Path of the new directory, and a descriptor; until it is closed, the directory is not taken
+        for a leftover.
     """
     with suppress(FileExistsError):
         directory.mkdir()
@@ -138,18 +139,18 @@ def create_staging(directory: Path, name: str) -> tuple[Path, int]:
     with opened_parent(directory) as parent:
         os.mkdir(path.name, dir_fd=parent)
         lock = open_directory(path.name, parent)
-    # Where the file system has no locks, a second run in the same directory takes what this one is
-    # writing for a leftover, and this one's save fails.
+    # Without locks of the file system, a second run in the same directory would remove this one as
+    # a leftover, and the save would fail.
     try_lock(lock)
     return path, lock
 
 
 def rename(path: Path, name_of: Callable[[set[str]], str]) -> Path:
-    """Give a directory another name beside its own, and put that on the disk.
+    """Rename a directory inside of its parent, and flush the new name to the disk.
 
     Args:
         path: Path of the directory.
-        name_of: Chooses the name, given those that are taken.
+        name_of: Function that returns the new name, from those that are taken.
 
     Returns:
         The new path.
@@ -162,14 +163,14 @@ def rename(path: Path, name_of: Callable[[set[str]], str]) -> Path:
 
 
 def remove_leftovers(directory: Path, is_leftover: Callable[[str], object]) -> list[str]:
-    """Remove what processes that died while they saved or removed left behind.
+    """Remove directories that dead processes left while they saved or removed checkpoints.
 
     Args:
-        directory: Where checkpoints are; it need not exist.
-        is_leftover: Whether a name is one of those that :func:`staging_name` gives.
+        directory: Directory of checkpoints; it need not exist.
+        is_leftover: Function that recognizes names of :func:`staging_name`.
 
     Returns:
-        Names of what was removed.
+        Names of the removed directories.
     """
     if not os.path.lexists(directory):
         return []

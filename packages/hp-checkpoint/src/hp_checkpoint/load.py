@@ -1,4 +1,4 @@
-"""Loading: what each rank wants of a checkpoint that was verified."""
+"""Loading of a verified checkpoint: each rank reads the parts that it needs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def load(
 
     Args:
         checkpoint: Checkpoint to load, already verified.
-        tensors: What this rank holds, by global name; see `parts_of`. The names of all ranks
+        tensors: Tensors of this rank, by global name; see `parts_of`. The names of all ranks
             together must be those of the checkpoint, with the same dtypes and shapes.
         group: CPU group; None: this rank is alone.
 
     Raises:
-        CheckpointError: On all ranks, naming one that failed and its error.
+        CheckpointError: On all ranks, if one failed; names it and its error.
         RuntimeError: If a rank is gone.
     """
 

@@ -1,17 +1,17 @@
-"""`manifest.json`: what a checkpoint consists of, down to every byte.
+"""`manifest.json`: the description of every byte of a checkpoint.
 
-The manifest states which chunk lies where in which file; the header of each file is a function of
-the manifest, compared, never parsed; chunks follow each other without a gap, and a file has exactly
-the stated size. Header and hashes of the chunks therefore cover every byte of every file, and the
-hash of the manifest covers them all.
+The manifest has the file and place of each chunk. The header of each file follows from the manifest
+and is compared instead of parsed; chunks follow each other without a gap, and a file has exactly
+the stated size. So headers and hashes of the chunks cover every byte of every file, and the hash of
+the manifest covers all of them.
 
-SHA-256 is in the standard library, anybody can check it with other tools, and one digest of the
-manifest stands for the whole checkpoint. It runs at 1.8 GB/s on a core with SHA instructions, every
-rank hashing its own part; zlib's crc32 does 4 GB/s but is 32 bits, xxhash 26 GB/s but is one more
+SHA-256 is in the standard library, other tools can check it, and one digest of the manifest stands
+for the whole checkpoint. It runs at 1.8 GB/s on a core with SHA instructions, and every rank hashes
+its own part. zlib's crc32 runs at 4 GB/s but has 32 bits, xxhash at 26 GB/s but is one more
 compiled dependency, and storage is slower than any of them.
 
-The manifest is read with the standard library's JSON and the forms that messages between ranks are
-checked by, since this package depends on torch alone.
+The manifest is parsed by the standard library's JSON and checked like messages between ranks, since
+this package depends on torch alone.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hp_base.folder import DamageError
 from hp_checkpoint.boxes import Box, coverage_error, gap_error
-from hp_checkpoint.extra import decode_extra
+from hp_checkpoint.json_file import decode_extra
 from hp_platform.failures.messages import as_form
 
 MANIFEST = "manifest.json"
@@ -70,8 +70,8 @@ class Chunk(NamedTuple):
 
     Attributes:
         file: Index into :attr:`Manifest.files`.
-        begin: Where it starts, in bytes after the header of the file.
-        offsets: Where it starts in the tensor.
+        begin: First byte, counted after the header of the file.
+        offsets: First index of the box in each dimension of the tensor.
         sizes: Size of the box in each dimension; at least one element.
         sha256: SHA-256 of its bytes, hexadecimal.
     """
@@ -84,7 +84,7 @@ class Chunk(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Offsets and sizes."""
+        """Return the offsets and sizes."""
         return Box(self.offsets, self.sizes)
 
 
@@ -104,14 +104,14 @@ class SavedFile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A chunk with what its tensor says of it.
+    """A chunk with properties of its tensor.
 
     Attributes:
-        tensor: Its name.
+        tensor: Name of the tensor.
         dtype: Dtype of the tensor, a key of `DTYPES` such as `"BF16"`.
         key: Key of the chunk in its file.
-        chunk: Where it is.
-        nbytes: Bytes of the chunk.
+        chunk: Place and hash of the chunk.
+        nbytes: Number of bytes of the chunk.
     """
 
     tensor: str
@@ -122,7 +122,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: str, dtype: str, shape: tuple[int, ...], chunk: Chunk) -> Entry:
-        """The entry of a chunk; its key has the offsets where it is not all of the tensor."""
+        """Return the entry of a chunk; its key has offsets unless it is the whole tensor."""
         is_whole = chunk.sizes == shape
         key = tensor if is_whole else f"{tensor}@{','.join(map(str, chunk.offsets))}"
         return cls(tensor, dtype, key, chunk, math.prod(chunk.sizes) * DTYPES[dtype].itemsize)
@@ -130,15 +130,15 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of `manifest.json`.
+    """The content of `manifest.json`.
 
     Attributes:
-        save_id: Differs between any two saves; repeated in the header of each file.
+        save_id: Unique id of the save; repeated in the header of each file.
         step: Step of the training run.
         world_size: Number of ranks that wrote it; information only.
-        software: Name and version of what wrote it; information only.
+        software: Names and versions of the software that wrote it; information only.
         extra: JSON of the caller, as text.
-        files: Those that hold chunks.
+        files: Files with chunks.
         tensors: Whole tensors and their chunks, by global name.
     """
 
@@ -152,7 +152,7 @@ class Manifest:
 
     @cached_property
     def entries(self) -> list[list[Entry]]:
-        """All chunks, by file, in the order of their bytes."""
+        """Return all chunks, by file, in the order of their bytes."""
         entries: list[list[Entry]] = [[] for _ in self.files]
         for name, (dtype, shape, chunks) in self.tensors.items():
             for chunk in chunks:
@@ -161,12 +161,12 @@ class Manifest:
 
     @cached_property
     def headers(self) -> list[bytes]:
-        """First bytes of each file."""
+        """Return the header of each file."""
         return [file_header(self.save_id, self.step, entries) for entries in self.entries]
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the one spelling of a manifest that :func:`decode` accepts."""
+    """Return the text of a manifest, the only one that :func:`decode` accepts."""
     head = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -175,17 +175,16 @@ def encode(manifest: Manifest) -> bytes:
         "world_size": manifest.world_size,
         "software": manifest.software,
     }
-    tensors: dict[str, dict[str, Any]] = {}
-    for name, (dtype, shape, chunks) in manifest.tensors.items():
-        tensors[name] = {"dtype": dtype, "shape": shape, "chunks": []}
-        for chunk in chunks:
-            tensors[name]["chunks"].append(dict(zip(Chunk._fields, chunk, strict=True)))
+    tensors = {
+        name: {"dtype": dtype, "shape": shape, "chunks": [chunk._asdict() for chunk in chunks]}
+        for name, (dtype, shape, chunks) in manifest.tensors.items()
+    }
     tail = {"files": [file._asdict() for file in manifest.files], "tensors": tensors}
     return _json(head)[:-1] + b',"extra":' + manifest.extra + b"," + _json(tail)[1:]
 
 
 class _Stated(NamedTuple):
-    """The form of the file, without `extra`, whose length is looked at before it is parsed."""
+    """The fields of the file without `extra`, whose length is checked before it is parsed."""
 
     format: str
     version: int
@@ -198,22 +197,22 @@ class _Stated(NamedTuple):
 
 
 def decode(text: bytes) -> Manifest:
-    """Read and check a manifest. What it returns can be trusted to describe possible files.
+    """Decode and check a manifest, so that its files and tensors are possible.
 
     Raises:
-        DamageError: If it is no manifest, describes impossible tensors or files, or is spelled
-            otherwise than :func:`encode` does.
+        DamageError: If the text is not a manifest, describes impossible tensors or files, or
+            differs from the text of :func:`encode`.
     """
     if len(text) > MAX_MANIFEST_BYTES:
         raise DamageError(
             f"{MANIFEST} ({len(text)} bytes) must not exceed {MAX_MANIFEST_BYTES} bytes"
         )
-    # No name can look like these, in which quotes are escaped; nor can what follows the files.
+    # Names cannot contain these texts, as their quotes are escaped; nor can the rest of the file.
     first, last = text.find(b',"extra":'), text.rfind(b',"files":[')
     extra = text[first + len(b',"extra":') : last]
     try:
         decode_extra(extra)
-        # With a key twice it is spelled otherwise.
+        # A text with a key twice differs from the text of `encode`.
         stated: _Stated = as_form(_Stated, json.loads(text[:first] + text[last:]))
         head = stated.save_id, stated.step, stated.world_size, stated.software
         manifest = Manifest(*head, extra, stated.files, stated.tensors)
@@ -230,28 +229,28 @@ def decode(text: bytes) -> Manifest:
 
 
 def file_header(save_id: str, step: int, entries: list[Entry]) -> bytes:
-    """Return the length and JSON that a safetensors file with these chunks starts with."""
-    header: dict[str, Any] = {RESERVED: {"format": "pt", "save_id": save_id, "step": str(step)}}
+    """Return the header of a safetensors file with these chunks: its length and JSON."""
+    header: dict[str, object] = {RESERVED: {"format": "pt", "save_id": save_id, "step": str(step)}}
     for _, dtype, key, chunk, nbytes in entries:
         span = [chunk.begin, chunk.begin + nbytes]
         header[key] = {"dtype": dtype, "shape": chunk.sizes, "data_offsets": span}
     return framed(header)
 
 
-def framed(header: dict[str, Any]) -> bytes:
-    """Write a header of safetensors behind its length, padded so that the data are aligned."""
+def framed(header: Mapping[str, object]) -> bytes:
+    """Return the length and JSON of a safetensors header, padded so that the data are aligned."""
     text = _json(header)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def digest_line(manifest: bytes) -> bytes:
-    """Write the line of `manifest.sha256`, which `sha256sum --check` understands."""
+    """Return the line of `manifest.sha256`, for `sha256sum --check`."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def unfit_name(names: Collection[str]) -> tuple[str, str] | None:
-    """Find a name under which no tensor can be saved, and say why; None if all will do."""
+    """Return a name under which no tensor can be saved, and the reason; None if there is none."""
     for name in names:
         if not 0 < len(name) <= 512 or not name.isprintable() or name == RESERVED:
             limits = f"printable, of 1 to 512 characters and not {RESERVED}"
@@ -264,7 +263,7 @@ def _json(value: object) -> bytes:
 
 
 def _check_numbers(manifest: Manifest) -> None:
-    """Require sizes and places that tensors and files can have, and hashes and names of theirs."""
+    """Check sizes, places, dtypes, names and hashes of tensors and files, each on its own."""
     chunks = [chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks]
     lists = [tensor.shape for tensor in manifest.tensors.values()]
     lists += [sizes for chunk in chunks for sizes in (chunk.offsets, chunk.sizes)]

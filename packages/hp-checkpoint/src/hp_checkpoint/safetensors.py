@@ -1,7 +1,7 @@
-"""Safetensors files of anybody: their headers, and boxes of their tensors, read and written.
+"""Safetensors files of any origin: headers, and boxes of tensors, read and written.
 
-A box is read by as many calls as it has runs of bytes; nothing else of a tensor is touched, and
-several processes may write boxes of one tensor.
+A box is read by as many calls as it has runs of bytes, and no other bytes of a tensor are accessed,
+so that several processes may write boxes of one tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,12 @@ from hp_checkpoint.manifest import DTYPES, NAME_OF, RESERVED, framed
 from hp_platform.failures.messages import as_form, bytes_of
 
 INDEX = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it; of an index too
+MAX_HEADER_BYTES = 100 << 20  # as in the safetensors library; also for an index
 _MOST_DIMS = 8
 
 
 class _Stated(NamedTuple):
-    """Entry of a tensor in a header."""
+    """The entry of a tensor in a header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,10 +44,10 @@ class FileTensor:
 
     Attributes:
         descriptor: Descriptor of the file.
-        begin: Where its bytes begin in the file.
-        dtype: Dtype by safetensors' name, such as `"BF16"`; `DTYPES` need not have it.
+        begin: First byte of the tensor in the file.
+        dtype: Dtype by safetensors' name, such as `"BF16"`, perhaps not in `DTYPES`.
         shape: Shape of the whole tensor.
-        file: Name, for messages.
+        file: Name of the file, for messages.
     """
 
     descriptor: int
@@ -57,10 +57,10 @@ class FileTensor:
     file: str
 
     def read(self, box: Box) -> Tensor:
-        """Return the values of a box, in new memory and in the file's dtype, one that `DTYPES` has.
+        """Return the values of a box in new memory, of the file's dtype, which is in `DTYPES`.
 
         Raises:
-            CheckpointError: When the file has become shorter.
+            CheckpointError: If the file has become shorter.
         """
         dtype = DTYPES[self.dtype]
         buffer = bytearray(prod(box[1]) * dtype.itemsize)
@@ -74,7 +74,7 @@ class FileTensor:
         return torch.frombuffer(buffer, dtype=dtype).reshape(box[1])
 
     def write(self, box: Box, values: Tensor) -> None:
-        """Put the values of a box to their place; they must be of the file's dtype."""
+        """Write the values of a box, which must have the file's dtype, to their place."""
         data = memoryview(bytes_of(values))
         for place, start, nbytes in _runs(self.shape, box, values.dtype.itemsize):
             _write(self.descriptor, data[start : start + nbytes], self.begin + place)
@@ -82,10 +82,10 @@ class FileTensor:
 
 @contextmanager
 def opened_tensors(paths: Iterable[Path]) -> Iterator[dict[str, FileTensor]]:
-    """Open files and give their tensors by name; only headers are read.
+    """Open files and yield their tensors by name; only headers are read.
 
     Raises:
-        CheckpointError: When one is missing or damaged, or a tensor is in two of them.
+        CheckpointError: If a file is missing or damaged, or a tensor is in two files.
     """
     with ExitStack() as stack:
         found: dict[str, FileTensor] = {}
@@ -104,12 +104,12 @@ def opened_tensors(paths: Iterable[Path]) -> Iterator[dict[str, FileTensor]]:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to be read; what is no plain file, such as a pipe, is not waited for.
+    """Open a regular file for reading, without waiting for a pipe.
 
     Links are followed: the cache of Hugging Face's hub is made of them.
 
     Raises:
-        CheckpointError: When it cannot be opened, or is of another kind.
+        CheckpointError: If it cannot be opened, or is not a regular file.
     """
     try:
         return open_named(path)
@@ -121,25 +121,26 @@ def open_regular(path: Path) -> int:
 def layout_of(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> tuple[bytes, dict[str, int], int]:
-    """Lay out a file of these tensors: its header, where each tensor begins, its size in bytes.
+    """Return the header of a file of these tensors, the first byte of each, and the file's size.
 
     Args:
         tensors: Dtype and shape by name.
     """
-    header: dict[str, Any] = {RESERVED: {"format": "pt"}}
+    header: dict[str, object] = {RESERVED: {"format": "pt"}}
+    places: dict[str, int] = {}
     position = 0
     # Wide dtypes first, so that all are aligned.
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda e: -e[1][0].itemsize):
-        span = [position, position + prod(shape) * dtype.itemsize]
+        places[name], position = position, position + prod(shape) * dtype.itemsize
+        span = [places[name], position]
         header[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": span}
-        position = span[1]
     text = framed(header)
-    begins = {name: len(text) + header[name]["data_offsets"][0] for name in tensors}
+    begins = {name: len(text) + places[name] for name in tensors}
     return text, begins, len(text) + position
 
 
 def index_of(file_of: Mapping[str, str], num_bytes: int) -> bytes:
-    """Return the index of a folder: which file has which tensor.
+    """Return the index of a folder: the file of each tensor.
 
     Args:
         file_of: Names of files by name of tensor.
@@ -156,7 +157,7 @@ def _write(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def _runs(shape: tuple[int, ...], box: Box, item: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of bytes of a box: where in the tensor, where in the box, how many."""
+    """Yield the runs of bytes of a box: place in the tensor, place in the box, number."""
     offsets, sizes = box
     if prod(sizes) == 0:
         return
@@ -180,7 +181,7 @@ def _tensors_of(descriptor: int, path: str) -> dict[str, FileTensor]:
     if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(f'"{path}" must be a safetensors file: its header is cut off')
     try:
-        stated: dict[str, Any] = json.loads(os.pread(descriptor, length, 8))
+        stated = json.loads(os.pread(descriptor, length, 8))
         stated.pop(RESERVED, None)
         entries = {
             name: as_form(_Stated, {field: entry[field] for field in _Stated._fields})

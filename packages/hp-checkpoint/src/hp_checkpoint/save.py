@@ -1,4 +1,4 @@
-"""Saving: each chunk by one rank, to a directory of another name, read back, then renamed."""
+"""Saving: each chunk is written by one rank; the directory is read back and then renamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
@@ -58,15 +58,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Gives a save what a rank has of a tensor.
+    """The boxes of a tensor that a rank can save, and a function for their values.
 
     Attributes:
         dtype: Dtype of the tensor.
         shape: Shape of the whole tensor.
         boxes: Boxes of the tensor that the rank has.
-        read: Gives the values of one of them; called when they are written.
-        kind: Kind of the tensor, such as `"DTensor"`, for messages; all ranks that have the tensor
-            must agree on it.
+        read: Function that returns the values of a box; called when they are written.
+        kind: Kind of the tensor, such as `"DTensor"`, for messages; the same on all ranks that have
+            the tensor.
     """
 
     dtype: torch.dtype
@@ -77,18 +77,18 @@ class Source:
 
     @classmethod
     def of(cls, part: Part, *, kind: str = "Tensor") -> Source:
-        """Return a part that is there."""
+        """Return the source of a part."""
         return cls(part.local.dtype, part.shape, (part.box,), lambda _: part.local, kind)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """Take what is here of tensors that can be saved or loaded.
+    """Return the local parts of tensors to save or load.
 
     Args:
         tensors: Tensors by global name; placements of a `DTensor` are `Shard` and `Replicate`.
 
     Raises:
-        CheckpointError: Naming one of which that cannot be said, or that cannot be saved.
+        CheckpointError: If a tensor cannot be saved, or its part is unknown; names the tensor.
     """
     _require_names(tensors)
     parts = {}
@@ -105,12 +105,12 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 def sources_of(
     tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor] | None = None
 ) -> dict[str, Source]:
-    """Return the tensors as what can be saved of them; see :func:`parts_of`.
+    """Return the local parts of tensors as sources; see :func:`parts_of`.
 
     Args:
         tensors: Tensors by global name, as for :func:`parts_of`.
-        copies: Copies of this rank's part of each tensor, to be written in its place, by the same
-            names; None: the part itself is written.
+        copies: Copies of this rank's parts by the same names, to be written instead of the parts;
+            None: the parts are written.
     """
     sources = {}
     for name, part in parts_of(tensors).items():
@@ -121,7 +121,7 @@ def sources_of(
 
 
 class _Offer(NamedTuple):
-    """A chunk that a rank could write: of what tensor, and where in it."""
+    """A chunk that a rank could write, with properties of its tensor."""
 
     name: str
     kind: str
@@ -132,12 +132,12 @@ class _Offer(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Dtype, shape and kind that a rank takes the tensor for, in words."""
+        """Return kind, shape and dtype of the tensor on this rank, in words."""
         return f"{self.kind} {list(self.shape)} {DTYPES[self.dtype]}"
 
 
 class _Orders(NamedTuple):
-    """Tells every rank where to write, under which identity, and which of its chunks."""
+    """The directory, the id of the save, and the chunks of each rank to write."""
 
     staging: str
     save_id: str
@@ -145,12 +145,13 @@ class _Orders(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A file that a rank has written; without any chunk there is none.
+    """A file that a rank has written; without chunks there is no file.
 
     Attributes:
         name: Name of the file.
         bytes: Size of the whole file, in bytes.
-        tensors: Name, dtype and shape of each, and its chunks; which file it is, is not yet known.
+        tensors: Name, dtype, shape and chunks of each tensor; the index of the file is not known
+            yet.
     """
 
     name: str
@@ -171,24 +172,25 @@ def save(
 ) -> Path:
     """Save tensors as a new directory. Every rank of `group` calls; blocking.
 
-    Files are written to a directory of another name, put on the disk, read back and compared with
-    their hashes, and only then `commit` gives them their place. If anything fails, the directory is
+    Files are written to a directory of another name, flushed to the disk, read back and compared
+    with their hashes; then `commit` renames the directory. If anything fails, the directory is
     removed.
 
     Args:
-        directory: Where the checkpoint will be, on storage that all ranks share; made if it is
-            missing, in one that is there. No symbolic link.
+        directory: Directory that will contain the checkpoint, on storage that all ranks share; made
+            if it is missing, in an existing one. Must not be a symbolic link.
         name: Name that the checkpoint will have.
-        sources: Says what this rank has, by global name. Of ranks that have the same box, the one
-            with the least to write so far writes it.
-        commit: Called on the first rank with the written directory; returns where it is then.
+        sources: Function that returns the sources of this rank, by global name. Of ranks that have
+            the same box, the one with the least to write so far writes it.
+        commit: Function that is called on the first rank with the written directory; returns its
+            final path.
         group: CPU group; None: this rank is alone.
         step: Step of the training run.
         extra: JSON of the caller, from `encode_extra`; that of the first rank is saved.
-        on_progress: Told what this rank does, chunk by chunk.
+        on_progress: Function that is called for each chunk.
 
     Returns:
-        What `commit` returned.
+        The path that `commit` returned.
 
     Raises:
         CheckpointError: On all ranks, in one line: the storage failed, or a tensor cannot be saved.
@@ -234,19 +236,19 @@ def write_file(
     head: tuple[str, int],
     on_progress: OnProgress = silent,
 ) -> Written:
-    """Stream chunks to a new safetensors file: one at a time leaves the device.
+    """Write chunks to a new safetensors file, copied from the device one at a time.
 
-    Wide dtypes come first, so that all are aligned; a chunk without elements is left out, and so
-    is a file without chunks.
+    Wide dtypes come first, so that all are aligned; a chunk without elements is left out, and a
+    file without chunks is not written.
 
     Args:
         path: Path of the file.
-        chosen: Names of tensors, boxes of them, and what they are read from.
-        head: Identity of the save, and step.
-        on_progress: Told of every chunk.
+        chosen: Names of tensors, boxes of them, and their sources.
+        head: Id of the save, and step.
+        on_progress: Function that is called for each chunk.
 
     Raises:
-        CheckpointError: In one line, if it cannot be written.
+        CheckpointError: In one line, if the file cannot be written.
     """
     named = []
     for name, box, source in chosen:
@@ -286,15 +288,15 @@ def finish(
     group: ProcessGroup | None,
     on_progress: OnProgress = silent,
 ) -> Manifest:
-    """Write the manifest of what all ranks have written, and read everything back.
+    """Write the manifest of the files of all ranks, and read everything back.
 
     Args:
         folder: Directory of the files that all ranks have written.
         written: Files that this rank has written.
-        head: Identity of the save, and step.
+        head: Id of the save, and step.
         extra: JSON of the caller, from `encode_extra`; that of the first rank is saved.
         group: CPU group; None: this rank is alone.
-        on_progress: Told what this rank does, chunk by chunk.
+        on_progress: Function that is called for each chunk.
 
     Raises:
         CheckpointError: On all ranks, in one line.
@@ -350,9 +352,9 @@ def _manifest_of(
 
 
 def _write_manifest(folder: Path, text: bytes) -> Manifest:
-    """Write the manifest and its hash, and put the names of a folder on the disk."""
+    """Write the manifest and its hash, and flush the entries of the folder to the disk."""
     try:
-        manifest = decode(text)  # never write what a load would refuse
+        manifest = decode(text)  # raises for a manifest that a load would refuse
         with opened_directory(folder) as directory:
             for name, data in ((MANIFEST, text), (DIGEST, digest_line(text))):
                 with created(name, directory) as descriptor:
@@ -401,9 +403,10 @@ def _offers(sources: Mapping[str, Source]) -> list[tuple[_Offer, Source]]:
 
 
 def _shared_out(offers: Sequence[Sequence[_Offer]]) -> list[list[int]]:
-    """Share chunks out to the ranks that have them, if the ranks agree what the tensors are.
+    """Assign every chunk to one rank that has it: the one with the least to write so far.
 
-    Every chunk once: of several ranks that have it, by the one with the least to write so far.
+    Raises:
+        CheckpointError: If a tensor has another dtype, shape or kind on another rank.
     """
     seen: dict[str, tuple[int, _Offer]] = {}
     holders: dict[_Offer, list[tuple[int, int]]] = defaultdict(list)
@@ -428,7 +431,7 @@ def _shared_out(offers: Sequence[Sequence[_Offer]]) -> list[list[int]]:
 
 
 def _decoded(texts: Sequence[str], of: type[T]) -> list[T]:
-    found: list[Any] = []
+    found: list[T] = []
     for rank, text in enumerate(texts):
         try:
             found.append(as_form(of, json.loads(text)))

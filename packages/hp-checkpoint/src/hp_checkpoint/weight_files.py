@@ -1,7 +1,7 @@
-"""Files of a folder that are the weights of its model: one set of them, or it is refused.
+"""Files with the weights of a model in a folder, which must have one set of them.
 
-transformers takes `model.safetensors` where there is one, and else what the index names. Where a
-folder has both, or files of neither, one of the sets is out of date, and nobody knows which.
+transformers takes `model.safetensors` if it exists, and else the files of the index. A folder with
+both, or with other files besides, is refused: one of the sets is out of date, and which is unknown.
 """
 
 import os
@@ -17,17 +17,17 @@ _SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
 _KEY = "transformers_weights"
 """Key of config.json by which transformers takes another file."""
-_MOST_BYTES = 4 << 20  # of a config.json
+_MOST_BYTES = 4 << 20  # largest config.json
 _OTHER_FORMS = ("consolidated*.safetensors", "consolidated*.pth", "pytorch_model*.bin")
-"""The same weights as other programs read them; transformers does not where it has safetensors."""
+"""Files with the same weights for other programs, which transformers does not read then."""
 _SHOWN = 3
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Name the files with the weights of a folder.
+    """Return the files with the weights of a folder.
 
     Raises:
-        ConfigError: When the folder has none, or more than one set of them.
+        ConfigError: If the folder has none, or more than one set of them.
     """
     has_index = os.path.lexists(folder / INDEX)
     names = _listed(folder) if has_index else [_SINGLE]
@@ -51,20 +51,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def other_forms(folder: Path) -> list[str]:
-    """Name the files that have the weights of a folder in a form that is not read."""
+    """Return the names of files with the weights of a folder in formats that are not read."""
     read = {path.name for path in weight_files(folder)}
     found = {path.name for form in _OTHER_FORMS for path in folder.glob(form)}
     return sorted(found - read)
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Some names for a message: the first ones, and how many more there are."""
+    """Return names for a message: the first ones, and the number of others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def _listed(folder: Path) -> list[str]:
-    """Return the names of the files that have what the index lists."""
+    """Return the names of the files in the index."""
     listed = read_json(folder / INDEX, most_bytes=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(listed, dict):
         raise ConfigError(f"{INDEX}: weight_map ({shown(listed)}) must be an object")

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from hp_base.errors import CheckpointError, ConfigError
 from hp_base.folder import DamageError, Folder, opened_directory, read_whole
+from hp_checkpoint import open_checkpoint
 from hp_checkpoint.boxes import Box
 from hp_checkpoint.dcp import read_sources, sources_in, write_sources
-from hp_checkpoint.extra import MAX_EXTRA_BYTES, decode_extra, encode_extra
 from hp_checkpoint.files import failed
+from hp_checkpoint.json_file import MAX_EXTRA_BYTES, decode_extra, encode_extra
 from hp_checkpoint.runs.directory import newest_checkpoint
 from hp_checkpoint.runs.save import save_step
-from hp_checkpoint.runs.verify import open_checkpoint
 from hp_checkpoint.save import Source
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import Resolved

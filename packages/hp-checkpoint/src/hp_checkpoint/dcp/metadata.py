@@ -1,4 +1,4 @@
-"""`.metadata` of a plain checkpoint: which box of which tensor lies where in which file."""
+"""`.metadata` of a plain checkpoint: the place of every box of every tensor."""
 
 import math
 import os
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hp_base.folder import DamageError, opened, opened_directory, read_whole
 from hp_checkpoint.boxes import Box, coverage_error
@@ -23,7 +23,9 @@ _HERE = "torch.distributed.checkpoint.metadata."
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _SIZE = "torch.Size"
 DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
-"""``torch.float32`` -> ``F32``."""
+"""Safetensors' names of torch's dtypes: ``torch.float32`` -> ``F32``."""
+State: TypeAlias = dict[str, Any]
+"""The attributes of an object in a pickle, each checked where it is used."""
 _ALLOWED = {
     *DTYPE_NAMES,
     f"{_HERE}Metadata",
@@ -40,7 +42,7 @@ _ALLOWED = {
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
     "collections.OrderedDict",
-    # What Megatron keeps beside it: who has written what, for its next checkpoint. It is not read.
+    # Megatron also keeps the plan of the save, for its next checkpoint. It is not read.
     "torch.distributed.checkpoint.planner.SavePlan",
     "torch.distributed.checkpoint.planner.TensorWriteData",
     "torch.distributed.checkpoint.planner.WriteItem",
@@ -53,9 +55,9 @@ class Place:
     """Place of a box in the files of a checkpoint.
 
     Attributes:
-        file: Name in the folder.
-        offset: First byte.
-        length: Bytes.
+        file: Name of the file in the folder.
+        offset: First byte of the box.
+        length: Number of bytes.
     """
 
     file: str
@@ -68,9 +70,9 @@ class StoredTensor:
     """One tensor of a plain checkpoint.
 
     Attributes:
-        dtype: Dtype as safetensors calls it.
+        dtype: Dtype by safetensors' name.
         shape: Shape of the whole tensor.
-        boxes: Boxes that cover it, and where each is; none if it has no elements.
+        boxes: Boxes that cover the tensor, and their places; none if it has no elements.
     """
 
     dtype: str
@@ -84,7 +86,7 @@ class Stored:
 
     Attributes:
         tensors: Tensors by name.
-        left_out: Names of what is no tensor. It is pickled, and never opened.
+        left_out: Names of other entries, which are pickled and never opened.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -92,10 +94,10 @@ class Stored:
 
 
 def read_metadata(folder: Path) -> Stored:
-    """Read and check `.metadata`; what it returns describes files that are there.
+    """Read and check `.metadata`, and check that its files exist and are long enough.
 
     Raises:
-        DamageError: In one line: it is missing, hostile, or describes impossible tensors.
+        DamageError: In one line, if it is missing, hostile, or describes impossible tensors.
         OSError: If this process cannot read it.
     """
     with opened_directory(folder) as directory:
@@ -110,7 +112,7 @@ def read_metadata(folder: Path) -> Stored:
     return stored
 
 
-def _stored(root: Any) -> Stored:
+def _stored(root: object) -> Stored:
     top = _state(root, _HERE + "Metadata")
     places = dict(_places(top["storage_data"]))
     tensors: dict[str, StoredTensor] = {}
@@ -129,7 +131,7 @@ def _stored(root: Any) -> Stored:
 
 
 def _tensor(
-    name: str, entry: dict[str, Any], places: Mapping[tuple[str, tuple[int, ...]], Place]
+    name: str, entry: State, places: Mapping[tuple[str, tuple[int, ...]], Place]
 ) -> StoredTensor:
     properties = entry["properties"].state
     dtype = properties[0].name if isinstance(properties[0], Named) else ""
@@ -157,13 +159,15 @@ def _tensor(
     return StoredTensor(DTYPE_NAMES[dtype], shape, found)
 
 
-def _places(data: Any) -> Iterator[tuple[tuple[str, tuple[int, ...]], Place]]:
+def _places(
+    data: Mapping[object, object],
+) -> Iterator[tuple[tuple[str, tuple[int, ...]], Place]]:
     for key, value in data.items():
         index = _state(key, _HERE + "MetadataIndex")
         info = _state(value, _INFO)
         offset = index.get("offset")
         if offset is None:
-            continue  # of what is no tensor
+            continue  # not of a tensor
         if info.get("transform_descriptors"):
             raise DamageError("what was compressed or encrypted cannot be read")
         file, name = info["relative_path"], index["fqn"]
@@ -171,7 +175,7 @@ def _places(data: Any) -> Iterator[tuple[tuple[str, tuple[int, ...]], Place]]:
             raise DamageError("names of tensors and files must be strings")
         if not _FILE.match(file):
             raise DamageError(f"file {file[:80]!r} must be one of this folder, *.distcp")
-        place = Place(file, _count(info["offset"]), _count(info["length"]))
+        place = Place(file, count(info["offset"]), count(info["length"]))
         yield (name, _sizes(offset)), place
 
 
@@ -187,22 +191,23 @@ def _check_files(directory: int, stored: Stored) -> None:
             raise DamageError(f"{name}: size ({size} bytes) must be at least {end} bytes")
 
 
-def _state(value: Any, name: str) -> dict[str, Any]:
+def _state(value: object, name: str) -> State:
     if not isinstance(value, Called) or value.name != name or not isinstance(value.state, dict):
         raise DamageError(f"must have a {name.rpartition('.')[2]} where it has something else")
     return value.state
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    """Return a torch.Size, or a tuple."""
+def _sizes(value: object) -> tuple[int, ...]:
+    """Return the numbers of a torch.Size or a tuple."""
     if isinstance(value, Called) and value.name == _SIZE and len(value.args) == 1:
         [value] = value.args
     if not isinstance(value, tuple) or len(value) > _MAX_DIMS:
         raise DamageError(f"a size must be at most {_MAX_DIMS} numbers")
-    return tuple(map(_count, value))
+    return tuple(map(count, value))
 
 
-def _count(value: Any) -> int:
+def count(value: object) -> int:
+    """Return a size or an offset; raise DamageError for any other value."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
         raise DamageError(f"a size or an offset must be a number from 0 to {_LARGEST}")
     return value

@@ -1,8 +1,8 @@
 """Pickles of torch, interpreted as data: nothing is imported, called or executed.
 
-A pickle is a program for a stack machine. This machine knows the instructions that torch's
-checkpoints consist of. Instructions that name or call something leave a note of it, a `Named` or a
-`Called`; what may be named is a list given by the caller. There is nothing in here that could run.
+A pickle is a program for a stack machine. This machine knows the instructions of torch's
+checkpoints. Instructions that name or call something leave a description of it, a `Named` or a
+`Called`; the caller gives the names that are allowed. Nothing here can run code of a pickle.
 """
 
 import pickletools
@@ -18,39 +18,39 @@ _MAX_MEMO = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Reference of a pickle by module and name, such as ``torch.float32``."""
+    """A reference of a pickle by module and name, such as ``torch.float32``."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
 class Called:
-    """Call that a pickle asks for, and does not get."""
+    """A call in a pickle, which is not made."""
 
     name: str
-    args: tuple[Any, ...]
-    state: Any = None
+    args: tuple[object, ...]
+    state: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
     """A reference to something outside of the pickle."""
 
-    key: Any
+    key: object
 
 
-def read_pickle(data: bytes, *, allowed: Container[str]) -> Any:
+def read_pickle(data: bytes, *, allowed: Container[str]) -> object:
     """Interpret a pickle.
 
     Args:
-        data: All of it.
-        allowed: What it may name, as ``module.name``.
+        data: Bytes of the pickle.
+        allowed: Names that it may contain, as ``module.name``.
 
     Returns:
-        Numbers, strings, tuples, lists and dicts as they are; all else as notes.
+        Numbers, strings, tuples, lists and dicts as they are; other objects as descriptions.
 
     Raises:
-        DamageError: If it is cut off, names anything else, or has any other instruction.
+        DamageError: If it is cut off, contains another name, or has any other instruction.
     """
     machine = _Machine(allowed)
     try:
@@ -69,10 +69,10 @@ def read_pickle(data: bytes, *, allowed: Container[str]) -> Any:
 @dataclass
 class _Machine:
     allowed: Container[str]
-    stack: list[Any] = field(default_factory=list)
-    memo: dict[int, Any] = field(default_factory=dict)
+    stack: list[object] = field(default_factory=list)
+    memo: dict[int, object] = field(default_factory=dict)
 
-    def run(self, name: str, arg: Any) -> None:
+    def run(self, name: str, arg: object) -> None:
         if name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
         elif name in _VALUES:
@@ -102,21 +102,21 @@ class _Machine:
             raise DamageError(f"names {full[:80]!r}, which no checkpoint of tensors needs")
         self.stack.append(Named(full))
 
-    def call(self, _: Any) -> None:
+    def call(self, _: object) -> None:
         named, args = self._pop(2)
         if not isinstance(named, Named) or not isinstance(args, tuple):
             raise TypeError("what is called must have a name, and its arguments be a tuple")
         self.stack.append(Called(named.name, args))
 
-    def build(self, _: Any) -> None:
+    def build(self, _: object) -> None:
         called, state = self._pop(2)
         if not isinstance(called, Called):
             raise TypeError("only what was made can be given a state")
         called.state = state
         self.stack.append(called)
 
-    def collect(self) -> list[Any]:
-        """Pop down to the last mark."""
+    def collect(self) -> list[object]:
+        """Pop all values above the last mark."""
         at = len(self.stack) - 1
         while self.stack[at] is not _MARK:
             at -= 1
@@ -126,20 +126,20 @@ class _Machine:
         del self.stack[at:]
         return values
 
-    def extend(self, values: list[Any]) -> None:
+    def extend(self, values: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, list):
             raise TypeError("only a list can be appended to")
         target.extend(values)
 
-    def fill(self, values: list[Any]) -> None:
+    def fill(self, values: list[object]) -> None:
         target = self.stack[-1]
         if not isinstance(target, dict):
             raise TypeError("only a dict has items")
         for key, value in zip(values[::2], values[1::2], strict=True):
             target[_as_key(key)] = value
 
-    def _pop(self, count: int) -> tuple[Any, ...]:
+    def _pop(self, count: int) -> tuple[object, ...]:
         if len(self.stack) < count:
             raise IndexError("the stack is empty")
         values = tuple(self.stack[len(self.stack) - count :])
@@ -147,19 +147,19 @@ class _Machine:
         return values
 
 
-def _as_key(key: Any) -> Any:
-    """Compare notes by identity, and refuse all else that is no string or number."""
+def _as_key(key: object) -> str | int | Called:
+    """Return a key of a dict; raise TypeError unless it is a string, a number or a `Called`."""
     if not isinstance(key, str | int | Called):
         raise TypeError("a key must be a string, a number or an object")
     return key
 
 
-_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _MARK}
+_CONSTANTS: dict[str, object] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "MARK": _MARK}
 _VALUES = {
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
 }
-_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
+_EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
 _NUM_TUPLE = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _RULES: dict[str, Callable[[_Machine, Any], None]] = {
     "MEMOIZE": _Machine.put,

@@ -1,4 +1,4 @@
-"""A save without ranks: chunks that are made one after the other, given to a storage writer."""
+"""A save without ranks: a storage writer gets chunks that are read one after the other."""
 
 from collections.abc import Iterator, Mapping
 
@@ -25,7 +25,7 @@ from hp_checkpoint.save import Source
 
 
 def write_sources(sources: Mapping[str, Source], writer: StorageWriter) -> None:
-    """Have a writer save tensors, of which one box at a time is in memory.
+    """Save tensors by a storage writer, with one box at a time in memory.
 
     Args:
         sources: Sources of the tensors, by name.
@@ -42,14 +42,14 @@ def write_sources(sources: Mapping[str, Source], writer: StorageWriter) -> None:
 
 
 class _SourcePlanner(DefaultSavePlanner):
-    """Makes the values of boxes that were planned."""
+    """The planner of a save whose values are read from sources."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         super().__init__()
         self._sources = sources
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Make the values of a box."""
+        """Return the values of a box."""
         data = write_item.tensor_data
         assert data is not None, "only tensors are planned"
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
@@ -57,7 +57,7 @@ class _SourcePlanner(DefaultSavePlanner):
 
 
 def _items(name: str, tensor: TensorStorageMetadata) -> Iterator[WriteItem]:
-    """Yield one for every box of a tensor."""
+    """Yield an item for every box of a tensor."""
     for number, chunk in enumerate(tensor.chunks):
         data = TensorWriteData(chunk, tensor.properties, tensor.size)
         index = MetadataIndex(name, chunk.offsets, number)

@@ -1,4 +1,4 @@
-"""Values of a plain checkpoint: each box is a small zip file, with a checksum of its own."""
+"""Values of a plain checkpoint: each box is a small zip file with its own checksum."""
 
 import io
 import math
@@ -6,13 +6,12 @@ import struct
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hp_base.folder import DamageError, opened, opened_directory, read_into
-from hp_checkpoint.dcp.metadata import DTYPE_NAMES, Place
+from hp_checkpoint.dcp.metadata import DTYPE_NAMES, Place, count
 from hp_checkpoint.dcp.pickled import Called, Named, Persistent, read_pickle
 from hp_checkpoint.manifest import DTYPES
 
@@ -39,15 +38,15 @@ def read_box(folder: Path, place: Place, *, dtype: str, sizes: tuple[int, ...]) 
 
     Args:
         folder: Folder of the checkpoint.
-        place: Where the box is; checked by :func:`read_metadata`.
-        dtype: Dtype that the box must have, as safetensors calls it.
+        place: Place of the box, checked by :func:`read_metadata`.
+        dtype: Dtype that the box must have, by safetensors' name.
         sizes: Shape that the box must have.
 
     Returns:
-        CPU tensor of `sizes`, in memory of its own.
+        CPU tensor of `sizes`, in new memory.
 
     Raises:
-        DamageError: In one line: a checksum differs, or it is another tensor than was said.
+        DamageError: In one line, if a checksum, the dtype or the shape differs.
         OSError: If this process cannot read it.
     """
     data = bytearray(place.length)
@@ -89,12 +88,12 @@ def _tensor(data: bytearray, dtype: str, sizes: tuple[int, ...]) -> Tensor:
     return flat.view(DTYPES[dtype]).as_strided(shape, strides, offset).clone()
 
 
-def _described(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
+def _described(value: object) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
     """Return the key of the storage, dtype, offset, shape and strides of a pickled tensor."""
     if not isinstance(value, Called) or value.name not in _REBUILD or value.state is not None:
         raise DamageError("must be a tensor")
     storage, offset, shape, strides, *rest = value.args
-    if not isinstance(storage, Persistent):
+    if not isinstance(storage, Persistent) or not isinstance(storage.key, tuple):
         raise DamageError("its storage must be in the same file")
     _, kind, key, _, _ = storage.key
     if kind.name == _UNTYPED:
@@ -103,7 +102,6 @@ def _described(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, .
         dtype = _STORAGES[kind.name]
     if not isinstance(key, str):
         raise DamageError("its storage must have a name")
-    numbers = (offset, *shape, *strides)
-    if not all(type(n) is int and 0 <= n < 1 << 53 for n in numbers):
-        raise DamageError("sizes must be numbers from 0 on")
-    return key, dtype, offset, tuple(shape), tuple(strides)
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        raise DamageError("its shape and strides must be tuples")
+    return key, dtype, count(offset), tuple(map(count, shape)), tuple(map(count, strides))

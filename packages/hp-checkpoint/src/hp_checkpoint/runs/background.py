@@ -1,9 +1,8 @@
-"""Saving behind the training: a copy is made at the step, and a thread writes the copy."""
+"""Saving in the background: a copy is made at the step, and a thread writes the copy."""
 
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_base.errors import CheckpointError
 from hp_checkpoint.collective import OnProgress, agree_all, silent
-from hp_checkpoint.extra import encode_extra
+from hp_checkpoint.json_file import encode_extra
 from hp_checkpoint.runs.save import check_arguments, save_step
 from hp_checkpoint.save import sources_of
 from hp_platform import Event
@@ -21,15 +20,15 @@ _LOOK_SECONDS = 0.05
 
 
 class BackgroundSaver:
-    """Saves copies of tensors in a thread of its own, one save at a time.
+    """A thread that saves copies of tensors, one save at a time.
 
-    What :func:`save_checkpoint` promises holds here as well; only the moment differs at which it is
-    known. All ranks call :meth:`start` and :meth:`finish` together, in the same order.
+    It gives the guarantees of :func:`save_checkpoint`, but errors are raised by :meth:`finish`. All
+    ranks call :meth:`start` and :meth:`finish` together, in the same order.
 
     Args:
         directory: Directory of the run's checkpoints, on storage that all ranks share; made if
-            missing, in one that is there. No symbolic link.
-        group: CPU group over all ranks, which nothing else uses while a save is under way.
+            missing, in an existing one. Must not be a symbolic link.
+        group: CPU group over all ranks, with no other use during a save.
         keep: See :func:`save_checkpoint`.
         keep_every: See :func:`save_checkpoint`.
 
@@ -51,27 +50,29 @@ class BackgroundSaver:
 
     @property
     def is_under_way(self) -> bool:
-        """Tells whether a save was started that was not finished."""
+        """Tell whether a save was started that was not finished."""
         return self._thread is not None
 
     @property
     def is_written(self) -> bool:
-        """Tells whether :meth:`finish` would return at once on this rank."""
+        """Tell whether :meth:`finish` would return at once on this rank."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def start(self, *, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-        """Copy the tensors and begin to write; they may change when this returns.
+    def start(
+        self, *, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, object]
+    ) -> None:
+        """Copy the tensors and begin to write; tensors may change when this returns.
 
         Args:
             step: Number of training steps done, at least 0.
-            tensors: See :func:`save_checkpoint`. Names, shapes and placements are read later, the
-                values are not.
+            tensors: See :func:`save_checkpoint`. The values are copied now; names, shapes and
+                placements are read later.
             extra: See :func:`save_checkpoint`.
 
         Raises:
-            ValueError: If `step` or `extra` is wrong. The other ranks then wait for the group's
-                time-out: both are to be the same on all of them.
-            RuntimeError: If the save before was not finished.
+            ValueError: If `step` or `extra` is wrong, which must be the same on all ranks: other
+                ranks would wait for the time-out of the group.
+            RuntimeError: If the previous save was not finished.
         """
         if self._thread is not None:
             raise RuntimeError("a save must be finished before another one is started")
@@ -80,9 +81,9 @@ class BackgroundSaver:
         copied, error = [], None
         try:
             copied = self._copy(tensors)
-        except (RuntimeError, MemoryError) as raised:  # of memory, on this rank alone
+        except (RuntimeError, MemoryError) as raised:  # out of memory, on this rank only
             error = CheckpointError(f"cannot copy the state to host memory: {raised}")
-        # Planned by shapes and placements alone, which no step changes.
+        # The plan needs shapes and placements only, which steps do not change.
         named = dict(tensors)
 
         def work() -> None:
@@ -109,17 +110,17 @@ class BackgroundSaver:
         self._thread.start()
 
     def finish(self, *, on_progress: OnProgress = silent) -> Path:
-        """Wait until the save under way has ended.
+        """Wait for the end of the save.
 
         Args:
-            on_progress: Told what the thread does, as long as it gets on.
+            on_progress: Function that is called as long as the thread makes progress.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
-            CheckpointError: On all ranks; what was saved before is intact.
-            RuntimeError: If no save is under way, or a rank is gone.
+            CheckpointError: On all ranks, if the save failed; older checkpoints are intact.
+            RuntimeError: If no save was started, or a rank is gone.
         """
         thread, told = self._thread, None
         if thread is None:
@@ -142,14 +143,13 @@ class BackgroundSaver:
     def _copy(self, tensors: Mapping[str, Tensor]) -> list[Event]:
         """Queue copies of all local parts.
 
-        A thread that read the live tensors would save a mixture of two steps. So what is written is
-        a copy in host memory, complete before `BackgroundSaver.start` gives the caller leave to go
-        on: on the CPU because copying blocks, on CUDA because the copies are queued on the stream
-        on which the next update of the weights will be. Nothing refers to the tensors' values after
-        that. The memory of the copies is kept for the next save.
+        A thread that read the live tensors would save a mixture of two steps. So it writes copies
+        in host memory, which precede all later changes of the tensors: on the CPU because copying
+        blocks, on CUDA because the copies are queued on the stream of the next update of the
+        weights. The memory of the copies is reused by the next save.
 
         Returns:
-            What to wait for before they are read.
+            Events to wait for before the copies are read.
         """
         devices: set[torch.device] = set()
         copies: dict[str, Tensor] = {}

@@ -2,12 +2,12 @@
 
 ::
 
-    step-00000010            complete: it got this name by a rename when everything was on the disk
+    step-00000010            complete: renamed to this when everything was on the disk
     step-00000010.1          saved again at the same step; newer than the one without a number
     step-00000020.tmp-<id>   being written, or removed; locked as long as its writer lives
     step-00000020.bad        found damaged by a load and set aside; also .bad-1, .bad-2, ...
 
-One rank calls these functions.
+Only one rank calls these functions.
 """
 
 import logging
@@ -36,7 +36,7 @@ def step_name(step: int, attempt: int = 0) -> str:
 
 
 def parse_step_name(name: str) -> tuple[int, int] | None:
-    """Return the step and attempt; None if it is not what :func:`step_name` gives."""
+    """Return the step and attempt of a name; None if it is not one of :func:`step_name`."""
     match = _COMPLETE.match(name)
     if match is None:
         return None
@@ -45,13 +45,13 @@ def parse_step_name(name: str) -> tuple[int, int] | None:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return those with the name of a complete one, newest first. Nothing is opened."""
+    """Return checkpoints with the name of a complete one, newest first; opens no files."""
     found = [(key, name) for name in _names(directory) if (key := parse_step_name(name))]
     return [directory / name for _, name in sorted(found, reverse=True)]
 
 
 def newest_checkpoint(directory: Path, *, step: int | None = None) -> Path:
-    """Return the newest complete one, of all or of one step. Nothing is opened.
+    """Return the newest complete checkpoint, of all or of one step; opens no files.
 
     Raises:
         CheckpointError: If there is none.
@@ -66,25 +66,25 @@ def newest_checkpoint(directory: Path, *, step: int | None = None) -> Path:
 
 
 def bad_checkpoints(directory: Path) -> list[Path]:
-    """Return those that were set aside as damaged."""
+    """Return checkpoints that were set aside as damaged."""
     return [directory / name for name in sorted(_names(directory)) if _BAD.match(name)]
 
 
 def commit(staging: Path, step: int) -> Path:
-    """Give a written directory its final name and put that on the disk; returns the path.
+    """Rename a written directory to its final name, flushed to the disk; return the path.
 
-    A checkpoint that has the name already is not replaced: the new one gets the next number.
+    An existing checkpoint of that name is not replaced: the new one gets the next number.
     """
     return rename(staging, _first_free(step_name(step, n) for n in count()))
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what runs that died while saving or purging left behind."""
+    """Remove directories that dead runs left while saving or purging."""
     files.remove_leftovers(directory, _STAGING.match)
 
 
 def quarantine(path: Path) -> Path:
-    """Set a damaged checkpoint aside; returns its new path, the old one if it cannot be renamed."""
+    """Rename a damaged checkpoint; return its new path, or the old one if that is impossible."""
     names = (f"{path.name}.bad" + (f"-{n}" if n else "") for n in count())
     try:
         return rename(path, _first_free(names))
@@ -94,19 +94,20 @@ def quarantine(path: Path) -> Path:
 
 
 def _first_free(names: Iterator[str]) -> Callable[[set[str]], str]:
-    """Choose the first of some names that is not taken."""
+    """Return a function that chooses the first of some names that is not taken."""
     return lambda taken: next(name for name in names if name not in taken)
 
 
 def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:
-    """Remove checkpoints older than `newest` but for `keep` - 1; those of its own step go as well.
+    """Remove checkpoints older than `newest` except those of `keep` - 1 steps.
 
-    What cannot be removed is left with a warning: the new checkpoint is good all the same.
+    Older checkpoints of the same step are removed as well. One that cannot be removed is left with
+    a warning.
 
     Args:
         newest: The complete checkpoint that was just saved.
-        keep: Steps to keep, the newest ones; of each the newest checkpoint.
-        keep_every: Steps that are a multiple of it are kept however old. 0: none.
+        keep: Number of newest steps to keep, each with its newest checkpoint.
+        keep_every: Steps that are a multiple of it are kept as well; 0: none.
     """
     mine = parse_step_name(newest.name)
     seen = {mine[0]} if mine else set()
@@ -129,7 +130,7 @@ def purge(newest: Path, *, keep: int, keep_every: int = 0) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Rename first, so that a kill in between leaves no half checkpoint under a good name."""
+    """Remove a checkpoint, renamed first: a kill leaves no incomplete one under its name."""
     name = staging_name(path.name)
     try:
         with opened_parent(path.parent) as directory:

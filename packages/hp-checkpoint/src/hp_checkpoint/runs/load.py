@@ -1,4 +1,4 @@
-"""Loading: the newest checkpoint that is good, under whatever layout the ranks have now."""
+"""Loading of the newest good checkpoint in the current layout of ranks, and verification."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,30 +10,31 @@ from torch.distributed import ProcessGroup
 
 from hp_base.errors import CheckpointError
 from hp_base.folder import DamageError
-from hp_checkpoint.checkpoint import Checkpoint
+from hp_checkpoint.checkpoint import Checkpoint, read_manifest
 from hp_checkpoint.collective import OnProgress, on_rank_zero, silent, verify_together
-from hp_checkpoint.extra import decode_extra
+from hp_checkpoint.files import failed
+from hp_checkpoint.json_file import decode_extra
 from hp_checkpoint.load import load
-from hp_checkpoint.manifest import Manifest, decode, encode
+from hp_checkpoint.manifest import MANIFEST, Manifest, decode, encode
 from hp_checkpoint.runs.directory import (
     bad_checkpoints,
     complete_checkpoints,
+    parse_step_name,
     quarantine,
     remove_leftovers,
 )
-from hp_checkpoint.runs.verify import manifest_of_step
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Facts of a checkpoint that was loaded, besides the tensors.
+    """The properties of a checkpoint that was loaded.
 
     Attributes:
         step: Number of training steps done.
-        extra: What was saved beside the tensors.
+        extra: JSON object that was saved beside the tensors.
         path: Path of the checkpoint.
-        skipped: Newer ones that were damaged, newest first: where each is now and, in one line,
-            what is wrong with it.
+        skipped: Path and damage, in one line, of newer checkpoints that were damaged and set aside,
+            newest first.
     """
 
     step: int
@@ -51,23 +52,23 @@ def load_latest(
 ) -> Loaded | None:
     """Load the newest good checkpoint into tensors. Every rank of `group` calls.
 
-    The first rank looks for checkpoints and decides for all. Every byte of one is verified before
-    any tensor is touched; a damaged one is renamed to `step-N.bad` and the next older one taken.
-    Tensors are filled in place; a DTensor takes its part, whatever parts were saved.
+    The first rank looks for checkpoints and decides for all. Every byte of a checkpoint is verified
+    before any tensor changes; a damaged one is renamed to `step-N.bad` and the next older one is
+    taken. Tensors are filled in place; a DTensor gets its part, whatever parts were saved.
 
     Args:
         directory: Directory of the run's checkpoints.
-        tensors: What this rank holds, by global name. The names of all ranks together must be those
+        tensors: Tensors of this rank, by global name. The names of all ranks together must be those
             of the checkpoint, with the same dtypes and shapes.
         group: CPU group.
-        on_progress: Told what this rank does, chunk by chunk.
+        on_progress: Function that is called for each chunk.
 
     Returns:
-        What was loaded; None if there is no checkpoint, good or bad.
+        Properties of the checkpoint; None if there is no checkpoint, good or bad.
 
     Raises:
         CheckpointError: On all ranks, in one line: all checkpoints are damaged, one does not fit
-            the tensors, or the storage cannot be read. The tensors are untouched, unless the
+            the tensors, or the storage cannot be read. The tensors are unchanged, unless the
             message says otherwise.
         RuntimeError: If a rank is gone.
     """
@@ -99,6 +100,49 @@ def load_latest(
             "remove them to start anew"
         )
     return None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint: read its manifest, and none of its files.
+
+    Raises:
+        CheckpointError: In one line, if the manifest is damaged or cannot be read.
+    """
+    try:
+        return Checkpoint(path, manifest_of_step(path))
+    except DamageError as damage:
+        raise CheckpointError(f"{path}: {damage}") from None
+    except OSError as error:
+        raise failed("read", path, error) from None
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Check every byte of one checkpoint, without ranks.
+
+    Args:
+        path: Path of the checkpoint itself, such as `checkpoints/step-00000010`.
+
+    Raises:
+        CheckpointError: In one line, if it is damaged, naming the file and the tensor, or cannot be
+            read.
+    """
+    open_checkpoint(path).verify()
+
+
+def manifest_of_step(path: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint, and its step against the name.
+
+    Raises:
+        DamageError: If the manifest is missing, damaged, or of another step.
+        OSError: If this process cannot read it, which does not show damage.
+    """
+    manifest = read_manifest(path)
+    named = parse_step_name(path.name)
+    if named is not None and named[0] != manifest.step:
+        raise DamageError(
+            f"{MANIFEST}: step ({manifest.step}) must equal that of the name ({named[0]})"
+        )
+    return manifest
 
 
 def _scan(directory: Path) -> list[str]:

@@ -1,15 +1,14 @@
-"""Saving the state of a run after a step; what is older is removed when it is in place."""
+"""Saving of the state of a run after a step; older checkpoints are removed afterwards."""
 
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_checkpoint.collective import OnProgress, is_first, silent
-from hp_checkpoint.extra import encode_extra
+from hp_checkpoint.json_file import encode_extra
 from hp_checkpoint.runs.directory import (
     commit,
     purge,
@@ -25,7 +24,7 @@ def save_checkpoint(
     *,
     step: int,
     tensors: Mapping[str, Tensor],
-    extra: Mapping[str, Any],
+    extra: Mapping[str, object],
     group: ProcessGroup,
     keep: int,
     keep_every: int = 0,
@@ -33,23 +32,23 @@ def save_checkpoint(
 ) -> Path:
     """Save tensors as `directory/step-<step>`. Every rank of `group` calls; blocking.
 
-    Files are written to a directory of another name, put on the disk, read back and compared with
-    their hashes, and only then given their final name. If anything fails, what was there before is
-    as it was and the other directory is removed. A step that is saved again gets a new name with a
+    Files are written to a directory of another name, flushed to the disk, read back and compared
+    with their hashes; then the directory gets its final name. If anything fails, that directory is
+    removed, and older checkpoints are unchanged. A step that is saved again gets a new name with a
     number; nothing is overwritten.
 
     Args:
         directory: Directory of the run's checkpoints, on storage that all ranks share; made if
-            missing, in one that is there. No symbolic link.
+            missing, in an existing one. Must not be a symbolic link.
         step: Number of training steps done, at least 0.
-        tensors: What this rank holds, by global name. A plain tensor with the same name on several
+        tensors: Tensors of this rank, by global name. A plain tensor with the same name on several
             ranks has the same value on all of them and is saved once; a DTensor (placements Shard
             and Replicate) is saved in parts.
-        extra: JSON for `Loaded.extra`; that of the first rank is saved.
-        group: CPU group. One of the default group's or a part of it.
-        keep: Checkpoints to keep, at least 1; older ones are removed when this one is in place.
-        keep_every: Those of steps that are a multiple of it are kept besides. 0: none.
-        on_progress: Told what this rank does, chunk by chunk.
+        extra: JSON object for `Loaded.extra`; that of the first rank is saved.
+        group: CPU group of all ranks, or of a part of them.
+        keep: Number of checkpoints to keep, at least 1; older ones are removed after the save.
+        keep_every: Checkpoints of steps that are a multiple of it are kept as well; 0: none.
+        on_progress: Function that is called for each chunk.
 
     Returns:
         The path of the checkpoint.
@@ -90,13 +89,13 @@ def save_step(
 
     Args:
         directory: Directory of the run's checkpoints.
-        sources: Says what this rank can save, by global name.
+        sources: Function that returns the sources of this rank, by global name.
         step: Number of training steps done, at least 0.
         extra: JSON to save beside the tensors, as `encode_extra` returns it.
         group: CPU group; None: this rank is alone.
         keep: See :func:`save_checkpoint`.
         keep_every: See :func:`save_checkpoint`.
-        on_progress: Told what this rank does, chunk by chunk.
+        on_progress: Function that is called for each chunk.
 
     Returns:
         The path of the checkpoint.
@@ -106,7 +105,7 @@ def save_step(
         RuntimeError: If a rank is gone.
     """
     if is_first(group):
-        with contextlib.suppress(OSError):  # the save itself will say what is wrong
+        with contextlib.suppress(OSError):  # the save itself will raise
             remove_leftovers(directory)
     path = save(
         directory,
@@ -124,10 +123,10 @@ def save_step(
 
 
 def check_arguments(*, step: int, keep: int, keep_every: int) -> None:
-    """Refuse impossible ones.
+    """Check the arguments of a save.
 
     Raises:
-        ValueError: Naming the first.
+        ValueError: If one is out of range; names it.
     """
     if keep < 1:
         raise ValueError(f"keep ({keep}) must be at least 1")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hp_base.runs import runs_in, runs_of
-from hp_checkpoint.runs.verify import open_checkpoint
+from hp_checkpoint import open_checkpoint
 from hp_data.dataset import Dataset
 from hp_expert import MoE, Routing
 from hp_train.verify.program import read_request

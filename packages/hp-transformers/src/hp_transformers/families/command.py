@@ -13,10 +13,9 @@ from torch import Tensor
 
 from hp_base.errors import CheckpointError, ConfigError
 from hp_base.messages import shown
-from hp_checkpoint import Box, decode_extra
+from hp_checkpoint import Box, decode_extra, open_checkpoint
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.runs.directory import newest_checkpoint
-from hp_checkpoint.runs.verify import open_checkpoint
 from hp_checkpoint.weight_files import first_of, other_forms
 from hp_trainer.config import Config, ModelConfig, rules
 from hp_trainer.config.options import build, to_toml

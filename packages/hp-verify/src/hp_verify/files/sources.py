@@ -14,12 +14,11 @@ from torch import Tensor
 import hp_checkpoint as store
 from hp_base.errors import CheckpointError
 from hp_base.folder import DamageError
-from hp_checkpoint import Part
+from hp_checkpoint import Part, open_checkpoint
 from hp_checkpoint.dcp.metadata import METADATA, StoredTensor, read_metadata
 from hp_checkpoint.dcp.tensors import read_box
 from hp_checkpoint.manifest import DTYPES, MANIFEST, NAME_OF
 from hp_checkpoint.runs.directory import complete_checkpoints, newest_checkpoint
-from hp_checkpoint.runs.verify import open_checkpoint
 from hp_checkpoint.safetensors import INDEX, FileTensor, opened_tensors
 from hp_checkpoint.weight_files import weight_files
 from hp_verify.files.manifest import read_listing
