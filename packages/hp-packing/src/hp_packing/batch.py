@@ -20,16 +20,16 @@ from hp_trainer.training.batches import Batches, Share
 
 
 class Joined(NamedTuple):
-    """Some documents and padding; all tensors are on the CPU.
+    """The documents and padding of a microbatch, joined; all tensors are on the CPU.
 
     Attributes:
-        tokens: int64 [1, S].
-        targets: The token after each, int64 [1, S]; -1 where none is to be learned.
-        ahead: What is predicted further ahead; None: nothing.
-        lengths: Tokens of each document, and at last positions of padding if there are some.
-        num_documents: How many of these are of documents.
-        places: int64 [4, S]: the document of each position, -1 of padding; its place in it; the
-            global index of its sequence in the data, and its place there.
+        tokens: Token ids, int64 [1, S].
+        targets: Next token of each, int64 [1, S]; -1 where none is learned.
+        ahead: Tokens and targets of multi-token prediction; None: there is none.
+        lengths: Tokens of each document, and last the positions of padding if there are any.
+        num_documents: Number of these lengths that are of documents.
+        places: Places of positions, int64 [4, S]: document, or -1 for padding; position in the
+            document; global index of the sequence in the data; position in that sequence.
     """
 
     tokens: Tensor
@@ -43,12 +43,12 @@ class Joined(NamedTuple):
 def join(
     data: Dataset, pieces: Sequence[Piece], *, padding: int, num_ahead: tuple[int, ...]
 ) -> Joined:
-    """Read documents and put them one behind the other.
+    """Read documents and join them, with padding at the end.
 
     Args:
-        data: Has them.
-        pieces: Which ones.
-        padding: Positions behind them.
+        data: Dataset to read.
+        pieces: Documents.
+        padding: Number of positions of padding.
         num_ahead: Targets of the whole step, for each module of multi-token prediction.
     """
     assert data.separator is not None
@@ -60,7 +60,7 @@ def join(
     documents = [(torch.from_numpy(a)[None], torch.from_numpy(b)[None]) for a, b, _ in rows]
     ahead = None
     if num_ahead:
-        # Each by itself: behind one whose last token has a target comes another document.
+        # Each document by itself: the next one in the microbatch is another document.
         each = [look_ahead(tokens, targets, num_ahead) for tokens, targets in documents]
         read, aims = (
             tuple(torch.cat(depth, dim=1) for depth in zip(*parts, strict=True))
@@ -74,7 +74,7 @@ def join(
 
 
 def _places(index: int, piece: Piece) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-    """`Joined.places` of a document."""
+    """Return `Joined.places` of a document."""
     within = np.arange(piece.length, dtype=np.int64)
     of_document, of_sequence = (np.full_like(within, i) for i in (index, piece.sequence))
     return np.stack((of_document, within, of_sequence, within + piece.start))
@@ -91,10 +91,10 @@ def share_of(
     """Return this rank's share of the global batch of a planned step.
 
     Args:
-        batches: Knows the mesh, and which positions are here.
+        batches: Batches of the run, with the mesh and this rank's positions.
         data: Dataset to read.
         pieces: Documents of the global batch.
-        microbatches: Those of this rank's team.
+        microbatches: Microbatches of this rank's team.
         step: Number of the training step, from 0.
     """
     depths = range(1, batches.config.model.num_mtp_modules + 1)
@@ -126,7 +126,7 @@ def _microbatch(
     num_tokens: int,
     step: int,
 ) -> Microbatch:
-    """Return this rank's part of a planned microbatch, of whose places some are here [4, S]."""
+    """Return this rank's part of a planned microbatch, with its places int64 [4, s]."""
     config = batches.config
 
     def take(x: Tensor) -> Tensor:

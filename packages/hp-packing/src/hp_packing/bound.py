@@ -1,31 +1,30 @@
 """A lower bound on the seconds of a step, whatever its plan.
 
 Note [Bound of a step]
-    Whatever the microbatches, ranks and order: the ranks of a stage together compute all tokens and
-    pairs, so that those of some team have at least the mean; each microbatch costs what every one
-    of them costs. Exchanges, padding and what is left over by dividing only add to that.
-    Then stages wait. Behind h others, one does not start the forward of a microbatch J before h
-    forwards of J have run and its output has travelled as often, and the forwards of all that are
-    before J in any stage, one after another: who comes before J in a stage, but was behind J in the
-    one before, had to wait there for J, and J waits for it now. Of its own work, it has by then
-    done at most what is to be done for those before J there. So it stands idle for at least h
-    forwards of J, less what it computes for those before J beyond one forward; of the forwards of
-    stages ahead, the shortest counts. Put microbatches in the order in which it takes them. If it
-    is idle for D, a forward of the first takes at most D / h, one of the second D / h and what the
-    backward of the first allows, and so on: a geometric series, which also holds if they are put in
-    order of size.
-    Then there is memory. A rank of the first stage holds what it keeps of a microbatch while that
-    goes forward and back through all stages: its tokens times seconds, of all microbatches, are at
-    most the memory times the step T. The product of a sum of tokens and a sum of seconds is at
-    least the square of u, the sum of the documents' roots of tokens times seconds (Cauchy).
-    So a microbatch costs T its overhead e and, if z is a price for memory times seconds, z u^2
-    besides: at least 2 sqrt(e z) u, and (sqrt(e) - sqrt(z) u)^2 more, where the first ones, which
-    the idle time keeps short, are far from what would be best. The sum of all that is linear in
-    tokens, pairs and roots, and so at least its mean for some team: with memory M, T (1 + z M) is
-    at least work + 2 sqrt(e z) u + D + what the first ones cost more, for any z, and for the D for
-    which this is least. So is its mean with the same of the first stage, which never waits. The
-    largest of some such bounds counts.
-    Besides, a document goes forward and back through all stages, on all ranks of a stage at best.
+    Work. Whatever the microbatches, ranks and order, the ranks of a stage together compute all
+    tokens and pairs, so the ranks of some team have at least the mean; and each microbatch has its
+    fixed cost. Exchanges, padding and uneven divisions only add to that.
+    Idle time. A stage behind h others starts the forward of a microbatch J after h forwards of J
+    and as many messages, and after the forwards of all microbatches that come before J in any
+    stage, one after another: a microbatch that is before J in a stage, but was behind J in the
+    stage ahead, had to wait there for J, and J waits for it now. By then the stage has done at most
+    its work for the microbatches before J. So it is idle for at least h forwards of J, less its
+    work for the microbatches before J beyond one forward each, where a forward is the shortest of
+    the stages ahead. Take microbatches in the order of the stage. If it is idle for D, a forward of
+    the first takes at most D / h, a forward of the second D / h plus a share of the backward of the
+    first, and so on: a geometric series, which also holds if they are sorted by size.
+    Memory. A rank of the first stage keeps the activations of a microbatch while that goes forward
+    and back through all stages: the sum over microbatches of tokens times seconds is at most the
+    memory M times the step T. The product of a sum of tokens and a sum of seconds is at least the
+    square of u, the sum over documents of the root of tokens times seconds (Cauchy and Schwarz).
+    Together. With a fixed cost e of a microbatch and a price z of memory times seconds, a
+    microbatch adds e + z u^2 to T: at least 2 sqrt(e z) u, and (sqrt(e) - sqrt(z) u)^2 more for the
+    first ones, which the idle time keeps shorter than would be best. The sum is linear in tokens,
+    pairs and roots, and so at least its mean for some team: T (1 + z M) is at least work +
+    2 sqrt(e z) u + D + the extra cost of the first ones, for any z, and for the D that minimises
+    it. The same holds for the weighted mean of this bound and that of the first stage, which never
+    waits. The result is the largest of several such bounds.
+    A document also goes forward and back through all stages, at best on all ranks of a stage.
 """
 
 import math
@@ -40,22 +39,22 @@ from hp_packing.costs import Pipeline, Seconds, StageCosts, StepCosts, mean_work
 _Array = NDArray[np.float64]
 
 _PRICES = (0.0, 0.7, 1.0, 1.2, 1.4, 2.0)
-"""Prices for memory that are tried, by the one that is best for a stage that never waits."""
+"""Prices of memory to try, divided by the best price for a stage that never waits."""
 _WEIGHTS = (0.3, 0.5, 1.0)
-"""Weights of a stage that are tried beside the first one."""
+"""Weights of a stage to try in the mean with the first stage."""
 _IDLE, _FINENESS = 100, 1.05
-"""Idle times that are looked at, and the next one by each."""
+"""Number of idle times to try, and the ratio of each to the one before."""
 _MOST = 1000
-"""First microbatches of which it is known how long they are, at most."""
+"""Maximum number of first microbatches whose lengths are bounded."""
 
 
 def lower_bound(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> float:
-    """Seconds that no plan of a step can beat; see Note [Bound of a step].
+    """Return a lower bound on the seconds of a step; see Note [Bound of a step].
 
     Args:
         lengths: Tokens of each document of the global batch.
         costs: Costs of the stages.
-        pipeline: The ranks and their memory.
+        pipeline: Ranks and their memory.
     """
     tokens, pairs = mean_work(lengths, costs, pipeline)
     stages = costs.of_stages(pipeline.num_stages)
@@ -73,7 +72,7 @@ def lower_bound(lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) ->
 
 
 def _least(stages: Sequence[StageCosts]) -> StageCosts:
-    """Return what each of some stages takes at least in forward."""
+    """Return the minimum of each forward cost over some stages."""
     token, pair, microbatch, least = (
         Seconds(min(getattr(stage, name).forward for stage in stages))
         for name in ("token", "pair", "microbatch", "least")
@@ -82,16 +81,16 @@ def _least(stages: Sequence[StageCosts]) -> StageCosts:
 
 
 class _Front(NamedTuple):
-    """The microbatches that a stage takes first, as far as they are known.
+    """Bounds on the first microbatches of a stage.
 
     Attributes:
-        hops: Number of stages ahead of it.
-        ratio: Largest ratio of what it computes for a document, beyond a forward of a stage ahead,
-            to that forward with its message.
-        ahead: Seconds that the forward of any microbatch takes ahead, besides its documents.
-        behind: Seconds that any microbatch takes in the stage itself, beyond those.
-        root: Largest u of a document by its forward ahead with its message.
-        first: Least idle time, in seconds: that of an empty microbatch.
+        hops: Number of stages ahead.
+        ratio: Largest ratio over documents of the stage's work beyond a forward ahead to that
+            forward with its message.
+        ahead: Fixed seconds of the forward of a microbatch in a stage ahead.
+        behind: Fixed seconds of a microbatch in the stage itself, beyond those.
+        root: Largest ratio over documents of u to a forward ahead with its message.
+        first: Minimum idle time in seconds, that of an empty microbatch.
     """
 
     hops: int
@@ -102,7 +101,7 @@ class _Front(NamedTuple):
     first: float
 
     def lengths(self, idle: float) -> Iterator[tuple[float, float]]:
-        """Yield for each microbatch what those before it take at most, and it itself."""
+        """Yield the most seconds of the microbatches before each microbatch, and of itself."""
         before = 0.0
         for number in range(_MOST):
             room = idle + self.ratio * before + number * self.behind
@@ -112,12 +111,12 @@ class _Front(NamedTuple):
 
 
 class _Bound:
-    """Bounds that know the memory; see Note [Bound of a step].
+    """Bounds that include memory; see Note [Bound of a step].
 
     Args:
-        lengths: See `lower_bound`.
-        costs: See there.
-        pipeline: See there.
+        lengths: Tokens of each document of the global batch.
+        costs: Costs of the stages.
+        pipeline: Ranks and their memory.
     """
 
     def __init__(self, lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline) -> None:
@@ -149,7 +148,7 @@ class _Bound:
             )
 
     def of_others(self) -> Iterator[float]:
-        """Yield bounds of the others, each beside the first one."""
+        """Yield bounds of the other stages, each in the mean with the first one."""
         of_first = self._stages[0].microbatch.total
         for hops in range(1, len(self._stages)):
             front, forward = self._front(hops)
@@ -160,24 +159,24 @@ class _Bound:
                 for price in self._prices(work, overhead):
                     every = self._priced(work, overhead, price)
                     mean = self._mean(every)
-                    # What a team computes ahead at least that has so much of all.
+                    # The least work ahead of a team with the mean of the priced work.
                     ahead = mean * float((forward / every).min())
                     waits = _waits(front, weight, overhead, price, ahead)
                     yield (mean + waits) / (1 + price * self._memory)
 
     def _of(self, token: float, pair: float) -> _Array:
-        """Seconds of each document."""
+        """Return the seconds of each document."""
         return token * self._tokens + pair * self._pairs
 
     def _mean(self, seconds: _Array) -> float:
         return float(seconds.sum()) / self._ranks
 
     def _priced(self, work: _Array, overhead: float, price: float) -> _Array:
-        """Return what each document costs at least, with memory at a price."""
+        """Return the minimum cost of each document, with a price of memory."""
         return work + 2 * math.sqrt(overhead * price) * self._roots + price * self._held
 
     def _prices(self, work: _Array, overhead: float) -> Iterator[float]:
-        """Yield prices of a token that is held for a second."""
+        """Yield prices of a token in memory for a second."""
         seconds, memory = self._mean(work), self._memory
         root = math.sqrt(overhead) * self._mean(self._roots)
         best = 0.0
@@ -188,7 +187,7 @@ class _Bound:
             yield by * best
 
     def _front(self, hops: int) -> tuple[_Front, _Array]:
-        """Return what is known of the first microbatches; a forward of each document ahead."""
+        """Return bounds on the first microbatches, and each document's forward ahead."""
         ahead, stage = _least(self._stages[:hops]), self._stages[hops]
         forward = self._of(ahead.token.forward, ahead.pair.forward)
         arrival = forward + self._message
@@ -204,17 +203,17 @@ class _Bound:
 
 
 def _waits(front: _Front, weight: float, overhead: float, price: float, ahead: float) -> float:
-    """Least of idle time and of what the first microbatches cost for being short.
+    """Return the minimum of idle time plus the extra cost of short first microbatches.
 
-    Between two idle times that are looked at there is at least the idle time of the shorter, and
-    what the first ones cost with the longer.
+    Between two idle times that are tried, the sum is at least the shorter idle time plus the extra
+    cost at the longer one.
 
     Args:
-        front: What is known of them.
-        weight: Share of the stage's idle time in the bound, > 0 and <= 1.
-        overhead: Seconds that each microbatch costs besides its documents.
-        price: Seconds of the step for a token that is held for a second.
-        ahead: Seconds that forwards of all microbatches take ahead, at least.
+        front: Bounds on the first microbatches.
+        weight: Weight of the stage's idle time in the bound, > 0 and <= 1.
+        overhead: Fixed seconds of a microbatch.
+        price: Seconds of the step per token in memory for a second.
+        ahead: Minimum seconds of the forwards of all microbatches in a stage ahead.
     """
     dear, cheap = math.sqrt(overhead), math.sqrt(price) * front.root
     idle, best = front.first, math.inf

@@ -1,4 +1,4 @@
-"""Lengths of documents: drawn from a distribution with a name, or read from a file."""
+"""Lengths of documents: drawn from a named distribution, or read from a file."""
 
 import math
 import sysconfig
@@ -22,7 +22,7 @@ def _lognormal(median: float) -> _Draw:
 
 
 def _mock(rng: Random) -> float:
-    """Megatron's: mean 4096 before it is cut at 1024 and 8192."""
+    """Draw from Megatron's distribution: mean 4096, then cut at 1024 and 8192."""
     return min(max(rng.lognormvariate(math.log(4096) - 1.1**2 / 2, 1.1), 1024), 8192)
 
 
@@ -58,12 +58,12 @@ files of Python's standard library, four bytes a token."""
 
 
 def draw(name: str, *, tokens: int, longest: int, seed: int) -> list[int]:
-    """Draw documents until they have so many tokens; the last one is cut.
+    """Draw documents of a number of tokens in total; the last one is cut.
 
     Args:
-        name: One of `GENERATORS`.
-        tokens: Tokens of all.
-        longest: Longer ones are cut to it.
+        name: Key of `GENERATORS`.
+        tokens: Tokens of all documents together.
+        longest: Tokens to which longer documents are cut.
         seed: Seed of the draws.
     """
     rng, left = Random(seed), tokens  # noqa: S311 - nothing is secret
@@ -78,7 +78,7 @@ def read_lengths(path: Path) -> list[int]:
     """Read lengths: one to a line, or separated by blanks or commas.
 
     Raises:
-        ConfigError: Naming the line of what is no length.
+        ConfigError: When the file cannot be read, or a word of a line is no length.
     """
     try:
         text = read_named(path, limit=_MOST_BYTES).decode()
@@ -96,18 +96,18 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def batches_of(lengths: Sequence[int], *, tokens: int, longest: int) -> list[list[int]]:
-    """Cut documents, in their order, into global batches of so many tokens; a rest is left out."""
+    """Cut documents, in their order, into batches of a number of tokens; drop the rest."""
     found = stream((min(length, longest) for length in lengths), seq_len=tokens)
     return [batch for batch in found if sum(batch) == tokens]
 
 
 def read_batches(path: Path, *, tokens: int, longest: int) -> list[list[int]]:
-    """Read global batches of so many tokens, as `batches_of` cuts them.
+    """Read global batches of a number of tokens, as `batches_of` cuts them.
 
     Args:
         path: File of lengths, see `read_lengths`.
         tokens: Tokens of a batch.
-        longest: Longer documents are cut to it.
+        longest: Tokens to which longer documents are cut.
 
     Raises:
         ConfigError: When the file cannot be read, or has less than a batch.
@@ -120,7 +120,7 @@ def read_batches(path: Path, *, tokens: int, longest: int) -> list[list[int]]:
 
 
 def stream(lengths: Iterable[int], *, seq_len: int) -> list[list[int]]:
-    """Documents in sequences that are cut wherever they are full; the last may have less."""
+    """Put documents into full sequences, cut at their ends; the last sequence may be shorter."""
     found: list[list[int]] = [[]]
     room = seq_len
     for length in lengths:

@@ -22,10 +22,10 @@ class PlannedMicrobatch:
     """Documents that go through the pipeline together.
 
     Attributes:
-        documents: Their places in the global batch, in the order of their positions.
-        padding: Positions behind them that hold nothing.
-        deal: Which rank of the team has which positions.
-        heads: So many ranks that follow each other share heads.
+        documents: Indices of the documents in the global batch, in the order of their positions.
+        padding: Number of positions of padding behind them.
+        deal: Positions of each rank of the team.
+        heads: Number of consecutive ranks that share heads.
     """
 
     documents: tuple[int, ...]
@@ -39,8 +39,8 @@ class Team:
     """Ranks of a stage that share microbatches, and the same ranks of every other stage.
 
     Attributes:
-        microbatches: Its microbatches, in the order of their indices in the schedule.
-        schedule: What each stage does when; without messages.
+        microbatches: Microbatches of the team, in the order of their indices in the schedule.
+        schedule: Order of the steps of each stage, without messages.
     """
 
     microbatches: tuple[PlannedMicrobatch, ...]
@@ -49,12 +49,12 @@ class Team:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The plan of a step: all that each of its ranks does.
+    """The plan of a step, for all of its ranks.
 
     Attributes:
-        num_documents: Documents of the global batch.
-        teams: Teams of ranks; rank r of a stage is in team r // R, where each team has R ranks.
-        origin: What made the schedule, for people.
+        num_documents: Number of documents of the global batch.
+        teams: Teams of R ranks each; rank r of a stage is in team r // R.
+        origin: Search or rule that made the schedule, for people.
     """
 
     num_documents: int
@@ -63,12 +63,12 @@ class StepPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Return what stands for all of it, as its text has it."""
+        """Return the digest of the plan's text."""
         return _digest(_body(self))
 
     @cached_property
     def ranks_per_team(self) -> int:
-        """Ranks of a team in every stage."""
+        """Return the number of ranks of a team in every stage."""
         return len(self.teams[0].microbatches[0].deal.parts)
 
 
@@ -95,10 +95,10 @@ def _body(plan: StepPlan) -> str:
 
 
 def from_text(text: str) -> StepPlan:
-    """Read what `to_text` wrote.
+    """Parse the text of `to_text`.
 
     Raises:
-        ConfigError: Naming the line that is not of a plan, or if it is not what was written.
+        ConfigError: When a line is not of a plan, with its number; or the text was changed.
     """
     body, _, digest = text.rpartition("digest ")
     if digest.strip() != _digest(body):
@@ -126,14 +126,14 @@ def _digest(text: str) -> str:
 
 
 class _Reader:
-    """Takes one line after the other."""
+    """Reads lines of a plan one after the other."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines, self._at = lines, 0
 
     @property
     def line(self) -> int:
-        """Number of the next line, counted from 1."""
+        """Return the number of the next line, counted from 1."""
         return self._at + 1
 
     @property
@@ -142,11 +142,11 @@ class _Reader:
         return self._at == len(self._lines)
 
     def next_is(self, word: str) -> bool:
-        """Tell whether the next line begins so."""
+        """Tell whether the next line begins with a word."""
         return not self.at_end and self._lines[self._at].startswith(word)
 
     def take(self, pattern: "re.Pattern[str]", what: str) -> tuple[str, ...]:
-        """The groups of the next line."""
+        """Return the groups of the next line."""
         found = None if self.at_end else pattern.match(self._lines[self._at])
         if found is None:
             raise self.error(what)
@@ -154,21 +154,21 @@ class _Reader:
         return found.groups()
 
     def numbered(self, pattern: "re.Pattern[str]", word: str, number: int) -> tuple[str, ...]:
-        """The groups of the next line behind its number, which must be a given one."""
+        """Return the groups of the next line behind its number, which must be the given one."""
         found, *others = self.take(pattern, f"{word} {number}")
         if int(found) != number:
             raise self.error(f"{word} {number}")
         return tuple(others)
 
     def until(self, word: str) -> str:
-        """All lines before one, which is taken as well."""
+        """Return all lines before a line with a word, and skip that line."""
         lines = list(takewhile(lambda line: line != word, self._lines[self._at :]))
         self._at += len(lines)
         self.take(re.compile(rf"{word}\Z"), word)
         return "\n".join(lines) + "\n"
 
     def error(self, what: str) -> ConfigError:
-        """Return an error about the next line, which is something else."""
+        """Return an error about the next line, which is not of the expected kind."""
         found = "the end" if self.at_end else repr(self._lines[self._at][:60])
         return ConfigError(f"step plan, line {self.line}: {found} must be {what}")
 
@@ -194,5 +194,5 @@ def _run(text: str) -> range:
 
 
 def documents_of(plan: StepPlan) -> list[int]:
-    """All documents, microbatch by microbatch."""
+    """Return all documents, microbatch by microbatch."""
     return [x for team in plan.teams for each in team.microbatches for x in each.documents]

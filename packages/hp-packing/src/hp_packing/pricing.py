@@ -1,4 +1,4 @@
-"""The price of a plan: its seconds, and the bytes that it exchanges and holds."""
+"""The price of a plan: seconds, tokens in memory, and fetched keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +15,15 @@ class StepPrice:
     """The price of a step.
 
     Attributes:
-        seconds: Seconds from its first forward to its last backward.
-        pure: What each rank of the busiest stage would compute if work could be spread evenly, in
-            seconds.
-        bound: Proven: no plan takes less; see Note [Bound of a step].
-        tokens: Most tokens whose activations a rank holds at once.
-        fetched: Keys that ranks fetch from others, all ranks of a stage together, in forward.
-        far: Those of them that come from another node.
-        imbalance: Largest attention work of a rank, of the mean of its team, in the worst
+        seconds: Seconds from the first forward to the last backward.
+        pure: Seconds of a rank of the busiest stage if work were spread evenly.
+        bound: Lower bound in seconds of any plan; see Note [Bound of a step].
+        tokens: Most tokens whose activations a rank keeps at once.
+        fetched: Keys that all ranks of a stage fetch from others, in forward.
+        far: Keys that they fetch from other nodes, included in `fetched`.
+        imbalance: Largest attention work of a rank divided by the mean of its team, in the worst
             microbatch.
-        padding: Share of positions that hold nothing.
+        padding: Share of positions that are padding.
     """
 
     seconds: float
@@ -38,7 +37,7 @@ class StepPrice:
 
     @property
     def factor(self) -> float:
-        """Seconds by what would be pure work."""
+        """Return the seconds divided by those of pure work."""
         return self.seconds / self.pure
 
 
@@ -49,12 +48,12 @@ def stage_costs(
     message: float,
     num_stages: int,
 ) -> Costs:
-    """Return what a schedule costs whose microbatches take so long in every stage.
+    """Return the costs of a schedule by the seconds and tokens of its microbatches.
 
     Args:
-        seconds: Seconds of each microbatch in each stage, or in all alike.
-        tokens: Positions of each on a rank.
-        message: Seconds of a message for each of these.
+        seconds: Seconds of each microbatch in each stage, or once for all stages.
+        tokens: Positions of each microbatch on a rank.
+        message: Seconds of a message per position.
         num_stages: Number of stages.
     """
     of_stages = list(zip(*seconds, strict=True))
@@ -74,10 +73,10 @@ def stage_costs(
 def seconds_of(
     microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts
 ) -> tuple[Seconds, ...]:
-    """Return what a microbatch takes in each of `StepCosts.stages`.
+    """Return the seconds of a microbatch in each of `StepCosts.stages`.
 
     Args:
-        microbatch: The microbatch.
+        microbatch: Microbatch of a plan.
         lengths: Tokens of each document of the global batch.
         costs: Costs of the stages.
     """
@@ -86,45 +85,45 @@ def seconds_of(
 
 
 def dealt(microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts) -> DealCost:
-    """Return what the ranks of a microbatch compute and fetch."""
+    """Return the pairs and fetched keys of each rank of a microbatch."""
     found = lengths_of(microbatch, lengths)
     return cost_of_deal(microbatch.deal, found, costs, heads=microbatch.heads)
 
 
 def cost_of_deal(deal: Deal, lengths: Sequence[int], costs: StepCosts, *, heads: int) -> DealCost:
-    """Say what ranks compute and fetch that have documents of some lengths, padding among them."""
+    """Return the pairs and fetched keys of each rank of a deal, by lengths with padding."""
     node = costs.node if len(deal.parts) % costs.node == 0 else None
     return deal_cost(deal, lengths, windows=costs.windows, node=node, heads=heads)
 
 
 def lengths_of(microbatch: PlannedMicrobatch, lengths: Sequence[int]) -> list[int]:
-    """Lengths of what is in a microbatch; padding is a document at the end."""
+    """Return the lengths of the documents of a microbatch; padding is a document at the end."""
     found = [lengths[document] for document in microbatch.documents]
     return [*found, microbatch.padding] if microbatch.padding else found
 
 
 def costs_of(team: Team, lengths: Sequence[int], costs: StepCosts) -> Costs:
-    """Return what the schedule of a team costs."""
+    """Return the costs of the schedule of a team."""
     seconds = [seconds_of(each, lengths, costs) for each in team.microbatches]
     tokens = [max(each.deal.sizes) for each in team.microbatches]
     return stage_costs(seconds, tokens, message=costs.message, num_stages=team.schedule.num_stages)
 
 
 def simulated(plan: StepPlan, lengths: Sequence[int], costs: StepCosts) -> list[Simulation]:
-    """Every team's step."""
+    """Simulate the step of each team."""
     return [simulate(team.schedule, costs_of(team, lengths, costs)) for team in plan.teams]
 
 
 def price(
     plan: StepPlan, lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline
 ) -> StepPrice:
-    """Return what a plan takes.
+    """Return the price of a plan.
 
     Args:
-        plan: The plan.
+        plan: Plan of a step.
         lengths: Tokens of each document of the global batch.
         costs: Costs of the stages.
-        pipeline: The ranks.
+        pipeline: Ranks and their memory.
     """
     found = simulated(plan, lengths, costs)
     every = [each for team in plan.teams for each in team.microbatches]

@@ -1,4 +1,4 @@
-"""Proof that a plan runs: every token once, memory under the cap, every step once, no deadlock."""
+"""Proof that a plan runs: every token once, memory within its limit, no step twice, no deadlock."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from hp_schedule import ScheduleError, add_send_recv, simulate, validate
 def prove(
     plan: StepPlan, lengths: Sequence[int], costs: StepCosts, pipeline: Pipeline
 ) -> tuple[str, ...]:
-    """Look for reasons why a plan would not run, or would compute something else.
+    """Return the reasons why a plan would not run, or would compute something else.
 
     Args:
-        plan: The plan.
+        plan: Plan of a step.
         lengths: Tokens of each document of the global batch.
-        costs: Costs of a stage, for what is held when.
-        pipeline: The ranks and their memory.
+        costs: Costs of the stages, which decide when activations are in memory.
+        pipeline: Ranks and their memory.
 
     Returns:
-        What is wrong; nothing if the plan is proven.
+        Problems; empty if the plan is proven.
     """
     return tuple(_problems(plan, lengths, costs, pipeline))
 

@@ -29,20 +29,20 @@ from hp_trainer.training.batches import Batches, Share
 from hp_trainer.training.metrics import StepMetrics
 
 _TYPICAL = 8
-"""Steps, the first ones of the data, for whose mean templates are searched."""
+"""Number of first steps of the data for whose mean templates are searched."""
 _AHEAD = 2
-"""Steps that are planned while one runs."""
+"""Number of steps that are planned while one runs."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan and what it is of.
+    """A plan and the documents that it is for.
 
     Attributes:
         plan: Plan of the step.
         pieces: Documents of the global batch.
-        seconds: What the costs say the pipeline takes.
-        padding: Share of positions that hold nothing.
+        seconds: Predicted seconds of the pipeline.
+        padding: Share of positions that are padding.
     """
 
     plan: StepPlan
@@ -52,19 +52,19 @@ class PlannedStep:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of each team."""
+        """Return the number of microbatches of each team."""
         return len(self.plan.teams[0].microbatches)
 
     @property
     def ends(self) -> dict[int, int]:
-        """Say where the documents of each sequence of the data end there, by its global index."""
+        """Return the end of the documents in each sequence of the data, by its global index."""
         return {piece.sequence: piece.start + piece.length for piece in self.pieces}
 
     def runner(self, pipeline: Pipeline, mesh: Mesh) -> PipelineScheduleRuntime:
-        """Return what runs the step on this rank.
+        """Return the runtime of the step on this rank.
 
         Args:
-            pipeline: This rank's stages.
+            pipeline: Stages of this rank.
             mesh: Mesh of the run.
         """
         team, place = self.plan.teams[mesh.dp_index], mesh.index("cp")
@@ -76,7 +76,7 @@ class PlannedStep:
         """Return this rank's share of the global batch.
 
         Args:
-            batches: Knows the mesh, and which positions are here.
+            batches: Batches of the run, with the mesh and this rank's positions.
             data: Dataset to read.
             step: Number of the training step, from 0.
         """
@@ -84,7 +84,7 @@ class PlannedStep:
         return share_of(batches, data, self.pieces, team.microbatches, step=step)
 
     def told_in(self, metrics: StepMetrics) -> StepMetrics:
-        """Metrics that also say what was planned."""
+        """Return metrics with those of the plan added."""
         return replace(
             metrics,
             planned_seconds=self.seconds,
@@ -94,24 +94,24 @@ class PlannedStep:
 
 
 class StepPlanning:
-    """Plans the steps of a run.
+    """The plans of the steps of a run.
 
-    The global batch is that of `data.packing = "best_fit"`: whole documents of so many sequences,
-    the same in every layout, and a position in the data is a count of sequences. A plan puts its
-    documents into microbatches, deals these out to the context-parallel ranks of each data-parallel
-    team, and orders them in the pipeline. The first rank searches templates, once. Every rank makes
-    a plan of them by itself, in a thread and some steps ahead, from the same lengths and costs;
-    before a step all of them compare what they have made.
+    The global batch is that of `data.packing = "best_fit"`: whole documents of a number of
+    sequences, the same in every layout, and the position in the data is a count of sequences. A
+    plan puts its documents into microbatches, deals each to the context-parallel ranks of a
+    data-parallel team, and orders them in the pipeline. The first rank searches templates, once.
+    Every rank makes the plan of each step by itself, in a thread and some steps ahead, from the
+    same lengths and costs; before a step all ranks compare the digests of their plans.
 
-    What is learned is the same whatever the plan: losses are sums over tokens, balance is that of
-    each document by itself, positions count within documents, and dropout depends on the place that
-    a token has in its sequence of the data.
+    Training is the same whatever the plan: losses are sums over tokens, experts are balanced by
+    each document alone, positions count within documents, and dropout depends on the position of a
+    token in its sequence of the data.
 
     Args:
         config: Configuration of the run.
         mesh: Mesh of the run.
-        data: Its documents.
-        costs: Costs of a stage, the same on every rank.
+        data: Dataset of the run.
+        costs: Costs of the stages, the same on every rank.
         control: Group over all ranks for objects.
     """
 
@@ -158,15 +158,15 @@ class StepPlanning:
         )
 
     def take(self, first: int, *, steps: int) -> PlannedStep:
-        """Return the plan of a step that all ranks have made alike. All ranks call this together.
+        """Return the plan of a step, once all ranks have the same. All ranks call this together.
 
         Args:
-            first: Global index of the first sequence of its batch.
-            steps: Steps of the run that are left, this one included.
+            first: Global index of the first sequence of the batch.
+            steps: Number of steps of the run that are left, this one included.
 
         Raises:
-            ConfigError: When the documents do not fit the memory.
-            DataError: On every rank, when some have made another plan.
+            ConfigError: When the documents do not fit into memory.
+            DataError: On every rank, when some ranks have made another plan.
         """
         wanted = [first + i * self._batch for i in range(min(steps, 1 + _AHEAD))]
         for start in wanted:
@@ -184,7 +184,7 @@ class StepPlanning:
         return found
 
     def plan(self, first: int) -> PlannedStep:
-        """Plan the step whose batch begins with a sequence."""
+        """Plan the step whose batch begins with a sequence of the data."""
         pieces = tuple(self._data.pieces(range(first, first + self._batch)))
         lengths = [piece.length for piece in pieces]
         seconds, plan = self._plan(pieces, lengths)
@@ -193,13 +193,13 @@ class StepPlanning:
         return PlannedStep(plan, pieces, seconds=seconds, padding=1 - sum(lengths) / positions)
 
     def close(self) -> None:
-        """Plan nothing more."""
+        """Stop planning."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _plan(self, pieces: Sequence[Piece], lengths: Sequence[int]) -> tuple[float, StepPlan]:
-        """The plan and its seconds; or one whose microbatches are the sequences themselves.
+        """Return a plan and its seconds; perhaps one with the sequences as microbatches.
 
-        These fit where nothing else does, and where there are fewer of them they may take less.
+        Sequences fit into memory when nothing else does, and may be faster if they are fewer.
         """
         by_sequence = self._by_sequence(pieces)
         try:
@@ -220,7 +220,7 @@ class StepPlanning:
         return max(run.makespan for run in simulated(plan, lengths, self.planner.costs))
 
     def _by_sequence(self, pieces: Sequence[Piece]) -> list[list[list[int]]]:
-        """The documents of each sequence, which go round the teams; each of these has as many."""
+        """Return the documents of each sequence, dealt to teams in turn."""
         of_sequence: dict[int, list[int]] = {}
         for index, piece in enumerate(pieces):
             of_sequence.setdefault(piece.sequence, []).append(index)
@@ -245,13 +245,13 @@ class StepPlanning:
 def planned_steps(
     config: Config, mesh: Mesh, data: Dataset, *, runtime: Runtime, vocab_size: int
 ) -> StepPlanning:
-    """Make what plans the steps of a run; a step source, see `hp_trainer.training.batches`.
+    """Return the step source of a run with planned steps, see `hp_trainer.training.batches`.
 
     Args:
         config: Configuration of the run.
         mesh: Mesh of the run.
-        data: Its documents.
-        runtime: The initialised world. All ranks call this together.
+        data: Dataset of the run.
+        runtime: Runtime of the initialised world. All ranks call this together.
         vocab_size: Rows of the embedding.
     """
     costs = step_costs(config, runtime, vocab_size=vocab_size)
@@ -260,11 +260,11 @@ def planned_steps(
 
 
 def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCosts:
-    """Return what documents cost the stages where steps are planned. All ranks call this together.
+    """Return the costs of documents in the stages of a run. All ranks call this together.
 
     Args:
-        config: Validated; the same on every rank.
-        runtime: The initialised world.
+        config: Validated config, the same on every rank.
+        runtime: Runtime of the initialised world.
         vocab_size: Rows of the embedding.
 
     Raises:
@@ -277,17 +277,19 @@ def step_costs(config: Config, runtime: Runtime, *, vocab_size: int) -> StepCost
 
 
 def machine_of(runtime: Runtime) -> Machine:
-    """The GPUs of a run and the memory of the smallest of them. All ranks call this together.
+    """Return the machine of a run, with the memory of its smallest GPU.
+
+    All ranks call this together.
 
     Args:
-        runtime: The initialised world, of CUDA.
+        runtime: Runtime of the initialised world, with CUDA.
     """
     properties = torch.cuda.get_device_properties(runtime.device)
     num_local = runtime.info.local_world_size
     # Several ranks may share a GPU; each may also see but its own.
     most = -(-num_local // torch.cuda.device_count())
-    told = (str(properties.uuid), properties.total_memory, num_local, most)
-    everyone = all_gather_json(told, of=tuple[str, int, int, int], group=runtime.control)
+    mine = (str(properties.uuid), properties.total_memory, num_local, most)
+    everyone = all_gather_json(mine, of=tuple[str, int, int, int], group=runtime.control)
     sharing = Counter(uuid for uuid, *_ in everyone)
     return machine_found(
         properties.name,

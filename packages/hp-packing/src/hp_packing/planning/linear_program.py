@@ -1,9 +1,9 @@
-"""Shares of microbatches that are best for a schedule.
+"""The shares of microbatches with which a schedule is fastest, by a linear program.
 
-Where the order of steps is given, each starts when the last of those has ended that it waits for.
-What a step takes and what it keeps is linear in the share of its microbatch: so the shares with
-which all of them take least time are a linear program. scipy's HiGHS (Huangfu and Hall, 2018)
-solves it in hundredths of a second for four stages, in a second for sixteen of 80 microbatches.
+In a given order, each step starts when the last step that it waits for has ended. The seconds and
+the memory of a step are linear in the share of its microbatch, so the shares with the shortest
+schedule solve a linear program. scipy's HiGHS (Huangfu and Hall, 2018) solves it in hundredths of a
+second for four stages, in a second for sixteen stages of 80 microbatches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,32 +14,32 @@ from hp_packing.costs import Seconds
 from hp_schedule import MetaStep, MetaStepType, Schedule
 
 _SMALLEST = 0.03
-"""Least share of a microbatch, by the mean."""
+"""Minimum share of a microbatch, divided by the mean share."""
 _EVEN = 0.1
-"""What the largest share costs, by all work: documents are put more easily into even shares."""
+"""Penalty of the largest share, relative to all work: even shares are easier to fill."""
 _FEW = 512
-"""Steps of all ranks above which inner points are quicker than the simplex."""
+"""Steps of all ranks above which an interior-point method is faster than the simplex method."""
 _SQUARE, _LONGEST = 7e-7, 1.5
-"""Seconds of a program by the square of stages times microbatches; most of one that is solved."""
+"""Seconds of a program per square of stages times microbatches; seconds of the longest to solve."""
 _HALVES: Mapping[MetaStepType, tuple[int, ...]] = {
     MetaStepType.FWD: (0,),
     MetaStepType.BWD: (1, 2),
     MetaStepType.BWD_INPUT: (1,),
     MetaStepType.BWD_WEIGHT: (2,),
 }
-"""What a step takes, as places in `Seconds`."""
+"""Indices in `Seconds` of the parts of each kind of step."""
 
 
 class Rates(NamedTuple):
-    """Seconds and bytes of microbatches for each unit of share, and besides.
+    """Seconds and memory of microbatches per share of the work, and fixed ones.
 
     Attributes:
-        work: Seconds of a whole share of each microbatch, in each stage.
-        each: Seconds that each microbatch takes in each stage besides.
-        least: Seconds that each microbatch takes in each stage at least.
-        tokens: What a whole share of each microbatch keeps.
-        message: Seconds of a message of a whole share of each microbatch.
-        memory: What may be kept, in the unit of `tokens`.
+        work: Seconds per share of each microbatch, in each stage.
+        each: Fixed seconds of each microbatch in each stage.
+        least: Minimum seconds of each microbatch in each stage.
+        tokens: Tokens in memory per share of each microbatch.
+        message: Seconds of a message per share of each microbatch.
+        memory: Memory of a rank, in tokens.
     """
 
     work: Sequence[Sequence[Seconds]]
@@ -51,19 +51,19 @@ class Rates(NamedTuple):
 
 
 def program_seconds(stages: int, microbatches: int) -> float:
-    """About what `best_shares` takes."""
+    """Return the approximate seconds of `best_shares`."""
     return _SQUARE * (stages * microbatches) ** 2
 
 
 def best_shares(schedule: Schedule, rates: Rates) -> tuple[float, ...] | None:
-    """Find shares of the work with which a schedule takes least time; they sum to 1.
+    """Find the shares of the work with which a schedule is fastest; they sum to 1.
 
     Args:
-        schedule: One stage on each rank; forwards and backwards, whole or split.
-        rates: What its microbatches take and keep.
+        schedule: Schedule with one stage on each rank; backwards are whole or split.
+        rates: Seconds and memory of its microbatches.
 
     Returns:
-        Share of each microbatch; None if none fit the memory, or the program were too large.
+        Share of each microbatch; None if no shares fit into memory, or the program is too large.
     """
     if program_seconds(len(rates.work), len(rates.tokens)) > _LONGEST:
         return None
@@ -76,7 +76,7 @@ def best_shares(schedule: Schedule, rates: Rates) -> tuple[float, ...] | None:
 
 
 class _Program:
-    """The linear program: its columns are shares, the largest of them, the end, and each start.
+    """The linear program; its columns are the shares, the largest share, the end, and each start.
 
     Args:
         rates: See `best_shares`.
@@ -86,7 +86,7 @@ class _Program:
         self._rates, self._count = rates, len(rates.tokens)
         self._largest, self._end = self._count, self._count + 1
         self._starts: dict[MetaStep, int] = {}
-        # Of each row what it is at most, and its numbers with their places.
+        # Upper bound of each row, and its coefficients with their rows and columns.
         self._most: list[float] = []
         self._values: list[float] = []
         self._places: tuple[list[int], list[int]] = ([], [])
@@ -94,7 +94,7 @@ class _Program:
             self._row({share: 1.0, self._largest: -1.0}, most=0.0)
 
     def compute(self, row: Sequence[MetaStep]) -> None:
-        """Have a rank take its steps one after the other, with what it keeps in its memory."""
+        """Add rows for a rank: its steps run in order, and activations fit its memory."""
         held: dict[int, float] = {}
         for step in row:
             self._starts[step] = self._end + 1 + len(self._starts)
@@ -109,7 +109,7 @@ class _Program:
         self._wait(row[-1], self._end)
 
     def send(self, steps: Sequence[MetaStep]) -> None:
-        """Have outputs and gradients travel to the stages that need them."""
+        """Add rows for messages: outputs and gradients arrive before the steps that need them."""
         sending = [step for step in steps if step.type is not MetaStepType.BWD_WEIGHT]
         columns = {_end_of(step): self._starts[step] for step in sending}
         for step in sending:
@@ -119,7 +119,7 @@ class _Program:
                 self._wait(step, column, message=self._rates.message[microbatch])
 
     def solve(self) -> tuple[float, ...] | None:
-        """Find the shares."""
+        """Solve the program; return the shares, or None if it has no solution."""
         from scipy.optimize import linprog  # noqa: PLC0415 - 50 MiB, for those who plan steps
         from scipy.sparse import csr_array  # noqa: PLC0415
 
@@ -140,10 +140,10 @@ class _Program:
         return tuple(share / sum(shares) for share in shares)
 
     def _wait(self, step: MetaStep, column: int, *, message: float = 0.0) -> None:
-        """Have what stands in a column come after a step, and a message of all tokens by share."""
+        """Add rows by which a column is after a step and its message, in seconds per share."""
         rates = self._rates
         _, stage, share = _end_of(step)
-        ways = [(0.0, message)]  # seconds, and those of a whole share
+        ways = [(0.0, message)]  # fixed seconds, and seconds per share
         for half in _HALVES[step.type]:
             work, each = rates.work[stage][share][half], rates.each[stage][half]
             more = [(each, work), (rates.least[stage][half], 0.0)]

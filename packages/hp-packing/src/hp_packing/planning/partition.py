@@ -1,13 +1,13 @@
-"""Documents partitioned into parts of given shares of the cost, none too long."""
+"""Documents partitioned into parts with given shares of the cost and a maximum of tokens."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 _SWAPS = 4
-"""Swaps of documents for each part, at most."""
+"""Maximum number of swaps of documents per part."""
 _CLOSE = 0.002
-"""Of a part's share of the cost: what is closer is not swapped."""
+"""Distance from its target, as a share of a part's cost, at which a part is not swapped further."""
 
 
 def partition(
@@ -15,17 +15,17 @@ def partition(
 ) -> list[list[int]] | None:
     """Put documents into parts.
 
-    The dearest first, each into the part that most is missing of (LPT); then parts with too much
-    swap documents with parts that lack some.
+    The most expensive first, each into the part that is farthest below its target (longest
+    processing time first); then parts above their targets swap documents with parts below.
 
     Args:
         costs: Cost of each document, in any unit.
-        lengths: Tokens of each.
-        targets: Share of the cost that each part is to have; they sum to 1.
-        longest: Most tokens of a part.
+        lengths: Tokens of each document.
+        targets: Target share of the cost of each part; they sum to 1.
+        longest: Maximum number of tokens of a part.
 
     Returns:
-        The documents of each part, ascending; None if tokens do not fit, or a part has none.
+        Documents of each part, ascending; None if tokens do not fit, or a part is empty.
     """
     parts = _Parts(costs, lengths, targets, longest)
     if not parts.fill():
@@ -38,7 +38,7 @@ class _Parts:
     """Parts while they are filled.
 
     Attributes:
-        held: Cost and number of each document of each part.
+        held: Cost and index of each document of each part.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class _Parts:
         self.held: list[list[tuple[float, int]]] = [[] for _ in targets]
 
     def fill(self) -> bool:
-        """Put every document into a part; tell whether all fit, and no part has none."""
+        """Put every document into a part; tell whether all fit and no part is empty."""
         costs, lengths, room, held = self._costs, self._lengths, self._room, self.held
         heap = [(-left, part) for part, left in enumerate(self._missing)]
         heapify(heap)
-        # The dearest first, and of equal ones the first.
+        # The most expensive first, and of equal ones the first.
         for document in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
             aside = []
             length, cost = lengths[document], costs[document]
@@ -79,7 +79,7 @@ class _Parts:
         return all(held)
 
     def swap(self) -> None:
-        """Bring parts closer to their targets, by a move or a swap between the two farthest off."""
+        """Bring parts closer to their targets, by moves and swaps between the two farthest off."""
         missing = self._missing
         for part in self.held:
             part.sort()
@@ -92,7 +92,7 @@ class _Parts:
                 return
 
     def _between(self, rich: int, poor: int, gap: float) -> bool:
-        """Move about so much from a part to another; tell whether any was."""
+        """Move a cost of about `gap` from a part to another; tell whether a document moved."""
         lengths, others = self._lengths, self.held[poor]
         room, back_room = self._room[poor], self._room[rich]
         best = gap, -1, -1
@@ -100,7 +100,7 @@ class _Parts:
             size = lengths[given]
             if abs(cost - gap) < best[0] and size <= room and len(self.held[rich]) > 1:
                 best = abs(cost - gap), place, -1
-            # Of what comes back, that with which nearly the gap is moved.
+            # The document to return with which the moved cost is closest to the gap.
             at = bisect_left(others, (cost - gap,))
             for index in range(max(0, at - 1), min(at + 1, len(others))):
                 back, taken = others[index]
@@ -118,7 +118,7 @@ class _Parts:
         return True
 
     def _put(self, entry: tuple[float, int], source: int, target: int) -> None:
-        """Add a document to a part that another has given away."""
+        """Add a document to a part, after it was taken out of another."""
         insort(self.held[target], entry)
         for part, sign in ((source, 1), (target, -1)):
             self._missing[part] += sign * entry[0]

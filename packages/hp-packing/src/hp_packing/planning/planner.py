@@ -24,36 +24,36 @@ from hp_packing.pricing import cost_of_deal, stage_costs
 from hp_schedule import Costs, Schedule, from_json, search, shorten, to_json
 
 TEAM = 32
-"""Ranks of a stage that share microbatches, at most."""
+"""Maximum number of ranks of a stage that share microbatches."""
 
 _OF_STEP, _PLANNING = 0.015, 0.002
-"""Share of a step for which it may be planned; CPU seconds that a microbatch takes, about."""
+"""Maximum seconds of planning, as a share of a step; approximate CPU seconds per microbatch."""
 _LONG = 3.0
 """Seconds of a step that leave time to find the best shares for its documents, 0.02 CPU seconds."""
 _DENSITIES = (1.0, 1.5, 2.0, 2.5, 3.0)
-"""Numbers of microbatches that are tried, by those with which 1F1B fills the memory."""
+"""Numbers of microbatches to try, divided by the number with which 1F1B fills the memory."""
 _FITTED_TO, _SPARE = 3, 0.015
-"""Typical batches whose documents templates are made to fit; memory that shares leave to lengths,
-since parts only come close to them."""
+"""Number of typical batches to which templates are adapted; share of memory that stays free, since
+parts only come close to their shares."""
 _FRONT, _BACK = (0.1, 0.25, 0.5, 0.8), (0.8, 0.5)
-"""Shares of the first microbatches and of the last ones, by that of the others."""
+"""Shares of the first and the last microbatches, divided by those of the others."""
 
 
 class _Shape(NamedTuple):
-    """Shares of microbatches of the work, and the schedule that was found for them, if one was."""
+    """Shares of microbatches of the work, and their schedule; None: none was searched yet."""
 
     shares: tuple[float, ...]
     schedule: Schedule | None = None
 
 
 class _Work(NamedTuple):
-    """Documents that some ranks are to have.
+    """The documents of some ranks.
 
     Attributes:
-        documents: Their places in the global batch.
-        lengths: Tokens of each.
-        pairs: Pairs of each.
-        seconds: Forward and backward of each, by one rank of the busiest stage.
+        documents: Indices of the documents in the global batch.
+        lengths: Tokens of each document.
+        pairs: Pairs of a query and a key of each document.
+        seconds: Seconds of forward and backward of each on one rank of the busiest stage.
     """
 
     documents: Sequence[int]
@@ -62,7 +62,7 @@ class _Work(NamedTuple):
     seconds: Sequence[float]
 
     def of(self, places: Sequence[int]) -> "_Work":
-        """Some of them."""
+        """Return a part of the documents, by their places here."""
         return _Work(
             [self.documents[i] for i in places],
             [self.lengths[i] for i in places],
@@ -78,38 +78,38 @@ _Dealt = tuple[PlannedMicrobatch, tuple[Seconds, ...]]
 class Planner:
     """Plans steps, the same on every rank.
 
-    All ranks of a stage, or teams of them where there are very many, work on one microbatch at a
-    time. So no rank waits for another but for what a deal leaves over, and a document of any length
-    has as many ranks as its work asks for. What is left are the bubbles of the pipeline. They are
-    small where microbatches are many and where the first ones are short, since all stages but the
-    first wait for those; but each microbatch takes something however short it is. How many there
-    are, and their shares of the work, is searched together with a schedule once, for steps that are
-    typical (`templates`), and then fitted to the documents of some of these. In a step, documents
-    are put into teams and then into parts of these shares by cost (`partition`); of some templates
-    the one with the shortest schedule is taken, in long steps with the shares that are best for
-    what its parts take and keep (`shares`); these parts are dealt out to ranks, and the schedule is
-    made to fit what they take.
+    All ranks of a stage, or of a team if there are very many, work on one microbatch at a time. So
+    ranks wait for each other only as far as a deal is uneven, and a document of any length has as
+    many ranks as its work needs. The rest of the idle time are the bubbles of the pipeline. They
+    are small if microbatches are many and if the first ones are short, since all stages but the
+    first wait for those; but each microbatch has fixed costs. The number of microbatches, their
+    shares of the work and a schedule are searched together, once, for typical steps (`templates`),
+    and then adapted to the documents of some of these. In a step, documents are parted into teams
+    and then into microbatches of these shares by cost (`partition`). Of some templates the one with
+    the shortest schedule is chosen, in long steps with the shares that are best for the seconds and
+    the memory of its parts (`linear_program`). The parts are dealt to ranks, and the schedule is
+    adapted to their seconds.
 
-    Without templates, numbers and shares are tried in each step, and schedules searched for the
-    most promising. Only numbers go in, and every count of attempts is fixed: all ranks that know
-    the lengths make the same plan.
+    Without templates, numbers and shares are tried in each step, and schedules are searched for the
+    most promising. The inputs are numbers alone, and all counts of attempts are fixed: all ranks
+    that know the lengths make the same plan.
 
     Args:
         costs: Costs of the stages.
-        pipeline: The ranks and their memory.
-        effort: Schedules that are searched for the costs of each step; 0: none where there are
-            templates, and otherwise closed forms alone.
-        tries: Templates, or shares, that are looked at in each step, the most promising ones.
-        prepared: Schedules and changes of shares that are looked at once, for all steps like the
-            typical ones, which takes seconds the first time; 0: no templates.
+        pipeline: Ranks and their memory.
+        effort: Number of schedules to search for the costs of each step; 0: none if there are
+            templates, and else closed forms alone.
+        tries: Number of the most promising templates, or shares, to try in each step.
+        prepared: Number of schedules and changes of shares to search once, for all steps similar to
+            the typical ones, which takes seconds the first time; 0: no templates.
         typical: Lengths of documents of some global batches, the same on every rank. None: each
-            step has the templates of its own kind, which is searched if it is new.
-        team: Ranks of a team; None: as many as are good to plan for.
-        heads: So many of them share heads in every microbatch; None: as it takes less.
-        unit: Positions of a rank in a microbatch are a multiple of it.
-        split_backward: Whether weight gradients may be put off.
-        one_order: Whether all teams take their microbatches in one order, that of the dearest of
-            each place: ranks of several teams exchange in every forward and backward then.
+            step has the templates of its own kind, which are searched if the kind is new.
+        team: Number of ranks of a team; None: the largest divisor up to `TEAM`.
+        heads: Number of ranks that share heads in every microbatch; None: the faster choice.
+        unit: Divisor of the positions of a rank in a microbatch.
+        split_backward: Whether weight gradients may be computed later.
+        one_order: Whether all teams have one order of microbatches, made for the most expensive
+            ones of the teams, as is needed if ranks of several teams exchange inside layers.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Planner:
 
     @property
     def num_teams(self) -> int:
-        """Teams of ranks of a stage."""
+        """Return the number of teams of ranks of a stage."""
         return self.pipeline.ranks // self._ranks
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
@@ -148,7 +148,7 @@ class Planner:
             lengths: Tokens of each document of the global batch.
 
         Raises:
-            ConfigError: When the documents do not fit the memory, whatever the plan.
+            ConfigError: When the documents fit into memory by no plan.
         """
         work = self._work(lengths)
         teams = self._teams(work)
@@ -167,14 +167,14 @@ class Planner:
         return best[1]
 
     def team(self, lengths: Sequence[int], number: int) -> Team:
-        """Plan what one team does, as `plan` with one try, without what the others do.
+        """Plan the step of one team alone, as `plan` with one try.
 
         Args:
             lengths: Tokens of each document of the global batch.
-            number: Number of the team.
+            number: Index of the team.
 
         Raises:
-            ConfigError: When its documents do not fit the memory: `plan` may find others then.
+            ConfigError: When its documents do not fit into memory; `plan` may part them otherwise.
         """
         work = self._work(lengths)
         teams = self._teams(work)
@@ -188,7 +188,7 @@ class Planner:
     def of_parts(
         self, lengths: Sequence[int], parts: Sequence[Sequence[Sequence[int]]]
     ) -> StepPlan | None:
-        """Make the plan whose microbatches are given; None if the memory does not suffice.
+        """Plan a step with given microbatches; None if they do not fit into memory.
 
         Args:
             lengths: Tokens of each document of the global batch.
@@ -200,12 +200,12 @@ class Planner:
         return None if found is None else found[1]
 
     def searched_templates(self) -> list[tuple[list[float], str]]:
-        """Search the templates for typical steps: shares of each, and its schedule as JSON."""
+        """Search templates for typical steps; return shares, and the schedule as JSON, of each."""
         found = [(list(each.shares), each.schedule) for each in self._fitted]
         return [(shares, to_json(schedule)) for shares, schedule in found if schedule is not None]
 
     def use_templates(self, templates: Sequence[tuple[Sequence[float], str]]) -> None:
-        """Take what `searched_templates` found on another rank, and search nothing."""
+        """Use the templates that `searched_templates` returned on another rank."""
         self._fitted = [_Shape(tuple(shares), from_json(text)) for shares, text in templates]
 
     def _too_much(self, lengths: Sequence[int]) -> ConfigError:
@@ -224,7 +224,7 @@ class Planner:
         return _Work(range(len(lengths)), lengths, pairs, seconds)
 
     def _teams(self, work: _Work) -> list[_Work]:
-        """Say what each team is to have, as even as can be; nothing where documents are too few."""
+        """Part documents into teams, as evenly as possible; none if documents are too few."""
         if self.num_teams == 1:
             return [work]
         targets = [1 / self.num_teams] * self.num_teams
@@ -232,7 +232,7 @@ class Planner:
         return [work.of(part) for part in parts or ()]
 
     def _shapes(self, work: _Work, teams: Sequence[_Work]) -> Iterator[_Shape]:
-        """Yield shapes that are worth a try, the most promising first."""
+        """Yield plausible shapes, the most promising first."""
         if teams and self.prepared:
             shapes = self._fitted if self._typical else self._templates([work])
             found = [(self._expected(teams[0], shape), shape) for shape in shapes]
@@ -246,7 +246,7 @@ class Planner:
             yield from sorted(self._plain_shapes(work), key=lambda each: self._about(work, each))
 
     def _kind(self, works: Sequence[_Work]) -> Kind:
-        """Return what steps have in common that resemble some, by their mean."""
+        """Return the kind of steps that are similar to the mean of some steps."""
         ranks = self.pipeline.ranks * len(works)
         tokens, pairs, unit = (
             fsum(fsum(each) for each in parts) / ranks
@@ -269,27 +269,27 @@ class Planner:
         ).rounded()
 
     def _most(self, num_documents: int, seconds: float) -> int:
-        """Microbatches for which there are documents, and time to plan them; rounded."""
+        """Return the most microbatches for which there are documents, and time to plan."""
         stages = self.pipeline.num_stages
         in_time = int(seconds * _OF_STEP / _PLANNING / stages) * stages
         return min(max(1, num_documents // self.num_teams // 2), max(2 * stages, in_time))
 
     def _templates(self, works: Sequence[_Work]) -> list[_Shape]:
-        """The best templates for steps that resemble some."""
+        """Return the best templates for steps that are similar to some."""
         found = templates_for(self._kind(works), self.prepared)[: self.tries]
         return [_Shape(each.shares, each.schedule) for each in found]
 
     @cached_property
     def _fitted(self) -> list[_Shape]:
-        """Say what the best templates for typical steps become with the documents of some of these.
+        """Adapt the best templates for typical steps to the documents of some of these.
 
-        Where the work of a small microbatch is that of short documents, it has more tokens.
+        A small microbatch of short documents has more tokens than its share of the work.
         """
         teams = [teams[0] for teams in map(self._teams, self._typical[:_FITTED_TO]) if teams]
         return [self._fit(shape, teams) for shape in self._templates(self._typical)]
 
     def _fit(self, shape: _Shape, teams: Sequence[_Work]) -> _Shape:
-        """Change shares as long as some teams take less time, beginning with the best of one."""
+        """Improve shares for some teams by random changes, beginning with the best for one team."""
 
         def seconds(shape: _Shape) -> float:
             runs = (self._expected(work, shape) for work in teams)
@@ -306,7 +306,7 @@ class Planner:
         return shape
 
     def _adapted(self, shape: _Shape, work: _Work) -> _Shape:
-        """Take the best shares for what the parts of a team take and keep, if that takes less."""
+        """Return the shape with the best shares for the parts of a team, if that is faster."""
         parts = self._parts(work, shape)
         if parts is None or shape.schedule is None:
             return shape
@@ -332,7 +332,7 @@ class Planner:
         return min(ways, key=lambda way: self._expected(work, way) or math.inf)
 
     def _expected(self, work: _Work, shape: _Shape) -> float | None:
-        """Seconds of a template with the parts of a team; None if they do not fit."""
+        """Return the seconds of a template with the parts of a team; None if they do not fit."""
         parts = self._parts(work, shape)
         if parts is None or shape.schedule is None:
             return None
@@ -355,14 +355,14 @@ class Planner:
             yield from map(_Shape, _shares(count))
 
     def _about(self, work: _Work, shape: _Shape) -> float:
-        """Work, what each microbatch takes, and waiting for the first one and for long ones."""
+        """Estimate seconds: work, fixed costs, waits for the first and for long microbatches."""
         mean, longest = fsum(work.seconds) / self.pipeline.ranks, max(work.seconds) / self._ranks
         stages, shares = self.pipeline.num_stages, shape.shares
         waits = max(mean * shares[0], longest - 1.5 * mean * max(shares)) * (stages - 1) / 3
         return mean + waits + max(s.microbatch.total for s in self._stages) * len(shares)
 
     def _parts(self, work: _Work, shape: _Shape) -> list[_Work] | None:
-        """The documents of each microbatch; None if they do not fit."""
+        """Part the documents of a team into microbatches; None if they do not fit."""
         longest = self.pipeline.tokens * self._ranks
         parts = partition(work.seconds, work.lengths, shape.shares, longest=longest)
         return None if parts is None else [work.of(part) for part in parts]
@@ -370,7 +370,7 @@ class Planner:
     def _made(
         self, teams: Sequence[_Work], shape: _Shape, *, num_documents: int
     ) -> tuple[float, StepPlan] | None:
-        """Say how long a plan of a shape takes, and the plan; None if memory does not suffice."""
+        """Return a plan of a shape and its seconds; None if it does not fit into memory."""
         parts = [self._parts(work, shape) for work in teams]
         every = [each for each in parts if each is not None]
         if len(every) < len(teams):
@@ -380,11 +380,11 @@ class Planner:
     def _dealt_out(
         self, teams: Sequence[Sequence[_Work]], shape: _Shape, *, num_documents: int
     ) -> tuple[float, StepPlan] | None:
-        """The same of microbatches of each team."""
+        """Return a plan of given microbatches and its seconds; None if it does not fit."""
         every = [[self._dealt(part) for part in parts] for parts in teams]
         slowest, found, origin = 0.0, [], ""
         for alike in [every] if self._one_order else [[dealt] for dealt in every]:
-            scheduled = self._scheduled(self._dearest(alike), len(alike[0]), shape)
+            scheduled = self._scheduled(self._most_expensive(alike), len(alike[0]), shape)
             if scheduled is None:
                 return None
             makespan, schedule, origin = scheduled
@@ -392,8 +392,8 @@ class Planner:
             found += [Team(tuple(each for each, _ in dealt), schedule) for dealt in alike]
         return slowest, StepPlan(num_documents, tuple(found), origin)
 
-    def _dearest(self, teams: Sequence[Sequence[_Dealt]]) -> Costs:
-        """Return what the dearest microbatches of each place cost."""
+    def _most_expensive(self, teams: Sequence[Sequence[_Dealt]]) -> Costs:
+        """Return the costs of the most expensive microbatch of any team at each place."""
         seconds, tokens = [], []
         for place in zip(*teams, strict=True):
             of_stages = zip(*(of_team for _, of_team in place), strict=True)
@@ -407,7 +407,7 @@ class Planner:
         )
 
     def _dealt(self, part: _Work) -> _Dealt:
-        """Deal out documents: keys are fetched or, where that takes less, nodes share heads."""
+        """Deal documents to ranks, which fetch keys, or share heads in a node if that is faster."""
         node = self.costs.node
         if self._heads is not None:
             return self._dealt_by(part, heads=self._heads)
@@ -444,7 +444,7 @@ class Planner:
     def _scheduled(
         self, costs: Costs, num_microbatches: int, shape: _Shape
     ) -> tuple[float, Schedule, str] | None:
-        """Return how long a schedule takes, the schedule and what made it; None if none fits."""
+        """Return the seconds, the schedule and its origin; None if no schedule fits."""
         memory = float(self.pipeline.tokens)
         best: tuple[float, Schedule, str] | None = None
         if shape.schedule is not None:
@@ -462,7 +462,7 @@ class Planner:
                 split_backward=self.split_backward,
                 num_candidates=self.effort,
             )
-        except ValueError:  # nothing fits the memory
+        except ValueError:  # nothing fits into memory
             return best
         if best is None or found.makespan < best[0]:
             best = found.makespan, found.schedule, found.origin
@@ -470,7 +470,7 @@ class Planner:
 
 
 def _shares(count: int) -> Iterator[tuple[float, ...]]:
-    """Shares of so many microbatches: equal ones, and such whose first and last ones are small."""
+    """Yield shares of a number of microbatches: equal ones, and small first and last ones."""
     yield (1 / count,) * count
     if count > len(_FRONT) + len(_BACK):
         middle = count - len(_FRONT) - len(_BACK)

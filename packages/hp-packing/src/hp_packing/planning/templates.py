@@ -1,9 +1,9 @@
-"""Shares of microbatches and schedules, searched once for all steps that resemble each other.
+"""Templates: shares of microbatches with a schedule, searched once for all similar steps.
 
-What is good for the shares of one step is good for any step whose documents are put into parts of
-these shares; there it is only made to fit what these take (`hp_schedule.shorten`). Numbers are
-rounded before anything is searched, so that all ranks come to the same templates, in whatever order
-they see steps; and they are remembered.
+A schedule that is good for some shares is good for any step whose documents are parted by these
+shares; there it is only adapted to the seconds of the parts (`hp_schedule.shorten`). Numbers are
+rounded before the search, so that all ranks find the same templates in whatever order they see
+steps; and templates are cached.
 """
 
 import math
@@ -18,36 +18,36 @@ from hp_packing.pricing import stage_costs
 from hp_schedule import Costs, Schedule, search, shorten
 
 _GROWTH = (1.6, 2.2)
-"""Of a microbatch by the one before it, of those at the front."""
+"""Ratios of a microbatch to the one before it, at the front."""
 _BACK = (0.8, 0.5)
-"""Shares of the last microbatches, by those in the middle."""
+"""Shares of the last microbatches, divided by those in the middle."""
 _SMALLEST = 0.03
-"""Share of the first microbatch, by those in the middle, below which none is tried."""
+"""Minimum share of the first microbatch, divided by those in the middle."""
 _LOOKED_AT, _FITTED = 8, 6
-"""Schedules for each kind of ends; kinds of ends whose shares are made to fit, of each number."""
+"""Schedules to try for each choice of shares; choices of shares to adapt, for each number."""
 _KEPT, _FEWER = 3, 4
-"""Numbers that are looked at closely; by what schedules are fewer each further time."""
+"""Numbers of microbatches to search further; divisor of the schedules of each further search."""
 _FAR, _NEAR = (0.7, 0.85, 0.93, 1.07, 1.15, 1.3), (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
-"""Factors by which a share is changed."""
+"""Factors by which shares are changed."""
 _USUAL = 128
-"""Stages times microbatches up to which that many are looked at; of larger ones fewer."""
+"""Stages times microbatches above which fewer schedules and shares are tried."""
 _LESS = 1e-6
-"""Of a step: what is not shorter by more is no better."""
+"""Relative improvement below which a template is no better."""
 _DIGITS = 3
 """Decimals to which parts of the work are rounded."""
 
 
 class Kind(NamedTuple):
-    """A kind of steps, by all that the busiest rank computes.
+    """A kind of similar steps, in units of the work of the busiest rank.
 
     Attributes:
-        most: Microbatches, at most.
+        most: Maximum number of microbatches.
         stages: Seconds of all work of a rank of each stage.
-        each: Seconds that each microbatch takes there besides.
-        least: Seconds that each microbatch takes there at least.
-        message: Seconds of a message between stages of all tokens of a rank.
-        memory: Tokens that fit, by the tokens of a rank.
-        split_backward: Whether weight gradients may be put off.
+        each: Fixed seconds of a microbatch in each stage.
+        least: Minimum seconds of a microbatch in each stage.
+        message: Seconds of a message of all tokens of a rank.
+        memory: Tokens that fit into memory, divided by the tokens of a rank.
+        split_backward: Whether weight gradients may be computed later.
     """
 
     most: int
@@ -60,11 +60,11 @@ class Kind(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Stages."""
+        """Return the number of stages."""
         return len(self.stages)
 
     def rounded(self) -> "Kind":
-        """Nearly the same, as others are too; memory is a bit less, since lengths vary."""
+        """Return the kind with rounded numbers, which similar steps share; memory rounds down."""
         return self._replace(
             stages=tuple(Seconds(*(round(x, _DIGITS) for x in each)) for each in self.stages),
             each=tuple(Seconds(*(_coarse(x, 4) for x in each)) for each in self.each),
@@ -75,12 +75,12 @@ class Kind(NamedTuple):
 
 
 def _coarse(value: float, numbers: int = 2) -> float:
-    """The nearest of so many numbers from each power of two to the next."""
+    """Round to the nearest of a few numbers between each power of two and the next."""
     return 0.0 if value <= 0 else 2.0 ** (round(numbers * math.log2(value)) / numbers)
 
 
 def _below(value: float) -> float:
-    """The next lower sixty-fourth part of a power of two."""
+    """Round down to a sixty-fourth of a power of two."""
     unit = 2.0 ** (math.floor(math.log2(value)) - 6)
     return math.floor(value / unit) * unit
 
@@ -89,9 +89,9 @@ class Template(NamedTuple):
     """A schedule for microbatches of some shares.
 
     Attributes:
-        seconds: What a step takes, by all that the busiest rank computes.
-        shares: Shares of microbatches of the work; they sum to 1.
-        schedule: Their schedule.
+        seconds: Seconds of a step, in units of the work of the busiest rank.
+        shares: Share of each microbatch of the work; they sum to 1.
+        schedule: Schedule of the microbatches.
     """
 
     seconds: float
@@ -100,7 +100,7 @@ class Template(NamedTuple):
 
 
 def part_looked_at(stages: int, microbatches: int) -> float:
-    """The part of what would be looked at for a few: each takes more than their number."""
+    """Return the part of schedules and shares to try, below 1 if there are many microbatches."""
     return min(1.0, _USUAL / (stages * microbatches))
 
 
@@ -113,12 +113,12 @@ def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
     """Search templates for a rounded kind of steps, one for each number of microbatches.
 
     Args:
-        kind: What the steps have in common.
-        effort: Schedules that are looked at for the shares of the best numbers, and a quarter as
-            often others for shares near these.
+        kind: Kind of the steps.
+        effort: Schedules to try for the shares of the best numbers; a quarter as many other shares
+            near these are tried.
 
     Returns:
-        The best first; none if nothing fits.
+        Templates, the fastest first; none if nothing fits into memory.
     """
     best: dict[int, Template] = {}
     for count in _counts(kind, best):
@@ -132,10 +132,10 @@ def templates_for(kind: Kind, effort: int) -> tuple[Template, ...]:
 
 
 def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
-    """Yield numbers of microbatches to look at, while `best` is filled with what is found.
+    """Yield numbers of microbatches to try, while the caller fills `best` with templates.
 
-    They go up from twice the stages, or what the memory asks for, until two were no better, and
-    then come close to the best from both sides, less close where these are many.
+    They go up from twice the stages, or the least that memory allows, until two were no better, and
+    then approach the best from both sides, less closely if microbatches are many.
     """
 
     def shortest() -> int:
@@ -158,7 +158,7 @@ def _counts(kind: Kind, best: Mapping[int, Template]) -> Iterator[int]:
 
 
 def _best(kind: Kind, count: int) -> Template | None:
-    """The best for so many microbatches, of all shares that are worth a try."""
+    """Return the best template for a number of microbatches, of all plausible shares."""
     part = part_looked_at(kind.num_stages, count)
     every = [*_shares(count)]
     some = every[:: math.ceil(len(every) / _some(len(every), part))]
@@ -169,7 +169,7 @@ def _best(kind: Kind, count: int) -> Template | None:
 
 
 def _closely(kind: Kind, template: Template, effort: int) -> Template:
-    """Look at more schedules for the shares of a template, and for shares near and far."""
+    """Search further schedules for the shares of a template, and for shares near and far."""
     random = Random(0)  # noqa: S311 - nothing is secret
     shares = template.shares
     effort = _some(effort, part_looked_at(kind.num_stages, len(shares)))
@@ -182,7 +182,7 @@ def _closely(kind: Kind, template: Template, effort: int) -> Template:
 
 
 def _shares(count: int) -> Iterator[tuple[float, ...]]:
-    """Yield shares that are worth a try: equal ones, and such that grow at the front."""
+    """Yield plausible shares: equal ones, and shares that grow at the front."""
     yield (1 / count,) * count
     for growth in _GROWTH:
         for length in range(2, count - len(_BACK)):
@@ -193,7 +193,7 @@ def _shares(count: int) -> Iterator[tuple[float, ...]]:
 
 
 def scaled(shares: Sequence[float]) -> tuple[float, ...]:
-    """Shares in the same ratio, of sum 1."""
+    """Scale shares to the sum 1."""
     total = sum(shares)
     return tuple(share / total for share in shares)
 
@@ -229,7 +229,7 @@ def _searched(kind: Kind, shares: tuple[float, ...], effort: int) -> Template | 
 
 
 def _fitted(kind: Kind, template: Template) -> Template:
-    """Take the best shares for the schedule, and the schedule for these, as long as that helps."""
+    """Alternate between the best shares for an order and the order for shares, while it helps."""
     count = len(template.shares)
     rates = Rates(
         work=[[seconds] * count for seconds in kind.stages],
@@ -250,7 +250,7 @@ def _fitted(kind: Kind, template: Template) -> Template:
 def changed_shares(
     shares: Sequence[float], random: Random, factors: Sequence[float] = _NEAR
 ) -> tuple[float, ...]:
-    """Up to three shares by some factors more or less, and all others a bit less or more."""
+    """Change up to three shares by random factors, and scale all to the sum 1."""
     changed = list(shares)
     for place in random.sample(range(len(shares)), min(len(shares), random.choice((1, 2, 3)))):
         changed[place] *= random.choice(factors)

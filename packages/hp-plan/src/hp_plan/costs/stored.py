@@ -20,8 +20,8 @@ class StoredModel(Struct, frozen=True):
     Attributes:
         works: All works, each once.
         blocks: Indices of the three parts of each block.
-        before: Index of the work `ModelWork.before`.
-        after: Index of the work `ModelWork.after`.
+        before: Index of `ModelWork.before` in `works`.
+        after: Index of `ModelWork.after` in `works`.
         loss: Index of `ModelWork.loss`.
         tiled_loss: Index of `ModelWork.tiled_loss`.
         tied: `ModelWork.tied`.
