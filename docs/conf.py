@@ -92,7 +92,8 @@ _OF_RESULTS += [
     "Reproduction",
 ]
 _OF_RESULTS += ["Seconds", "Spread", "Team", "TokenFile", "Transfer"]
-_OF_RESULTS += ["TurnHolder", "Held", "Repeat", "Kept", "Parameter", "Balanced"]
+_OF_RESULTS += ["TurnHolder", "Held", "Parameter", "Balanced"]
+_OF_RESULTS += ["ActivationMemory", "Recomputation", "SavedTensors"]
 _OF_RESULTS += ["Packs", "TokenFile", "Index", "GpuRates"]
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),

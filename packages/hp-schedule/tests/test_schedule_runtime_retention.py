@@ -220,7 +220,7 @@ def test_a_copy_on_a_cpu_is_real_and_what_was_copied_is_released() -> None:
     stage = PipelineStage(module, stage_index=0, num_stages=1, device=CPU)
     x = torch.randn(256, WIDTH, requires_grad=True)
     with LiveBytes() as live:
-        kept = stage.kept((x,))
+        kept = stage.saved_tensors((x,))
         with kept.saving():
             y = stage.forward_one_chunk((x,), {})
         kept.stay([y])
@@ -252,7 +252,7 @@ def test_only_what_a_stage_says_is_moved() -> None:
         is_offloaded=lambda x: x.shape[-1] == 2 * WIDTH,
     )
     x = torch.randn(4, WIDTH)
-    kept = stage.kept((x,))
+    kept = stage.saved_tensors((x,))
     with kept.saving():
         y = stage.forward_one_chunk((x,), {})
     # Both halves of the first product in one storage, the activated gate, their product.

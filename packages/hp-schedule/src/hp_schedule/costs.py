@@ -83,7 +83,7 @@ class Costs:
         again = forward if self.recompute is None else per_step("recompute", self.recompute, *sizes)
         return forward, full, input_grad, weight_grad, again  # in the order of kinds
 
-    def held(self, num_stages: int, num_microbatches: int) -> "Held":
+    def activation_memory(self, num_stages: int, num_microbatches: int) -> "ActivationMemory":
         """Return the memory that every microbatch holds in every stage.
 
         Raises:
@@ -99,7 +99,7 @@ class Costs:
             for part, whole in zip(moved, activation, strict=True):
                 if part > whole:
                     raise ValueError(f"offloaded ({part}) must be <= activation ({whole})")
-        return Held(activation, kept, moved)
+        return ActivationMemory(activation, kept, moved)
 
     def latency_of(self, source: int, destination: int) -> float:
         """Return the latency of a directed edge between two ranks.
@@ -126,7 +126,7 @@ class Costs:
 _BANDWIDTHS = ("bandwidth", "host_bandwidth")
 
 
-class Held(NamedTuple):
+class ActivationMemory(NamedTuple):
     """Memory by stage * num_microbatches + microbatch, in the unit of `Costs.activation`.
 
     Attributes:

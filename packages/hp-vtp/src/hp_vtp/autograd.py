@@ -21,7 +21,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Transfer:
     """One transfer, and the metas of the tensors whose gradients come back."""
 
     transport: Transport
@@ -80,8 +80,8 @@ def send(
     )
     if metas is None:
         metas = [TensorMeta(tuple(x.shape), x.dtype) for x in tensors]
-    way = _Way(transport, source, destination, domain, microbatch, tuple(metas))
-    result: Tensor = _Send.apply(way, *tensors)
+    transfer = _Transfer(transport, source, destination, domain, microbatch, tuple(metas))
+    result: Tensor = _Send.apply(transfer, *tensors)
     return result
 
 
@@ -112,7 +112,7 @@ def receive(
         ValueError: As `Transport.receive`.
         TransferError: If the transfer fails.
     """
-    way = _Way(transport, source, destination, domain, microbatch, tuple(metas))
+    transfer = _Transfer(transport, source, destination, domain, microbatch, tuple(metas))
     handle = transport.receive(
         metas, source=source, destination=destination, domain=domain, microbatch=microbatch
     )
@@ -120,48 +120,48 @@ def receive(
         values = handle.wait()
     # Something that requires grad has to go in for the outputs to have a graph.
     anchor = torch.zeros((), device=values[0].device if values else None, requires_grad=True)
-    result: tuple[Tensor, ...] = _Receive.apply(way, anchor, *values)
+    result: tuple[Tensor, ...] = _Receive.apply(transfer, anchor, *values)
     return result
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, *tensors: Tensor) -> Tensor:
-        ctx.way = way
+    def forward(ctx: Any, transfer: _Transfer, *tensors: Tensor) -> Tensor:
+        ctx.transfer = transfer
         return tensors[0].new_zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *_grads: object) -> object:
-        way: _Way = ctx.way
-        handle = way.transport.receive(
-            way.gradients,
-            source=way.destination,
-            destination=way.source,
-            domain=way.domain,
-            microbatch=way.microbatch,
+        transfer: _Transfer = ctx.transfer
+        handle = transfer.transport.receive(
+            transfer.gradients,
+            source=transfer.destination,
+            destination=transfer.source,
+            domain=transfer.domain,
+            microbatch=transfer.microbatch,
         )
         arrived = iter(handle.wait())
-        return None, *(next(arrived) if has else None for has in way.has_grad)
+        return None, *(next(arrived) if has else None for has in transfer.has_grad)
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, _anchor: Tensor, *values: Tensor) -> object:
-        ctx.way = way
-        fixed = [x for x, has in zip(values, way.has_grad, strict=True) if not has]
+    def forward(ctx: Any, transfer: _Transfer, _anchor: Tensor, *values: Tensor) -> object:
+        ctx.transfer = transfer
+        fixed = [x for x, has in zip(values, transfer.has_grad, strict=True) if not has]
         ctx.mark_non_differentiable(*fixed)
-        pairs = zip(values, way.has_grad, strict=True)
+        pairs = zip(values, transfer.has_grad, strict=True)
         return tuple(x.view_as(x) if has else x for x, has in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> object:
-        way: _Way = ctx.way
-        way.transport.send(
-            [grad for grad, has in zip(grads, way.has_grad, strict=True) if has],
-            source=way.destination,
-            destination=way.source,
-            domain=way.domain,
-            metas=way.gradients,
-            microbatch=way.microbatch,
+        transfer: _Transfer = ctx.transfer
+        transfer.transport.send(
+            [grad for grad, has in zip(grads, transfer.has_grad, strict=True) if has],
+            source=transfer.destination,
+            destination=transfer.source,
+            domain=transfer.domain,
+            metas=transfer.gradients,
+            microbatch=transfer.microbatch,
         )
         return None, None, *(None for _ in grads)

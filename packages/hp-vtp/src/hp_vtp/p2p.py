@@ -208,14 +208,14 @@ def _receive(
     options: P2POptions,
 ) -> Tensor | Received | None:
     """Receive from the stage that is `step` further on in the chain, if there is one."""
-    way = _way(transport, step, options)
-    if way is None:
+    ends = _ends(transport, step, options)
+    if ends is None:
         return None  # whatever form it would have
     with _timed(options.get("timers"), "forward-recv" if step < 0 else "backward-recv"):
         handle = transport.receive(
             [meta],
-            source=way[1],
-            destination=way[0],
+            source=ends[1],
+            destination=ends[0],
             domain=options.get("domain", 0),
             microbatch=options.get("microbatch"),
         )
@@ -231,21 +231,21 @@ def _send(
     options: P2POptions,
 ) -> Handle[None] | None:
     """Send to the stage that is `step` further on in the chain, if there is one."""
-    way = _way(transport, step, options)
-    if way is None:
+    ends = _ends(transport, step, options)
+    if ends is None:
         return None
     with _timed(options.get("timers"), "forward-send" if step > 0 else "backward-send"):
         return transport.send(
             [tensor],
-            source=way[0],
-            destination=way[1],
+            source=ends[0],
+            destination=ends[1],
             domain=options.get("domain", 0),
             metas=None if tensor_shape is None else [TensorMeta(tuple(tensor_shape), tensor.dtype)],
             microbatch=options.get("microbatch"),
         )
 
 
-def _way(transport: Transport, step: int, options: P2POptions) -> tuple[int, int] | None:
+def _ends(transport: Transport, step: int, options: P2POptions) -> tuple[int, int] | None:
     """Return this rank's logical stage and the other one; None beyond the ends of the chain."""
     here = logical_stage(transport, is_end_stage=options.get("is_end_stage", False))
     there = here + step

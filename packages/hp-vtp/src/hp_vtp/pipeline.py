@@ -33,7 +33,7 @@ Values = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LogicalStage:
     """Domain and logical stage, in the layout, of a stage of a schedule."""
 
     domain: int
@@ -80,7 +80,7 @@ class StageTransport:
         self._transport = transport
         self._form = _form_of(schedule, metas or {})
         self._metas = {stage: tuple(given) for stage, given in (metas or {}).items()}
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _LogicalStage] = {}
         self._received: dict[Message, Handle[Values]] = {}
         self._lock = threading.Lock()
         layout = transport.layout
@@ -101,7 +101,7 @@ class StageTransport:
             found = []
             for position, (physical, together) in enumerate(visits):
                 found.append(physical)
-                self._places |= {stage: _Place(here, position) for stage in together}
+                self._places |= {stage: _LogicalStage(here, position) for stage in together}
             if tuple(found) != layout.chain:
                 raise ValueError(
                     f"chain ({found}) of the schedule must equal the layout's ({layout.chain})"
@@ -204,7 +204,7 @@ class StageTransport:
             return [meta for meta in self._metas[here + 1] if _spec(meta, ()).has_grad]
         return [TensorMeta(tuple(x.shape), x.dtype, replicated=True) for x in values]
 
-    def _specs(self, place: _Place, *, at_destination: bool) -> tuple[TensorSpec, ...]:
+    def _specs(self, place: _LogicalStage, *, at_destination: bool) -> tuple[TensorSpec, ...]:
         """Return the specs of one rank's part of a stage's input, here or at its source."""
         layout, metas = self._transport.layout, self._metas[place.position]
         edge = layout.edge(place.position - 1, place.position, domain=place.domain)
@@ -217,7 +217,7 @@ class StageTransport:
             for meta, plan in zip(metas, self._transport.plan(edge, metas), strict=True)
         )
 
-    def _check_request(self, message: Message, header: Tensor, place: _Place) -> None:
+    def _check_request(self, message: Message, header: Tensor, place: _LogicalStage) -> None:
         expected = self._specs(place, at_destination=True)
         asked = from_header(header, likely=expected)
         if asked is None or [(s.shape, s.dtype) for s in asked] != [

@@ -217,7 +217,7 @@ def local_positions(
     Raises:
         ValueError: The layout cannot split S evenly, or the mesh does not fit.
     """
-    place = _place(mesh_or_group, ulysses_degree)
+    place = _member(mesh_or_group, ulysses_degree)
     runs = layout.runs(seq_len, place.num_ranks)[place.rank]
     return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
@@ -247,7 +247,7 @@ def shard_sequence(
     Raises:
         ValueError: The layout cannot split S evenly, or the mesh does not fit.
     """
-    place = _place(mesh_or_group, ulysses_degree)
+    place = _member(mesh_or_group, ulysses_degree)
     runs = layout.runs(x.size(seq_dim), place.num_ranks)[place.rank]
     parts = [x.narrow(seq_dim, run.start, len(run)) for run in runs]
     if len(parts) != 1:
@@ -282,7 +282,7 @@ def unshard_sequence(
     Raises:
         ValueError: The layout cannot have made a part of s positions, or the mesh does not fit.
     """
-    place = _place(mesh_or_group, ulysses_degree)
+    place = _member(mesh_or_group, ulysses_degree)
     num_ranks, whole = place.num_ranks, x.contiguous()
     seq_len = length_of(layout, x.size(seq_dim), num_ranks)
     sizes = [sum(map(len, runs)) for runs in layout.runs(seq_len, num_ranks)]
@@ -301,7 +301,7 @@ def unshard_sequence(
     return to_positions(whole, layout, num_ranks=num_ranks, seq_dim=seq_dim)
 
 
-class _Place(NamedTuple):
+class _Member(NamedTuple):
     """This rank among those that share a sequence; `groups` are its axes, the innermost first."""
 
     rank: int
@@ -312,13 +312,13 @@ class _Place(NamedTuple):
         return math.prod([group.size() for group in self.groups])
 
 
-def _place(mesh_or_group: DeviceMesh | dist.ProcessGroup, degree: int | None) -> _Place:
+def _member(mesh_or_group: DeviceMesh | dist.ProcessGroup, degree: int | None) -> _Member:
     if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim > 1 and degree is not None:
         check_two_axes(mesh_or_group, degree)
         outer, inner = mesh_or_group.get_group(0), mesh_or_group.get_group(1)
-        return _Place(outer.rank() * inner.size() + inner.rank(), (inner, outer))
+        return _Member(outer.rank() * inner.size() + inner.rank(), (inner, outer))
     group = resolve_group(mesh_or_group)
-    return _Place(group.rank(), (group,))
+    return _Member(group.rank(), (group,))
 
 
 def _chunk_size(layout: SequenceLayout, seq_len: int, num_ranks: int) -> int:

@@ -108,7 +108,7 @@ class Work:
         mine = cut_documents(pieces)
         return self.absent(mine, mine)
 
-    def absent(self, mine: "Held", held: "Held") -> float:
+    def absent(self, mine: "PiecesByDocument", held: "PiecesByDocument") -> float:
         """Keys that queries of one rank see, but that are not held.
 
         Args:
@@ -124,15 +124,15 @@ class Work:
         return total
 
 
-Held = dict[int, list[Piece]]
+PiecesByDocument = dict[int, list[Piece]]
 """Pieces in order, by their document."""
 
 
-def cut_documents(pieces: Iterable[Piece]) -> Held:
+def cut_documents(pieces: Iterable[Piece]) -> PiecesByDocument:
     """Return pieces by document, in order, of documents some piece of which begins after 0."""
     every = list(pieces)
     cut = {document for document, start, _ in every if start}
-    found: Held = {}
+    found: PiecesByDocument = {}
     for piece in every if cut else ():
         if piece.document in cut:
             found.setdefault(piece.document, []).append(piece)

@@ -67,7 +67,7 @@ def padded(x: Tensor, size: int) -> Tensor:
     return x if x.size(-1) == size else pad(x, (0, size - x.size(-1)))
 
 
-def _told(lengths: Lengths) -> tuple[int, int]:
+def _longest_of(lengths: Lengths) -> tuple[int, int]:
     """Return the lengths of the longest segments of queries and of keys, as the kernel needs them.
 
     FlashAttention 2 takes a side of a window for all keys where it is no smaller than the keys of
@@ -101,7 +101,7 @@ def forward(
         padded(v, q.size(-1)),
         lengths.starts,
         lengths.key_starts,
-        *_told(lengths),
+        *_longest_of(lengths),
         0.0,
         lengths.causal,
         False,
@@ -146,7 +146,7 @@ def backward(
         lse,
         lengths.starts,
         lengths.key_starts,
-        *_told(lengths),
+        *_longest_of(lengths),
         0.0,
         lengths.causal,
         unused,

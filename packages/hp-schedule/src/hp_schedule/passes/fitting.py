@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, get_args
 
-from hp_schedule.costs import Costs, Held
+from hp_schedule.costs import ActivationMemory, Costs
 from hp_schedule.packing import (
     BWD,
     BWD_INPUT,
@@ -145,7 +145,9 @@ class _Fitting:
         self._costs = costs
         self._limit = limit * (1 + _ROUNDING)
         self._ahead = 1
-        self._held: Held = costs.held(schedule.num_stages, schedule.num_microbatches)
+        self._held: ActivationMemory = costs.activation_memory(
+            schedule.num_stages, schedule.num_microbatches
+        )
         rows, ends = compute_clock(schedule, costs)
         self._walks = [
             _RowWalk(row, end, schedule.num_microbatches, costs, self._held)
@@ -215,7 +217,7 @@ class _RowWalk:
         ends: Sequence[float],
         num_microbatches: int,
         costs: Costs,
-        held: Held,
+        held: ActivationMemory,
     ) -> None:
         self._num = num_microbatches
         self._held = held

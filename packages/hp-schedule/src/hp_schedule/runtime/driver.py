@@ -23,7 +23,7 @@ from hp_schedule.runtime.context import (
 from hp_schedule.runtime.fsdp import StageSharding
 from hp_schedule.runtime.p2p import Expectations, PointToPoint
 from hp_schedule.runtime.recorder import Recorder
-from hp_schedule.runtime.retention import Kept, Repeat
+from hp_schedule.runtime.retention import Recomputation, SavedTensors
 from hp_schedule.runtime.shared import SharedParameters
 from hp_schedule.runtime.specs import Specs, TensorSpec, check_expected
 from hp_schedule.runtime.stage import PipelineStage
@@ -94,8 +94,8 @@ class StageDriver:
         self._outgoing: dict[Key, tuple[Tensor, ...]] = {}  # outputs to be sent, with their graphs
         self._outgoing_grads: dict[Key, tuple[Tensor, ...]] = {}
         self._weight_grads: dict[Key, WeightBackward] = {}  # second halves of backwards
-        self._repeats: dict[Key, Repeat] = {}  # forwards that are to be run again
-        self._kept: dict[Key, Kept] = {}  # what forwards keep that is to be copied away
+        self._repeats: dict[Key, Recomputation] = {}  # forwards that are to be run again
+        self._kept: dict[Key, SavedTensors] = {}  # what forwards keep that is to be copied away
         self._first_entry = {
             stage: number * schedule.num_microbatches
             for number, chain in enumerate(schedule.chains)
@@ -345,10 +345,10 @@ class StageDriver:
     def _keeping(self, stage: PipelineStage, key: Key, passed: Sequence[object]) -> Iterator[None]:
         """Save nothing for the backward of a forward inside, or tensors that can be moved."""
         if key in self._recomputed:
-            repeat = self._repeats[key] = stage.repeat()
+            repeat = self._repeats[key] = stage.recomputation()
             keeping: AbstractContextManager[None] = repeat.first_run()
         else:
-            kept = self._kept[key] = stage.kept(passed)
+            kept = self._kept[key] = stage.saved_tensors(passed)
             keeping = kept.saving()
         with torch.enable_grad(), keeping:
             yield

@@ -32,11 +32,11 @@ class Expectations:
     Attributes:
         specs: Specs that the next stage expects, by index of the stage before it, as far as it has
             said so; None if it expects a header.
-        asked: Whether this rank has exchanged requests with its neighbours.
+        exchanged: Whether this rank has exchanged requests with its neighbours.
     """
 
     specs: dict[int, Specs | None] = field(default_factory=dict)
-    asked: bool = False
+    exchanged: bool = False
 
 
 @dataclass(slots=True)
@@ -234,9 +234,9 @@ class PointToPoint:
         as those of a plan are, nobody tells anybody.
         """
         here = self._stages
-        if self._expectations.asked:
+        if self._expectations.exchanged:
             return
-        self._expectations.asked = True
+        self._expectations.exchanged = True
         for stage, before in enumerate(self._schedule.upstream):
             if before < 0 or (stage in here) == (before in here):
                 continue

@@ -17,7 +17,7 @@ ContextFunction = Callable[
 """Makes the contexts of a forward and of its RECOMPUTE, as `torch.utils.checkpoint` has it."""
 
 
-class Repeat:
+class Recomputation:
     """State that a forward needs to be run again, beside its arguments.
 
     Args:
@@ -114,7 +114,7 @@ _Handle = Callable[[], Tensor]
 """Returns a saved tensor, of which it knows the storage and how the tensor lies in it."""
 
 
-class Kept:
+class SavedTensors:
     """Tensors that autograd saves in one forward, which can be copied to the host and back.
 
     Autograd saves tensors through hooks. A forward that is run again saves nothing: its graph is

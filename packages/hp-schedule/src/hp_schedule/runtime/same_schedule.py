@@ -30,8 +30,8 @@ def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
     Raises:
         ValueError: If ranks of one pipeline have different schedules, or pipelines different edges.
     """
-    said = _Said(tuple(ranks), schedule.edges, _digest(schedule))
-    every = all_gather_json(said, of=_Said, group=dist.group.WORLD)
+    facts = _Facts(tuple(ranks), schedule.edges, _digest(schedule))
+    every = all_gather_json(facts, of=_Facts, group=dist.group.WORLD)
     first: dict[tuple[int, ...], int] = {}
     for rank, (pipeline, edges, digest) in enumerate(every):
         same = first.setdefault(pipeline, rank)
@@ -47,7 +47,7 @@ def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
             )
 
 
-class _Said(NamedTuple):
+class _Facts(NamedTuple):
     """Facts that ranks compare: the ranks of the pipeline, its edges, a digest of its steps."""
 
     pipeline: tuple[int, ...]

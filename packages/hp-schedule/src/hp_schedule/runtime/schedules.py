@@ -186,7 +186,7 @@ class PipelineSchedule(PipelineScheduleRuntime):
         return order if order.has_communication else add_send_recv(order)
 
 
-class _Given(PipelineSchedule):
+class _GivenSchedule(PipelineSchedule):
     """Runs a schedule that was made elsewhere."""
 
     def __init__(
@@ -214,4 +214,4 @@ def from_schedule(
         stages: Stages of this rank.
         **options: See `PipelineSchedule`.
     """
-    return _Given(schedule, stages, **options)
+    return _GivenSchedule(schedule, stages, **options)

@@ -52,7 +52,7 @@ class SharedParameterInfo:
     names: Mapping[int, str]
 
 
-_Place = tuple[int, nn.Module, str]
+_NamedParameter = tuple[int, nn.Module, str]
 """A stage, its module, and the name of a parameter in it."""
 
 
@@ -67,7 +67,7 @@ class _Shared:
             one gives the value.
     """
 
-    places: Sequence[_Place]
+    places: Sequence[_NamedParameter]
     group: ProcessGroup | None
     owners: Mapping[int, int]
 
@@ -218,7 +218,7 @@ def share_parameters(
     return result
 
 
-def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> list[_Place]:
+def _alias(info: SharedParameterInfo, stages: Mapping[int, PipelineStage]) -> list[_NamedParameter]:
     """Let the stages of this rank use the parameter of the first of them; return the places."""
     mine = [stage for stage in sorted(info.names) if stage in stages]
     places = [(stage, stages[stage].module, info.names[stage]) for stage in mine]

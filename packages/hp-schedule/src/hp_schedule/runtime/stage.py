@@ -13,7 +13,12 @@ from hp_schedule.runtime.backward import (
     WeightBackward,
     full_backward,
 )
-from hp_schedule.runtime.retention import ContextFunction, Kept, Repeat, tensors_within
+from hp_schedule.runtime.retention import (
+    ContextFunction,
+    Recomputation,
+    SavedTensors,
+    tensors_within,
+)
 from hp_schedule.runtime.specs import Specs, TensorSpec, as_specs, describe
 
 GivenSpecs = TensorSpec | Sequence[TensorSpec]
@@ -112,15 +117,15 @@ class PipelineStage:
             self._check_output(self.tensors_of(output))
         return output
 
-    def repeat(self) -> Repeat:
+    def recomputation(self) -> Recomputation:
         """Return the contexts in which a forward keeps nothing and runs again."""
-        return Repeat(
+        return Recomputation(
             self.device,
             preserve_rng_state=self._preserve_rng_state,
             context_fn=self._context_fn,
         )
 
-    def kept(self, passed: Iterable[object]) -> Kept:
+    def saved_tensors(self, passed: Iterable[object]) -> SavedTensors:
         """Return the store of all tensors that autograd saves in a forward.
 
         Args:
@@ -128,7 +133,7 @@ class PipelineStage:
         """
         module = self.module
         given = [tensor for value in passed for tensor in tensors_within(value)]
-        return Kept(
+        return SavedTensors(
             self.device,
             is_moved=self._is_offloaded,
             stays=[*module.parameters(), *module.buffers(), *given],

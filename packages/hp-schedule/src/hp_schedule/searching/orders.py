@@ -21,7 +21,7 @@ def first_orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[O
     work = [0.0] * num_microbatches
     for table in (
         *costs.durations(num_stages, num_microbatches),
-        costs.held(num_stages, num_microbatches).all,
+        costs.activation_memory(num_stages, num_microbatches).all,
     ):
         for cell, amount in enumerate(table):
             work[cell % num_microbatches] += amount

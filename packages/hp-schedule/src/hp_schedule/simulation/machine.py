@@ -32,8 +32,7 @@ from hp_schedule.packing import (
     unpack,
 )
 from hp_schedule.schedule import Schedule
-from hp_schedule.simulation.channels import ChannelModel, Channels, Edge
-from hp_schedule.simulation.clock import Clock, SharedCores
+from hp_schedule.simulation.channels import ChannelModel, Channels, Clock, Edge, SharedCores
 from hp_schedule.timeline import Span
 
 
@@ -66,7 +65,7 @@ class Machine:
         self.flow: Dataflow = dataflow(schedule)
         self.num_microbatches = schedule.num_microbatches
         self.durations = costs.durations(*sizes)
-        self.held = costs.held(*sizes)
+        self.held = costs.activation_memory(*sizes)
         self.host_bandwidth = costs.host_bandwidth
         self.again = schedule.recomputed
         self.unshard = per_step("unshard", costs.unshard, schedule.num_stages)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hp_schedule.costs import Costs, Held
+from hp_schedule.costs import ActivationMemory, Costs
 from hp_schedule.dataflow import dataflow
 from hp_schedule.errors import DeadlockError
 from hp_schedule.packing import (
@@ -106,7 +106,7 @@ def recurrence(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> N
     if not walk.run(rows):
         return None
     num = schedule.num_microbatches
-    held = costs.held(schedule.num_stages, num)
+    held = costs.activation_memory(schedule.num_stages, num)
     return Numbers(
         makespan=max((ends[-1] for ends in walk.ends if ends), default=0.0),
         busy=walk.busy,
@@ -309,7 +309,7 @@ def _ends_of_steps(acts: list[int], ends: list[float]) -> list[float]:
     ]
 
 
-def peak_memory(codes: list[int], held: Held, num_microbatches: int) -> float:
+def peak_memory(codes: list[int], held: ActivationMemory, num_microbatches: int) -> float:
     """Return the most memory that a row holds: more from every F, less after every B or W.
 
     An F whose microbatch is run again takes its input only, the RECOMPUTE the rest. OFFLOAD gives

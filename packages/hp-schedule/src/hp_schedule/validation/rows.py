@@ -257,7 +257,7 @@ def memory_findings(schedule: Schedule, costs: Costs, limit: float) -> Iterator[
     What OFFLOAD moves counts as gone from then on: a rank short of memory waits for the copy.
     """
     num = schedule.num_microbatches
-    table = costs.held(schedule.num_stages, num)
+    table = costs.activation_memory(schedule.num_stages, num)
     for rank, row in enumerate(schedule.steps):
         codes = row.codes()
         if peak_memory(codes, table, num) <= limit * (1 + _ROUNDING):
