@@ -1,4 +1,4 @@
-"""The other files of the model that a run starts from: copied into the run, handed on by an export.
+"""The other files of the model that a run starts from, copied into the run and into exports.
 
 A model is more than its weights: its tokenizer, its tokens that end a text, its chat template, its
 licence. When a run is made, all small files of the folder that it starts from are copied into its

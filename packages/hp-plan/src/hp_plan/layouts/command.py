@@ -48,7 +48,7 @@ _RATES = {
     "context-memory": "bytes of a device that are taken before the first tensor",
     "communicator-memory": "bytes of a rank's end of a communicator",
     "peer-memory": "bytes more for each rank that it sends to one by one",
-    "fragmentation": "share of tensors' bytes that the allocator holds beside them",
+    "fragmentation": "bytes that the allocator reserves beside tensors, as a share of theirs",
 }
 _COUNTS = {"node-size": 1, "cores": 0}
 """What is counted, and the least of it."""
@@ -260,8 +260,8 @@ def known_machine(name: str) -> Machine:
         like = values.pop("like", "h100")
         return MACHINES[like].with_values(**values)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        told = f"{type(error).__name__}: {why_not(error)}"
-        raise ConfigError(f'--machine ("{name}") must be a file of a machine: {told}') from None
+        why = f"{type(error).__name__}: {why_not(error)}"
+        raise ConfigError(f'--machine ("{name}") must be a file of a machine: {why}') from None
 
 
 def known_vocab_size(config: Config) -> int:

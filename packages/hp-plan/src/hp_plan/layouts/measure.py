@@ -134,7 +134,7 @@ def with_latency(machine: Machine, timed: Sequence[tuple[Config, dict[str, float
     """
     waited = messages = 0.0
     for config, found in timed:
-        free, dear = (
+        free, delayed = (
             sum(
                 stage.full
                 for stage in Plan(
@@ -146,7 +146,7 @@ def with_latency(machine: Machine, timed: Sequence[tuple[Config, dict[str, float
             for latency in (0.0, 1.0)
         )
         waited += found["microbatch"] - free
-        messages += dear - free
+        messages += delayed - free
     if not messages:
         return machine
     latency = max(machine.latency, waited / messages)  # in training no less than alone

@@ -1,8 +1,8 @@
-"""The layouts that a config allows: meshes of them, or a covering sample. No torch.
+"""The layouts that a config allows: all meshes, or a sample that covers pairs of values. No torch.
 
-A layout is a choice for each axis of `AXES`; the rules of :mod:`hp_trainer.config.rules` say which
-choices go together, so that what they come to allow is found here without being told. A new axis is
-a line.
+A layout is a choice for each axis of `AXES`; the rules of :mod:`hp_trainer.config.rules` decide
+which choices go together, so that layouts of a new rule are found without a change here. A new axis
+is one line.
 """
 
 import itertools
@@ -18,12 +18,12 @@ from hp_trainer.config.schema import fields
 
 _SIZES = (1, 2, 3, 4, 6, 8)
 _LOOKED_AT = 40
-"""Layouts compared for each that is taken."""
+"""Number of layouts to compare for each one of the sample."""
 _POOL_SIZE = 20_000
-"""Layouts that are looked at, about: where there are more, as many of each number of processes, and
-of those as many of each mesh."""
+"""Approximate size of the pool; if there are more layouts, it has equal parts of each number of
+processes, and these equal parts of each mesh."""
 _TRIES = 200
-"""Layouts that are looked at for a pair of values that none of the pool has."""
+"""Number of layouts to try for a pair of values that no layout of the pool has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Axis:
 
     Attributes:
         key: Key of the config.
-        values: Possible values, one that needs the fewest processes first; none: all that the
-            schema lists.
+        values: Possible values, first one that needs the fewest processes; empty: all values of the
+            schema.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Axis:
 
     @property
     def choices(self) -> tuple[object, ...]:
-        """Return what there is to choose from."""
+        """Return the possible values."""
         return self.values or fields()[self.key].choices
 
 
@@ -85,8 +85,8 @@ def layouts_of_mesh(
 
     Args:
         placed: Config with the mesh.
-        axes: Those other axes.
-        choices: Values of them.
+        axes: Axes other than those of the mesh.
+        choices: Values of these axes.
     """
     for others in choices:
         found = _chosen(placed, axes, others)
@@ -97,9 +97,15 @@ def layouts_of_mesh(
 def enumerate_meshes(
     config: Config, *, num_processes: range, axes: Sequence[Axis]
 ) -> list[tuple[Choice, Config]]:
-    """Find the meshes that some choice of one other axis allows, each in a config.
+    """Return the meshes that are allowed with first values of other axes, or one other value.
 
-    Arguments are those of `sample_layouts`.
+    Args:
+        config: Config of everything but the layout, allowed itself.
+        num_processes: Numbers of processes that a layout may have.
+        axes: Axes to vary, first those of the mesh.
+
+    Returns:
+        Values of the axes of the mesh, and a config with them.
     """
     mesh = [axis for axis in axes if axis.key.startswith("mesh.")]
     rest = [axis for axis in axes if not axis.key.startswith("mesh.")]
@@ -140,7 +146,7 @@ def _widened(placed: Config, axis: Axis, num_processes: range) -> Iterator[tuple
     yield first, placed
     for value in others:
         wider = with_keys(placed, {axis.key: value})
-        # What has too many processes already only comes to have more.
+        # Further axes only add processes.
         if wider.world_size < num_processes.stop and rules.allows_stages(wider):
             yield value, wider
 
@@ -150,7 +156,7 @@ def _chosen(config: Config, axes: Sequence[Axis], choice: Sequence[object]) -> C
 
 
 def _nearly_neutral(axes: Sequence[Axis]) -> Iterator[Choice]:
-    """Return the first value of every axis, then what differs from that in one axis."""
+    """Yield the first value of every axis, then choices that differ from that in one axis."""
     neutral = tuple(axis.choices[0] for axis in axes)
     yield neutral
     for index, axis in enumerate(axes):
@@ -163,10 +169,10 @@ class Sample:
     """Some of the layouts of a config.
 
     Attributes:
-        layouts: Layouts in the order of drawing: any first part of them covers as much as it can.
-        num_meshes: Different meshes that are allowed.
-        num_pairs: Pairs of values of two axes that were found in allowed layouts.
-        num_covered: Those of them that some drawn layout has.
+        layouts: Layouts in the order of drawing; any first part of them covers as much as it can.
+        num_meshes: Number of different meshes that are allowed.
+        num_pairs: Number of pairs of values of two axes in allowed layouts.
+        num_covered: Number of these pairs in drawn layouts.
     """
 
     layouts: tuple[Config, ...]
@@ -183,19 +189,18 @@ def sample_layouts(
     num_processes: range = range(2, 9),
     axes: Sequence[Axis] = AXES,
 ) -> Sample:
-    """Draw layouts so that every pair of values of two axes comes up as soon as it can.
+    """Draw layouts so that every pair of values of two axes appears as early as possible.
 
-    The rarest pair so far decides: of the layouts that have it, the one with the most pairs as rare
-    is taken, and among equals one of few processes. The number of processes counts as an axis. The
-    same arguments give the same layouts, and a larger count the same ones first.
+    Each draw has the rarest pair so far, and of the layouts with it, most other pairs as rare, then
+    fewest processes. The number of processes counts as an axis. The same arguments give the same
+    layouts, and a larger count the same ones first.
 
     Args:
-        config: Everything else comes from it; allowed itself.
-        count: How many; fewer if there are no more.
-        seed: Seed of the choice between ties, and of the layouts that are looked at where there
-            are very many.
-        num_processes: How many each may have.
-        axes: Axes to vary, those of the mesh first.
+        config: Config of everything but the layout, allowed itself.
+        count: Number of layouts; fewer if there are no more.
+        seed: Seed of the choice between ties, and of the pool if there are very many layouts.
+        num_processes: Numbers of processes that a layout may have.
+        axes: Axes to vary, first those of the mesh.
     """
     random = Random(seed)  # noqa: S311 - nothing is secret
     meshes = enumerate_meshes(config, num_processes=num_processes, axes=axes)
@@ -222,7 +227,7 @@ def sample_layouts(
 def _pool(
     meshes: Sequence[tuple[Choice, Config]], rest: Sequence[Axis], random: Random
 ) -> list[tuple[Choice, Config]]:
-    """Return layouts of every mesh: all of them, or so many of each that the pool stays small."""
+    """Return layouts of every mesh: all of them, or equal parts of each for a small pool."""
     everything = list(itertools.product(*(axis.choices for axis in rest)))
     sizes = Counter(placed.world_size for _, placed in meshes)
     are_all = len(meshes) * len(everything) <= _POOL_SIZE
@@ -246,7 +251,7 @@ def _missing(
     rest: Sequence[Axis],
     random: Random,
 ) -> Iterator[tuple[Choice, Config]]:
-    """Look for pairs of values that no layout of a pool has, of meshes that it has."""
+    """Yield layouts with pairs of values that no layout of a pool has, of its meshes."""
     placed, num_sizes = dict(meshes), len(meshes[0][0])
     choices = [choice[:-1] for choice, _ in pool]
     columns = list(zip(*choices, strict=True))
@@ -281,10 +286,10 @@ def _crossed(
     num_sizes: int,
     random: Random,
 ) -> Iterator[Choice]:
-    """Return the choices that have two values, each made of two that have one.
+    """Yield choices with two given values, each combined of two choices with one of them.
 
-    What a value needs beside it comes along: the mesh of one and the rest of the other, or all of
-    one with the value of the other.
+    A choice has the mesh of one and the rest of the other, or all of one but the value of the
+    other, so that a value mostly keeps the values that it needs.
     """
     (i, a), (j, b) = one, other
     for _ in range(_TRIES):
@@ -330,7 +335,7 @@ def _best(
     seen: Mapping[Pair, int],
     least: int,
 ) -> int:
-    """Return the layout with the most pairs seen at most so often, then the smallest."""
+    """Return the layout with most pairs seen at most `least` times, then the smallest."""
 
     def key(index: int) -> tuple[int, int]:
         choice, config = pool[index]

@@ -137,16 +137,16 @@ class Plan:
         schedule = self.schedule()
         simulation = simulate(schedule, self.costs(schedule), cores=self.cores)
         ranks, places = range(self.layout.pp), self.ranks
-        held = [self.stages_of(schedule, rank) for rank in ranks]
+        own = [self.stages_of(schedule, rank) for rank in ranks]
         memories = [
             self._prices.memory(
-                self.config, held[rank], places[rank], rank=stage.first, activations=peak
+                self.config, own[rank], places[rank], rank=stage.first, activations=peak
             )
             for rank, (stage, peak) in enumerate(
                 zip(self.layout.stages, simulation.peak_activations, strict=True)
             )
         ]
-        ends = [self._prices.ends(self.config, held[rank], places[rank]) for rank in ranks]
+        ends = [self._prices.ends(self.config, own[rank], places[rank]) for rank in ranks]
         sizes = [place.num_ranks for place in places]
         exchanges = [
             self.num_microbatches * sum(self.prices[s].exchanges for s in schedule.stages_of(rank))

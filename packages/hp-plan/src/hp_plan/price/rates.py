@@ -107,11 +107,11 @@ class Rates:
         device = launches = 0.0
         for kernel, times in kernels.items():
             left = self._left if kernel.kind == "memory" else 1.0
-            ranks, rows, held = dense, tokens, tokens
+            ranks, rows, buffered = dense, tokens, tokens
             if kernel.is_expert:
                 ranks, rows = experts, tokens * routed.load
-                held = tokens * max(routed)
-            moved = left * (kernel.bytes * held + kernel.fixed_bytes / ranks)
+                buffered = tokens * max(routed)
+            moved = left * (kernel.bytes * buffered + kernel.fixed_bytes / ranks)
             busy = max(
                 kernel.flops * rows / self._flops[kernel.kind],
                 moved / self._machine.memory_bandwidth,

@@ -192,7 +192,7 @@ def export_hf(
 def _original_of(
     run: Path, config: Config, folder: Path | None, tokenizer: Path | None
 ) -> Original:
-    """Return the files to hand on: the run's copies, or those of a given folder.
+    """Return the files to copy into an export: the run's copies, or the files of a given folder.
 
     Raises:
         ConfigError: When a file that the export needs is elsewhere.

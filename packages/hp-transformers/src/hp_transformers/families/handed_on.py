@@ -1,4 +1,4 @@
-"""The files of a model besides its weights, handed on to the folder of an export."""
+"""The files of the original model besides its weights, copied into the folder of an export."""
 
 import json
 import tempfile

@@ -31,7 +31,7 @@ from hp_transformers.families.plan import (
 )
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-# Ends of names that mixed-precision formats give to what they keep beside or instead of weights.
+# Suffixes of tensors that quantised formats have beside or instead of weights.
 _QUANTISED = ("_blocks", "_scales", "weight_scale_inv", "weight_scale", "qweight", "qzeros")
 
 
@@ -56,7 +56,7 @@ def load_weights(
 
     Raises:
         hp_base.errors.ConfigError: On every rank and before any tensor is filled: the folder has
-            no model that can be read, or another than that of the tensors.
+            no model that can be read, or a model with other tensors.
         hp_platform.PeerError: When another rank failed for another reason.
     """
     with ExitStack() as stack:
