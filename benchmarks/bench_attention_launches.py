@@ -36,7 +36,7 @@ from hp_context import (
     SlidingWindow,
 )
 from hp_context.kernels import varlen
-from hp_dry import DryDevice, run_ranks
+from hp_dry import DeviceRecorder, DryDevice, run_ranks
 from hp_dry.trace import Allocate, HostWait, Launch
 from hp_trainer.model.attention import attend
 
@@ -120,7 +120,7 @@ def counting_calls(found: list[int]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def layer(case: Case, device: DryDevice) -> dict[str, int]:
+def layer(case: Case, device: DeviceRecorder) -> dict[str, int]:
     """Figures of the last of some layers, on a dry device."""
     heads, kv_heads, size, value_size = case.shape
     num_ranks = 1 if case.mode is None else RANKS
