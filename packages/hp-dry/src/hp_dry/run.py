@@ -76,7 +76,7 @@ class _Child:
     process: ForkProcess
     folder: Path
     rank: int
-    told: dict[str, Any] = field(default_factory=dict)
+    outcome: dict[str, Any] = field(default_factory=dict)
 
 
 def run_ranks(
@@ -135,7 +135,7 @@ def run_ranks(
         }
         if failed is not None:
             raise _error(failed, children, traces)
-        return DryRun({c.rank: c.told["result"] for c in children}, traces, classes)
+        return DryRun({c.rank: c.outcome["result"] for c in children}, traces, classes)
 
 
 def _serve(hub: Hub, children: list[_Child], deadline: float) -> tuple[_Child | None, str] | None:
@@ -151,10 +151,10 @@ def _serve(hub: Hub, children: list[_Child], deadline: float) -> tuple[_Child | 
         for source in [source for source in ready if source in running]:
             child = running.pop(source)
             child.process.join()
-            child.told = _told_by(child)
-            failure = child.told.get("error")
+            child.outcome = _outcome_of(child)
+            failure = child.outcome.get("error")
             hub.end_of(child.rank)
-            if failure is not None and not child.told.get("echo"):
+            if failure is not None and not child.outcome.get("echo"):
                 return child, ""
             if failure is not None and suspect is None:
                 suspect = (time.monotonic() + _SETTLE_SECONDS, child)
@@ -162,15 +162,15 @@ def _serve(hub: Hub, children: list[_Child], deadline: float) -> tuple[_Child | 
         if suspect is not None and (now > suspect[0] or not running):
             return suspect[1], ""
         if now > deadline:
-            return None, "; ".join(hub.who_waits())
+            return None, "; ".join(hub.waiting_in_words())
     return None
 
 
-def _told_by(child: _Child) -> dict[str, Any]:
+def _outcome_of(child: _Child) -> dict[str, Any]:
     path = child.folder / f"{child.rank}.json"
     if path.exists():
-        told: dict[str, Any] = json.loads(path.read_text())
-        return told
+        outcome: dict[str, Any] = json.loads(path.read_text())
+        return outcome
     error = f"it ended with exit status {child.process.exitcode}"
     return {"error": error, "kind": "", "at": "", "traceback": ""}
 
@@ -180,11 +180,11 @@ def _error(
 ) -> DryRunError:
     child, waits = failed
     if child is not None:
-        told = child.told
-        at = f" at {told['at']}" if told["at"] else ""
-        text = f"rank {child.rank} failed{at}: {told['error']}\n{told['traceback']}"
-        return DryRunError(text.rstrip(), child.rank, told["at"], told["kind"], traces)
-    late = [child for child in children if not child.told]
+        outcome = child.outcome
+        at = f" at {outcome['at']}" if outcome["at"] else ""
+        text = f"rank {child.rank} failed{at}: {outcome['error']}\n{outcome['traceback']}"
+        return DryRunError(text.rstrip(), child.rank, outcome["at"], outcome["kind"], traces)
+    late = [child for child in children if not child.outcome]
     ranks = [child.rank for child in late]
     stacks = [
         f"rank {child.rank} stands at:\n{path.read_text()}"
@@ -240,17 +240,17 @@ def _child(
     client = HubClient(folder / "hub", rank)
     try:
         with device, DryWorld(device, classes, client):
-            told = {"result": function(*args)}
-        text = json.dumps(told)
+            outcome = {"result": function(*args)}
+        text = json.dumps(outcome)
     except BaseException as error:  # noqa: BLE001 # reported to the parent
-        told = {
+        outcome = {
             "error": _words(error),
             "kind": type(error).__name__,
             "at": _line_of(error),
             "echo": is_echo(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
-        text = json.dumps(told)
+        text = json.dumps(outcome)
     unfinished = folder / f"{rank}.tmp"  # this process may be ended at any time
     device.trace.write(unfinished)
     unfinished.rename(folder / f"{rank}.trace")

@@ -68,8 +68,8 @@ def agree_on_call(what: str, ranks: Sequence[int]) -> Call:
         secret = new_secret()
         store.set(key, call + secret)
         return Call(key, secret)
-    told = store.get(key).decode()
-    theirs, secret = told[:-_SECRET_DIGITS], told[-_SECRET_DIGITS:]
+    text = store.get(key).decode()
+    theirs, secret = text[:-_SECRET_DIGITS], text[-_SECRET_DIGITS:]
     if theirs != call:
         raise ValueError(
             f"rank {rank}: new_group call {number} ({what[:200]}) must equal that of rank "

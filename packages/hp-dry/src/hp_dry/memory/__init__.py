@@ -1,1 +1,1 @@
-"""`replay`: what torch's caching allocator reserves for the requests of a trace."""
+"""Replay of a trace through a model of torch's caching allocator."""

@@ -1,12 +1,13 @@
 """Device memory that torch would reserve for a trace: its requests, replayed. No torch.
 
-Live tensors say how much memory a program needs; what decides whether it fits is what torch's
-caching allocator reserves for it. `replay` gives that one the requests of a trace, in their order.
+Whether a program fits depends not on its live tensors but on the memory that torch's caching
+allocator reserves for them. `replay` passes the requests of a trace to a model of the allocator, in
+order.
 
-When memory that another stream borrowed (`record_stream`) is free again depends on how far the
-device has come. Here it counts as slow: the other stream is done when the host has waited for it,
-or when the allocator itself waits because the device has no more. So `reserved` is what may be
-needed at worst.
+The time when memory that another stream has borrowed (`record_stream`) is free again depends on the
+speed of the device. The replay assumes a slow device: the other stream is done when the host has
+waited for it, or when the allocator itself waits for want of memory. So `reserved` is the worst
+case.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from hp_dry.proof.clocks import Clocks, Epoch
 from hp_dry.trace import Allocate, Borrow, Event, Release
 
 BlockState: TypeAlias = Literal["allocated", "awaiting", "free"]
-"""What a piece of a segment is: a tensor's, borrowed by a stream that is not done, or free."""
+"""State of a piece of a segment: of a tensor, borrowed by a stream that is not done, or free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory that the allocator has of the device.
+    """Segment of device memory that the allocator has reserved.
 
     Attributes:
         stream: Stream whose requests it serves.
-        is_small: Whether it serves requests of up to 1 MiB rather than larger ones.
+        is_small: Whether it serves requests of up to 1 MiB, and not larger requests.
         expandable: Whether it is an expandable segment, which can grow.
         blocks: Size in bytes and state of each of its blocks, in the order of addresses; unmapped
             parts of an expandable segment are left out.
@@ -44,13 +45,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The request that the device could not meet; nothing behind it was replayed.
+    """Request that the device could not meet, which ended the replay.
 
     Attributes:
         index: Index of the request in the trace.
         request: The request that failed.
         allocated: Bytes of tensors when it failed.
-        reserved: Bytes that torch had reserved when it failed, after it gave back what it could.
+        reserved: Bytes that torch had reserved when it failed, after it freed unused segments.
         available: Bytes that torch may reserve.
     """
 
@@ -61,7 +62,7 @@ class OutOfMemory:
     available: int
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
+        """Describe the failure in a sentence."""
         request = self.request
         return (
             f"out of memory at {request.at or 'an unknown line'}: {request.num_bytes} bytes for "
@@ -72,7 +73,7 @@ class OutOfMemory:
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Tells what the allocator did. Bytes; `allocated` and `reserved` are those of `torch.cuda`.
+    """Memory of the allocator in a trace, in bytes; `allocated` and `reserved` as in `torch.cuda`.
 
     Attributes:
         indices: Indices, in the trace, of the events after which `allocated` or `reserved` may
@@ -86,9 +87,9 @@ class Usage:
         fragmentation: Share of the reserved memory that no tensor had at the peak of `reserved`, 0
             to 1.
         num_segments: Segments at the peak of `reserved`.
-        num_retries: Times that free memory had to be given back to meet a request.
+        num_retries: Number of requests for which free memory had to be returned to the device.
         segments: Segments after the last event.
-        out_of_memory: The request that did not fit; None if all did.
+        out_of_memory: Request that did not fit; None if all did.
     """
 
     indices: list[int] = field(default_factory=list)
@@ -113,22 +114,22 @@ def replay(
     expandable_segments: bool = False,
     max_split_bytes: int | None = None,
 ) -> Usage:
-    """Give the requests of a trace to a model of torch's caching allocator.
+    """Replay the requests of a trace through a model of torch's caching allocator.
 
     Args:
         trace: A `Trace`, or events in the order of the host.
-        total_bytes: Bytes of memory of the device; None: without limit.
-        overhead_bytes: Bytes that others than the allocator take: the CUDA context, communicators.
+        total_bytes: Bytes of memory of the device; None: no limit.
+        overhead_bytes: Bytes outside the allocator: the CUDA context, communicators.
         expandable_segments: The option of this name in `PYTORCH_CUDA_ALLOC_CONF`.
         max_split_bytes: The option `max_split_size_mb`, in bytes; None: blocks of any size are
             split.
 
     Returns:
-        Memory over time, peaks, and the request that failed if `total_bytes` do not suffice.
+        Memory over time, peaks, and the request that failed if `total_bytes` is too small.
 
     Raises:
-        ValueError: If the device is smaller than what is taken beside the allocator, or
-            `max_split_bytes` is not more than the 20 MiB of a segment.
+        ValueError: If the device is smaller than `overhead_bytes`, or `max_split_bytes` is not more
+            than the 20 MiB of a segment.
     """
     if total_bytes is not None and total_bytes < overhead_bytes:
         raise ValueError(
@@ -152,15 +153,15 @@ def least_bytes(
 ) -> int:
     """Find the fewest bytes of a device with which torch meets the requests of a trace.
 
-    Without a limit the allocator keeps what it has, for requests that may come. With one it gives
-    back what no tensor has a part of when a request does not fit, and waits for what other streams
-    have borrowed: so a program needs less than it reserves where there is more.
+    Without a limit the allocator never returns segments to the device. With a limit, and a request
+    that does not fit, it returns segments without tensors and waits for streams that have borrowed
+    memory. So a program needs less than it reserves on a larger device.
 
     Args:
         trace: Events in the order of the host.
-        usage: The same trace, replayed without limit.
-        apart: Share by which what is found may be too much.
-        expandable_segments: Whether `usage` is of segments that grow.
+        usage: Replay of the same trace without a limit.
+        apart: Relative error of the result, which is never too small.
+        expandable_segments: Whether `usage` is a replay with expandable segments.
 
     Returns:
         Bytes of the allocator alone; at least `usage.peak_allocated`.
@@ -250,7 +251,7 @@ class _Replay:
         self._free(block, tuple(map(self.clocks.now, sorted(borrowers - {block.stream}))))
 
     def _finish_borrowed(self) -> None:
-        """Free what the host knows that all borrowers are done with."""
+        """Free blocks whose borrowers are all done according to the host."""
         if self.host_changes == self.clocks.host_changes:
             return
         self.host_changes = self.clocks.host_changes
@@ -259,7 +260,7 @@ class _Replay:
             self._free(block, epochs)
 
     def _free(self, block: Block, epochs: tuple[Epoch, ...]) -> None:
-        """Free a block, now or when the host knows that these uses are over."""
+        """Free a block, now or when the host knows that these operations are done."""
         if all(map(self.clocks.is_known_to_host, epochs)):
             self.allocator.free(block)
         else:

@@ -1,4 +1,4 @@
-"""A model of torch's `CUDACachingAllocator`: who gets which memory, what is reserved. No torch.
+"""Model of torch's `CUDACachingAllocator`: blocks of requests, reserved memory. No torch.
 
 It follows `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of torch 2.13, with
 their defaults: sizes are rounded up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to
@@ -29,7 +29,7 @@ _ENDLESS_BYTES = 2**46
 
 
 def round_up(num_bytes: int, unit: int = _UNIT) -> int:
-    """Round a request up as torch does: to 512 bytes at least."""
+    """Round a request up as torch does, by default to a multiple of 512 bytes."""
     return max(unit, -(-num_bytes // unit) * unit)
 
 
@@ -40,12 +40,12 @@ class CachingAllocator:
     Attributes:
         capacity: Bytes that it may reserve on the device; None: without limit.
         expandable: Whether new segments are expandable.
-        max_split: Bytes from which on a block is neither split nor given to smaller requests; None:
-            there is no such limit.
+        max_split: Bytes from which on a block is neither split nor used for smaller requests; None:
+            no limit.
         reserved: Bytes that it has reserved on the device.
         allocated: Bytes of blocks that tensors have, rounded as the allocator rounds them.
         num_segments: Segments from `cudaMalloc` that were not freed, and expandable segments.
-        num_retries: Times that free memory was given back so that a request could be met.
+        num_retries: Number of times that free memory was returned to the device for a request.
     """
 
     capacity: int | None
@@ -61,13 +61,13 @@ class CachingAllocator:
     _next_address: int = _FIRST_ADDRESS
 
     def take(self, num_bytes: int, stream: int, *, cached: bool = True) -> Block | None:
-        """Find memory for a request, without giving back what is free.
+        """Find memory for a request, without returning free memory to the device.
 
         Args:
             num_bytes: Size of the request in bytes, before rounding.
             stream: Stream that is current for the request.
-            cached: Whether to look for a free block first. As torch has it, a request that is tried
-                again gets none: not even one that has become free by waiting for its borrower.
+            cached: Whether to look for a free block first. As in torch, a repeated request gets no
+                free block, not even a block that a wait for its borrower has freed.
 
         Returns:
             A block, or None if the device has no more.
@@ -86,19 +86,21 @@ class CachingAllocator:
         return block
 
     def forget(self, block: Block) -> None:
-        """Let a tensor go of its block; streams that borrowed it may still use it."""
+        """Release a block of a tensor, which streams that have borrowed it may still use."""
         self.allocated -= block.size
 
     def free(self, block: Block) -> None:
-        """Make a block, which was forgotten, available to requests on its stream."""
+        """Make a released block available to requests on its stream."""
         block.is_taken = False
         self._merge(block)
         block.pool.add(block)
 
     def give_back_oversized(self, num_bytes: int, stream: int) -> bool:
-        """Give back as many blocks of `max_split` and more as make room for a large request."""
+        """Return blocks of `max_split` and more to the device, to make room for a large request."""
         size = round_up(num_bytes)
-        if self.max_split is None or self.expandable:  # of which torch gives back pages alone
+        if (
+            self.max_split is None or self.expandable
+        ):  # torch returns only pages of expandable segments
             return False
         pool = self._small if size <= _SMALL_BYTES else self._large
         wanted = max(size, self.max_split)
@@ -114,7 +116,7 @@ class CachingAllocator:
         return found >= wanted
 
     def give_back(self) -> None:
-        """Give back segments that no tensor has a part of, and pages of expandable ones."""
+        """Return unused segments, and unused pages of expandable segments, to the device."""
         self.num_retries += 1
         for pool in (self._large, self._small):
             for block in pool.blocks():
@@ -137,7 +139,7 @@ class CachingAllocator:
         return left > _SMALL_BYTES and (self.max_split is None or size < self.max_split)
 
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """Get memory of the device for a request: a free block of at least `size` bytes."""
+        """Reserve memory of the device for a request: a free block of at least `size` bytes."""
         if self.capacity is not None and size > self.capacity:
             return None
         if self.expandable:
@@ -154,7 +156,7 @@ class CachingAllocator:
     def _segment(
         self, pool: Pool, num_bytes: int, stream: int, *, expandable: bool = False
     ) -> Block:
-        """Return a segment at addresses that nothing had before, apart from all others."""
+        """Add a segment at new addresses, with a gap to all others."""
         block = Block(self._next_address, num_bytes, stream, pool, expandable, not expandable)
         self._next_address += round_up(num_bytes, _LARGE_SEGMENT_BYTES) + _LARGE_SEGMENT_BYTES
         self.heads[block.address] = block
@@ -169,13 +171,13 @@ class CachingAllocator:
         self.num_segments -= 1
 
     def _merge(self, block: Block) -> None:
-        """Merge with neighbours; if the first block of a segment goes, this one takes its place."""
+        """Merge a block with its free neighbours, and update the first block of the segment."""
         block.pool.merge(block)
         if block.before is None:
             self.heads[block.address] = block
 
     def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """Map pages at the lowest addresses where free and unmapped ranges have room together."""
+        """Map pages at the lowest addresses with room for `size` bytes, free and unmapped."""
         block = self._expandable(pool, size, stream)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
             return None
@@ -203,7 +205,7 @@ class CachingAllocator:
         return self._segment(pool, space, stream, expandable=True)
 
     def _map(self, block: Block, size: int) -> bool:
-        """Put memory behind the first `size` bytes of an unmapped block, in whole pages."""
+        """Map whole pages for the first `size` bytes of an unmapped block."""
         num_bytes = round_up(size, _page(block.pool))
         if not self._has(num_bytes):
             return False
@@ -218,7 +220,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Give back the whole pages of a free block of an expandable segment."""
+        """Return the whole pages of a free block of an expandable segment to the device."""
         pool, page = block.pool, _page(block.pool)
         begin = -(-block.address // page) * page
         end = (block.address + block.size) // page * page

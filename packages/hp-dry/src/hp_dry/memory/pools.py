@@ -1,4 +1,4 @@
-"""Pieces of device memory as torch's caching allocator keeps them, in pools. No torch."""
+"""Blocks of device memory in the pools of torch's caching allocator. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ SMALL_SEGMENT_BYTES = 2 * MIB
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A range of addresses, in use or free.
+    """Range of addresses, in use or free.
 
     Attributes:
-        address: First address of the range. Addresses are made up; only within a segment do they
-            mean something.
+        address: First address of the range. Addresses are simulated and matter within a segment
+            only.
         size: Bytes, rounded as the allocator rounds them.
         stream: Stream whose requests it serves.
-        pool: Pool that it is in while it is free.
+        pool: Pool of the block while it is free.
         expandable: Whether its segment is expandable.
-        is_mapped: Whether there is memory behind the addresses; it may lack only where
-            `expandable`.
-        is_taken: Whether a tensor has it, or may still be used by a stream that borrowed it.
+        is_mapped: Whether the addresses have memory; always true unless `expandable`.
+        is_taken: Whether a tensor uses it, or a stream that has borrowed it may still use it.
         before: Neighbour at lower addresses in the same segment.
         after: Neighbour at higher addresses in the same segment.
     """
@@ -40,11 +39,11 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Tells whether it is a part of a segment."""
+        """Tells whether the segment has other blocks as well."""
         return self.before is not None or self.after is not None
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes, and return the rest, a free block of no pool yet."""
+        """Cut the block to `size` bytes; return the rest, a free block outside the pool."""
         rest = Block(
             self.address + size,
             self.size - size,
@@ -66,7 +65,7 @@ class Pool:
     """Free blocks of small or of large requests, and the unmapped ranges of their segments.
 
     Attributes:
-        is_small: Whether it serves requests of up to 1 MiB rather than larger ones.
+        is_small: Whether it serves requests of up to 1 MiB, and not larger requests.
         free: Free blocks of each stream, sorted by size in bytes, then by address.
         unmapped: Unmapped ranges of each stream, sorted by address.
     """
@@ -76,14 +75,14 @@ class Pool:
     unmapped: dict[int, list[tuple[int, Block]]] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
-        """Take a block in that nobody uses."""
+        """Add a free block."""
         if block.is_mapped:
             insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
         else:
             insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Give a block out that was added."""
+        """Remove a block of the pool."""
         if block.is_mapped:
             sizes = self.free[block.stream]
             del sizes[bisect_left(sizes, (block.size, block.address))]
@@ -92,7 +91,7 @@ class Pool:
             del addresses[bisect_left(addresses, (block.address,))]
 
     def merge(self, block: Block) -> None:
-        """Let a block that is in no list swallow its free neighbours."""
+        """Merge the free neighbours of a block into it; the block must be outside the pool."""
         before, after = block.before, block.after
         if before is not None and self._can_merge(block, before):
             self.remove(before)
@@ -122,7 +121,7 @@ class Pool:
         return block
 
     def blocks(self) -> Iterator[Block]:
-        """Free blocks, as one list that does not change meanwhile."""
+        """Iterate over a copy of the list of free blocks."""
         return iter([block for sizes in self.free.values() for _, _, block in sizes])
 
     @staticmethod
@@ -131,6 +130,6 @@ class Pool:
 
 
 def _room(block: Block) -> int:
-    """Find the size that an expandable block can grow to."""
+    """Return the size to which an expandable block can grow."""
     after = block.after
     return block.size + (after.size if after is not None and not after.is_mapped else 0)

@@ -1,1 +1,1 @@
-"""`check_streams` and `prove`: streams of one rank in order, ranks that match, no deadlock."""
+"""Proofs on traces: order of the streams of a rank, ranks that match, no deadlock."""

@@ -1,20 +1,19 @@
-"""Vector clocks over the streams of one rank: what is known to be done before what. No torch.
+"""Vector clocks over the streams of one rank, for the order of its operations. No torch.
 
-Every stream counts the operations that it was given; an operation is named by the position of its
-stream and that count, an `Epoch`. A stream knows, for every other, up to which count that one is
-done before its own next operation begins. It learns this as CUDA's semantics and torch's say:
+Every stream counts its operations. An operation is named by the position of its stream and that
+count, an `Epoch`. A stream knows, for every other stream, up to which count that stream is done
+before its own next operation begins. The semantics of CUDA and of torch define this knowledge:
 
-- operations of one stream run in the order in which the host gave them;
-- `RecordEvent` stores what its stream knows and was given so far; `WaitEvent` adds it to what
-  another stream knows. An event that was recorded twice stands for the last record;
-- a collective begins after what was given to the stream that was current, runs on the stream of its
-  communicator, and `WaitWork` adds what that one then knew. Operations of one batch run side by
-  side;
-- `HostWait` adds to what the host knows, and so to what any stream is given from then on.
+- operations of one stream run in the order in which the host issued them;
+- `RecordEvent` stores the knowledge and the operations of its stream so far; `WaitEvent` adds them
+  to the knowledge of another stream. After a second record of an event the last record counts;
+- a collective begins after the operations of the current stream so far, runs on the stream of its
+  communicator, and `WaitWork` adds the knowledge of that stream at that time. Operations of one
+  batch run concurrently;
+- `HostWait` adds to the knowledge of the host, and so to that of every stream from then on.
 
-The threads of the host count as one: what one thread has waited for is known to what another one
-issues later. That is how they were seen to run; whether the program forces that order is not known
-from a trace.
+All threads of the host count as one: a wait in one thread precedes later operations of the others.
+This is their recorded order; whether the program enforces that order cannot be seen in a trace.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from hp_dry.trace import (
 )
 
 Epoch: TypeAlias = "tuple[int, int]"
-"""Position of a stream, and the count of one of its operations."""
+"""Position of a stream, and count of one of its operations."""
 
 
 class Clocks:
-    """Follows what each stream and the host know, as a trace is gone through in order.
+    """Knowledge of each stream and of the host, updated event by event of a trace.
 
     Attributes:
-        host_changes: Times that the host has waited for the device.
+        host_changes: Number of waits of the host for the device.
     """
 
     def __init__(self) -> None:
@@ -54,10 +53,10 @@ class Clocks:
         self._works: dict[int, list[int]] = {}
 
     def observe(self, event: Event) -> bool:
-        """Go on by one event of the trace.
+        """Process the next event of the trace.
 
         Returns:
-            False if it waits for an event that was not recorded, or a work that was not launched.
+            False if it waits for an event without a record, or for a work before its launch.
         """
         if isinstance(event, Launch):
             self._issue(self.position(event.stream), -1)
@@ -67,14 +66,14 @@ class Clocks:
             self._events[event.event] = self._snapshot(event.stream)
         elif isinstance(event, WaitEvent):
             return self._learn(event.stream, self._events.get(event.event))
-        elif isinstance(event, WaitWork) and event.stream >= 0:  # the host's are not the device's
+        elif isinstance(event, WaitWork) and event.stream >= 0:  # not a wait of the host
             return self._learn(event.stream, self._works.get(event.work))
         elif isinstance(event, HostWait):
             return self._tell_host(event)
         return True
 
     def position(self, stream: int) -> int:
-        """Return the index of a stream in what others know; streams are added as they are seen."""
+        """Return the position of a stream, which is added if it is new."""
         if (found := self._position.get(stream)) is None:
             found = self._position[stream] = len(self._known)
             for row in (self._issued, self._host, *self._known):
@@ -85,34 +84,34 @@ class Clocks:
         return found
 
     def now(self, stream: int) -> Epoch:
-        """Return the operation that a stream was given last, with count 0 if there was none."""
+        """Return the last operation of a stream, with count 0 if it has none."""
         position = self.position(stream)
         return position, self._issued[position]
 
     def is_before_current(self, epoch: Epoch, stream: int) -> bool:
-        """Tell whether an operation is done before the one that `stream` was given last begins."""
+        """Tell whether an operation is done before the last operation of `stream` begins."""
         position, count = epoch
         return self._known[self._position[stream]][position] >= count
 
     def is_before_next(self, epoch: Epoch, stream: int) -> bool:
-        """Tell whether an operation is done before all that `stream` is given from now on."""
+        """Tell whether an operation is done before any later operation of `stream`."""
         position, count = epoch
         mine = self.position(stream)
-        return position == mine or self._heard(mine)[position] >= count
+        return position == mine or self._updated(mine)[position] >= count
 
     def is_known_to_host(self, epoch: Epoch) -> bool:
-        """Tell whether the host has waited until an operation was done."""
+        """Tell whether the host has waited for an operation."""
         position, count = epoch
         return self._host[position] >= count
 
     def is_recorded_by(self, epoch: Epoch, event: int) -> bool:
-        """Tell whether an operation is done when `event`, as it was recorded last, is reached."""
+        """Tell whether an operation is done when the last record of `event` is reached."""
         position, count = epoch
         record = self._events.get(event, [])
         return position < len(record) and record[position] >= count
 
     def _issue(self, position: int, batch: int) -> None:
-        row = self._heard(position)
+        row = self._updated(position)
         if batch < 0 or batch != self._batch[position]:
             row[position] = self._issued[position]
             self._issued[position] += 1
@@ -142,12 +141,12 @@ class Clocks:
 
     def _snapshot(self, stream: int) -> list[int]:
         position = self.position(stream)
-        record = self._heard(position).copy()
+        record = self._updated(position).copy()
         record[position] = self._issued[position]
         return record
 
-    def _heard(self, position: int) -> list[int]:
-        """Return what a stream knows, with what the host has come to know meanwhile."""
+    def _updated(self, position: int) -> list[int]:
+        """Return the knowledge of a stream, updated with the knowledge of the host."""
         row = self._known[position]
         if self._host_changes_seen[position] != self.host_changes:
             _join(row, self._host)

@@ -1,4 +1,4 @@
-"""Hazards between streams, and the words for them. No torch."""
+"""Hazards between streams, with their descriptions. No torch."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ _NAMES: dict[type[Event], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """Two things that a rank does, and that nothing puts in order.
+    """Two events of a rank without the order that they need.
 
     Attributes:
-        kind: Rule that is broken; `check_streams` says what each means.
-        first: Event that should have ended first; None where nothing had begun.
-        second: Event that did not wait for it.
+        kind: Rule that is broken, with its meaning in `str()`.
+        first: Event that should have ended first; None if it has not begun.
+        second: Event that does not wait for it.
         block: Number of the block of device memory, or of the host buffer for `"host too early"`;
-            -1 if it is about no memory.
+            -1 if no memory is concerned.
         shape: Shape of the tensor for which the memory was allocated.
         dtype: Dtype of that tensor, such as `"bfloat16"`.
-        times: Times that the same two lines met in this way.
+        times: Number of such hazards of the same two lines.
     """
 
     kind: HazardKind
@@ -83,14 +83,16 @@ class Hazard:
     times: int = 1
 
     def __str__(self) -> str:
-        """Say it in a sentence, with both lines."""
+        """Describe the hazard in a sentence with both lines."""
         memory = f"; the memory is {self.dtype} {list(self.shape)}" if self.dtype else ""
-        before = f"; the other is {_said(self.first)}" if self.first else ""
+        before = f"; the other is {_described(self.first)}" if self.first else ""
         again = f"; {self.times} times" if self.times > 1 else ""
-        return f"{self.kind}: {_said(self.second)} {_MEANING[self.kind]}{before}{memory}{again}"
+        return (
+            f"{self.kind}: {_described(self.second)} {_MEANING[self.kind]}{before}{memory}{again}"
+        )
 
 
-def _said(event: Event) -> str:
+def _described(event: Event) -> str:
     place = f" ({event.place})" if event.place else ""
     words = _NAMES.get(type(event), f"the {type(event).__name__.lower()}").format(event)
     return f"{words} at {event.at or 'an unknown line'}{place}"

@@ -1,15 +1,15 @@
 """Kernels that are loaded while a message may be waiting on the device: `late_loads`. No torch.
 
-The first launch of a kernel loads its module. That waits for everything that the device has been
-given, and other threads of the process launch nothing meanwhile. A receive on the device waits for
-its sender; if that one waits in turn for what a thread of this rank has still to send, both wait
-for ever (meta-pytorch/torchcomms #2334, vllm #53577). Whether it comes to that is a race of
-threads, so that no order that was recorded proves anything: there must be no message that another
-thread has launched, and that the host does not know to be done, when a kernel is loaded.
+The first launch of a kernel loads its module. The load waits for all work of the device, and other
+threads of the process launch nothing meanwhile. A receive on the device waits for its sender; if
+the sender waits in turn for a message that a thread of this rank has yet to send, both wait for
+ever (meta-pytorch/torchcomms #2334, vllm #53577). It depends on a race of threads, so that a
+recorded order proves nothing. When a kernel is loaded, there must be no message of another thread
+that the host does not know to be done.
 
-Triton's kernels, and what inductor writes, are loaded when they are launched first, whatever is
-set; those of torch and its libraries too, unless `CUDA_MODULE_LOADING` is EAGER. One thread that
-launches everything is another matter: `prove` has the host wait in its place.
+Kernels of Triton and inductor are always loaded at their first launch; kernels of torch and its
+libraries too, unless `CUDA_MODULE_LOADING` is EAGER. For a single thread that launches everything,
+`prove` includes the waits of the host instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hp_dry.proof.clocks import Clocks, Epoch
-from hp_dry.proof.matching import Problem, told
+from hp_dry.proof.matching import Problem, described
 from hp_dry.trace import Collective, Event, Launch, Trace
 
 
 class Modules:
-    """Keeps what a device has loaded, while a trace is gone through.
+    """Modules that a device has loaded so far in a trace.
 
     Args:
         eager: Whether `CUDA_MODULE_LOADING` is EAGER.
@@ -32,7 +32,7 @@ class Modules:
         self._eager, self._loaded = eager, set[str]()
 
     def loads(self, event: Launch) -> str:
-        """Take a launch; return the module that it loads, or ""."""
+        """Process a launch; return the module that it loads, or ""."""
         module = event.variant or ("" if self._eager else event.what)
         if module in self._loaded:
             return ""
@@ -41,16 +41,16 @@ class Modules:
 
 
 def late_loads(trace: Trace | Iterable[Event], *, rank: int = -1, eager: bool) -> list[Problem]:
-    """Look for kernels that one thread loads while messages of another may be under way.
+    """Find kernels that one thread loads while messages of another thread may be pending.
 
     Args:
-        trace: What a rank did whose threads launch as they please.
-        rank: Global rank; of a `Trace` it is known.
+        trace: Events of a rank whose threads launch in any order.
+        rank: Global rank, which a `Trace` knows itself.
         eager: Whether `CUDA_MODULE_LOADING` is EAGER, so that torch's own kernels are loaded
             before anything is launched.
 
     Returns:
-        The first kernel of every line that loads one too late.
+        Problem for the first such kernel of every line.
     """
     rank = trace.rank if isinstance(trace, Trace) else rank
     clocks, modules = Clocks(), Modules(eager=eager)
@@ -73,7 +73,7 @@ def _problem(rank: int, event: Launch, module: str, message: Collective) -> Prob
     place = f" ({event.place})" if event.place else ""
     text = (
         f"rank {rank} may wait for ever: {module} is launched first, and so loaded, at {event.at}"
-        f"{place}, which waits for {told(message)} in {message.group}, of another thread, and lets "
-        "that one send nothing meanwhile; launch it before the first message (hp-vtp: by_host)"
+        f"{place}, which waits for {described(message)} in {message.group}, of another thread, and "
+        "lets that one send nothing meanwhile; launch it before the first message (hp-vtp: by_host)"
     )
     return Problem("module load", (rank, message.peer), (event.at, message.at), text)

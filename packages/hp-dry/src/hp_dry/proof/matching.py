@@ -1,4 +1,4 @@
-"""Operations of the members of every communicator, side by side, to the first difference."""
+"""Comparison of the operations of all members of each communicator, to the first difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAKING = ("new_group", "split_group")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Tells what is wrong between ranks.
+    """Mistake in the operations of several ranks.
 
     Attributes:
         kind: Kind of the problem: `"missing"`, `"operation"`, `"shape"`, `"dtype"`, `"splits"`,
@@ -23,8 +23,8 @@ class Problem:
             `"launch order"`.
         ranks: Global ranks that differ, or that wait for each other.
         at: `file:line` of each of these ranks, in the same order; "" where there is none.
-        text: The whole problem in words.
-        is_warning: Whether it depends on the machine if it does harm.
+        text: Description of the problem.
+        is_warning: Whether its effect depends on the machine.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Problem:
 
 
 def channel_of(event: Operation) -> str:
-    """Find the channel of a communicator in which an operation meets others, in order."""
+    """Return the channel of a communicator in whose order an operation runs."""
     if isinstance(event, Collective):
         return "device"
     if event.op in _MAKING:
@@ -46,8 +46,8 @@ def channel_of(event: Operation) -> str:
     return "connecting" if event.op == "connect" else "host"
 
 
-def told(event: Operation) -> str:
-    """Return an operation in words, with the line it was called from."""
+def described(event: Operation) -> str:
+    """Describe an operation with its line."""
     listed = " ".join(f"{dtype}{list(shape)}" for shape, dtype in _given(event)[:3])
     words = [event.op, listed, event.detail]
     if event.peer >= 0:
@@ -57,11 +57,11 @@ def told(event: Operation) -> str:
 
 
 class Sequences:
-    """Operations of every representative in each communicator.
+    """Operations of all representatives by communicator.
 
     Attributes:
-        collectives: Operations of all members, by representative, channel and family.
-        messages: Messages by representative, channel, family, whether it sends, distance and tag.
+        collectives: Collective operations, by representative, channel and family.
+        messages: Messages, by representative, channel, family, whether it sends, distance and tag.
     """
 
     def __init__(self, symmetry: Symmetry) -> None:
@@ -82,7 +82,7 @@ class Sequences:
 
 
 def mismatches(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
-    """Yield the first difference of every communicator; equal ones are looked at once."""
+    """Yield the first difference in every communicator; equal communicators are compared once."""
     yield from _other_groups(symmetry)
     yield from _collectives(symmetry, sequences)
     yield from _messages(symmetry, sequences)
@@ -105,13 +105,13 @@ def _other_groups(symmetry: Symmetry) -> Iterator[Problem]:
 
 def _collectives(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
-    speaks = symmetry.classes.representative
+    representative = symmetry.classes.representative
     for rank in symmetry.example.values():
-        for speaker, channel, family in sequences.collectives:
-            if speaker != speaks[rank]:
+        for traced, channel, family in sequences.collectives:
+            if traced != representative[rank]:
                 continue
             ranks = symmetry.ranks(family, rank)
-            pattern = (channel, family, tuple(speaks[other] for other in ranks))
+            pattern = (channel, family, tuple(representative[other] for other in ranks))
             if pattern in seen:
                 continue
             seen.add(pattern)
@@ -122,21 +122,21 @@ def _collectives(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
 def _first_difference(
     sequences: Sequences, symmetry: Symmetry, ranks: Sequence[int], channel: str, family: str
 ) -> Problem | None:
-    """Compare members position by position with those of the others, in order."""
-    speaks = symmetry.classes.representative
-    by_speaker = {speaks[rank]: rank for rank in reversed(ranks)}
+    """Return the first difference between the operations of the members, in order."""
+    representative = symmetry.classes.representative
+    by_traced = {representative[rank]: rank for rank in reversed(ranks)}
     lists = {
-        speaker: sequences.collectives.get((speaker, channel, family), []) for speaker in by_speaker
+        traced: sequences.collectives.get((traced, channel, family), []) for traced in by_traced
     }
-    first = speaks[ranks[0]]
+    first = representative[ranks[0]]
     for number in range(max(map(len, lists.values()))):
         mine = lists[first][number] if number < len(lists[first]) else None
-        for speaker, member in by_speaker.items():
-            other = lists[speaker][number] if number < len(lists[speaker]) else None
+        for traced, member in by_traced.items():
+            other = lists[traced][number] if number < len(lists[traced]) else None
             if other is not mine and (found := _differ(mine, other)):
                 pair = ((ranks[0], mine), (member, other))
                 return _difference(found, family, number, pair, symmetry)
-        events = {rank: lists[speaks[rank]][number] for rank in ranks}
+        events = {rank: lists[representative[rank]][number] for rank in ranks}
         if problem := _splits_differ(events, ranks, family, number):
             return problem
     return None
@@ -153,14 +153,14 @@ def _difference(
     for rank, event in pair:
         last = next((e.at for e in reversed(symmetry.trace_of(rank).events) if e.at), "")
         nothing = f"nothing more, last seen at {last}" if last else "nothing more"
-        words.append(f"rank {rank}: {nothing if event is None else told(event)}")
+        words.append(f"rank {rank}: {nothing if event is None else described(event)}")
     what = f"operation {number + 1} of {family} differs: " + "; ".join(words)
     at = tuple("" if event is None else event.at for _, event in pair)
     return Problem(kind, tuple(rank for rank, _ in pair), at, what)
 
 
 def _differ(mine: Operation | None, other: Operation | None) -> str | None:
-    """Name what two members' operations differ in; None if they fit."""
+    """Name the difference of the operations of two members; None if they match."""
     if mine is None or other is None:
         return "missing"
     if mine.op != other.op:
@@ -174,7 +174,7 @@ def _differ(mine: Operation | None, other: Operation | None) -> str | None:
 
 
 def _fit(mine: Operation, other: Operation, here: Shapes, there: Shapes) -> bool:
-    """Tell whether shapes of two members belong together, where their operations are the same."""
+    """Tell whether the shapes of two members match for one operation."""
     if mine.op == "all_to_all":
         ends = {shape[1:] for shape, _ in (*here, *there)}
         return len(ends) == 1 or (isinstance(mine, Collective) and len(mine.inputs) > 1)
@@ -192,7 +192,7 @@ def _given(event: Operation) -> Shapes:
 def _splits_differ(
     events: dict[int, Operation], ranks: Sequence[int], family: str, number: int
 ) -> Problem | None:
-    """Tell whether what one member sends another differs from what that one expects of it."""
+    """Return a problem if a member sends other rows than their receiver expects."""
     first = events[ranks[0]]
     if not isinstance(first, Collective) or first.op != "all_to_all":
         return None
@@ -211,7 +211,7 @@ def _splits_differ(
                 text = (
                     f"operation {number + 1} of {family}: rank {rank} sends rank {receiver} "
                     f"{sent[other]} rows, which expects {expected[place]}: rank {rank}: "
-                    f"{told(events[rank])}; rank {receiver}: {told(events[receiver])}"
+                    f"{described(events[rank])}; rank {receiver}: {described(events[receiver])}"
                 )
                 at = (events[rank].at, events[receiver].at)
                 return Problem("splits", (rank, receiver), at, text)
@@ -232,16 +232,16 @@ def _rows(side: Shapes, splits: Sequence[int], event: Collective, size: int) -> 
 
 
 def _messages(symmetry: Symmetry, sequences: Sequences) -> Iterator[Problem]:
-    speaks = symmetry.classes.representative
+    representative = symmetry.classes.representative
     reported: set[frozenset[int]] = set()
     for rank in symmetry.example.values():
         for key, events in sequences.messages.items():
-            speaker, channel, family, sends, distance, tag = key
-            if speaker != speaks[rank]:
+            traced, channel, family, sends, distance, tag = key
+            if traced != representative[rank]:
                 continue
             other = symmetry.at_distance(family, rank, distance if sends else -distance)
             others = sequences.messages.get(
-                (speaks[other], channel, family, not sends, distance, tag), []
+                (representative[other], channel, family, not sends, distance, tag), []
             )
             pair = frozenset((rank, other))
             if pair not in reported and (
@@ -259,7 +259,7 @@ def _unmatched(
         if number >= len(others):
             what = "send" if event.op == "recv" else "receive"
             text = (
-                f"rank {rank}: {told(event)}: message {number + 1} in {family}; "
+                f"rank {rank}: {described(event)}: message {number + 1} in {family}; "
                 f"rank {other} has no {what} for it"
             )
             return Problem("message", (rank, other), (event.at,), text)
@@ -267,12 +267,12 @@ def _unmatched(
         if _content(event) != _content(match):
             text = (
                 f"message {number + 1} between ranks {rank} and {other} in {family} differs: "
-                f"rank {rank}: {told(event)}; rank {other}: {told(match)}"
+                f"rank {rank}: {described(event)}; rank {other}: {described(match)}"
             )
             return Problem("message", (rank, other), (event.at, match.at), text)
     return None
 
 
 def _content(event: Operation) -> tuple[tuple[int, str], ...]:
-    """Return the elements and dtypes: a message may be received in another shape."""
+    """Return the numbers of elements and dtypes, since the shapes of a message may differ."""
     return tuple((prod(shape), dtype) for shape, dtype in _given(event))

@@ -1,8 +1,9 @@
-"""Proof that what ranks do together fits together: `prove`. No torch.
+"""Proof that the operations of all ranks match and end: `prove`. No torch.
 
-What the classes of ranks recorded is put together for all ranks of the world
-(`hp_dry.proof.symmetry`): in every communicator the same operations in one order, every send with
-its receive, and no cycle of waits between hosts, streams and communicators under NCCL's rules.
+The traces of classes of ranks are extended to all ranks of the world (`hp_dry.proof.symmetry`).
+Then the proof checks that all members of a communicator run the same operations in one order, that
+every send has its receive, and that hosts, streams and communicators do not wait in a cycle by
+NCCL's rules.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from hp_dry.cluster import Classes
-from hp_dry.proof.matching import Problem, Sequences, mismatches, told
+from hp_dry.proof.matching import Problem, Sequences, described, mismatches
 from hp_dry.proof.symmetry import Symmetry, family_of
 from hp_dry.proof.waits import Waits
 from hp_dry.trace import Collective, Event, HostMessage, Trace
@@ -27,25 +28,25 @@ def prove(
     launch_order_implicit: bool = False,
     eager_loading: bool = False,
 ) -> list[Problem]:
-    """Look for whatever would keep a world of ranks from finishing together.
+    """Find problems that prevent the ranks of a world from finishing.
 
     Args:
         traces: Traces of all representatives, by global rank or in any order.
         classes: Classes of the ranks, or the global ranks of each class by its representative;
             None: every rank has a trace.
-        launch_order_implicit: Whether `NCCL_LAUNCH_ORDER_IMPLICIT` is set: NCCL keeps operations
-            of all communicators in the order of the host. Otherwise another order on another rank
-            is a warning, since the GPU may have no room for both operations at a time.
-        eager_loading: Whether `CUDA_MODULE_LOADING` is EAGER: torch's kernels are loaded before
-            anything is launched. Otherwise the host waits for the device where one is launched
-            first, as it does for kernels of Triton in any case.
+        launch_order_implicit: Whether `NCCL_LAUNCH_ORDER_IMPLICIT` is set, so that NCCL runs
+            operations of all communicators in the order of the host. If not, different orders on
+            two ranks are a warning, since a GPU may have no room for both operations at a time.
+        eager_loading: Whether `CUDA_MODULE_LOADING` is EAGER, so that torch's kernels are loaded
+            before anything is launched. If not, the host waits for the device at the first launch
+            of a kernel, as it always does for kernels of Triton.
 
     Returns:
-        What was found, errors first; nothing is a proof, for the order of threads that was
-        recorded. Waits are looked at where nothing else is wrong: others follow from that.
+        Problems, errors first; without problems, the recorded order of threads is proven to finish.
+        Waits are checked only if there is no other problem, which would cause further ones.
 
     Raises:
-        ValueError: If traces and classes do not cover the world.
+        ValueError: If the traces and classes do not cover the world.
     """
     by_rank = dict(traces) if isinstance(traces, Mapping) else {t.rank: t for t in traces}
     if not by_rank:
@@ -63,10 +64,10 @@ def prove(
 
 
 def same_program(mine: Trace, other: Trace) -> str | None:
-    """Compare two ranks of a class: the same events, but for ranks, peers and groups.
+    """Compare the events of two ranks of a class, except for ranks, peers and groups.
 
     Returns:
-        The first difference in words; None if both ran the same program.
+        Description of the first difference; None if both ran the same program.
     """
     if _made(mine) != _made(other):
         return f"ranks {mine.rank} and {other.rank} make different groups"
@@ -83,7 +84,7 @@ def same_program(mine: Trace, other: Trace) -> str | None:
 
 
 def _made(trace: Trace) -> list[str]:
-    """Groups in the order of their making; when one is connected depends on who is in it."""
+    """List the groups in the order of their creation, without connections, which may differ."""
     making = (event for event in trace.events if isinstance(event, HostMessage))
     return [event.detail for event in making if event.op in _MAKING[:2]]
 
@@ -107,37 +108,41 @@ def _distance(trace: Trace, event: Collective | HostMessage) -> int:
 
 def _shown(event: Event) -> str:
     if isinstance(event, Collective | HostMessage):
-        return told(event)
+        return described(event)
     return f"{type(event).__name__} at {event.at}"
 
 
 def _launch_orders(symmetry: Symmetry) -> Iterator[Problem]:
-    """Communicators that two ranks share and whose operations they launch in different orders."""
+    """Yield the first two communicators whose operations two ranks launch in different orders."""
     launches = {
         rank: [event for event in symmetry.traces[rank].events if isinstance(event, Collective)]
         for rank in symmetry.classes.members
     }
     families = {rank: {family_of(e.group) for e in events} for rank, events in launches.items()}
-    speaks = symmetry.classes.representative
+    representative = symmetry.classes.representative
     seen: set[tuple[int, int, frozenset[str]]] = set()
     for rank in symmetry.example.values():
-        mine = {family: symmetry.ranks(family, rank) for family in families[speaks[rank]]}
+        mine = {family: symmetry.ranks(family, rank) for family in families[representative[rank]]}
         for other in sorted({other for ranks in mine.values() for other in ranks} - {rank}):
             shared = frozenset(f for f, ranks in mine.items() if other in ranks)
-            pattern = (speaks[rank], speaks[other], shared)
-            if len(shared) < 2 or speaks[rank] == speaks[other] or pattern in seen:
+            pattern = (representative[rank], representative[other], shared)
+            if len(shared) < 2 or representative[rank] == representative[other] or pattern in seen:
                 continue
             seen.add(pattern)
             sides = [
-                [e for e in launches[speaks[each]] if family_of(e.group) in shared and e.peer < 0]
+                [
+                    e
+                    for e in launches[representative[each]]
+                    if family_of(e.group) in shared and e.peer < 0
+                ]
                 for each in (rank, other)
             ]
             for a, b in zip(*sides, strict=False):
                 if family_of(a.group) != family_of(b.group):
                     text = (
                         f"ranks {rank} and {other} launch operations of two communicators in "
-                        f"different orders: rank {rank}: {told(a)} in {family_of(a.group)}; "
-                        f"rank {other}: {told(b)} in {family_of(b.group)}"
+                        f"different orders: rank {rank}: {described(a)} in {family_of(a.group)}; "
+                        f"rank {other}: {described(b)} in {family_of(b.group)}"
                     )
                     yield Problem(
                         "launch order", (rank, other), (a.at, b.at), text, is_warning=True

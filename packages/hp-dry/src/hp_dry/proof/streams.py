@@ -1,30 +1,31 @@
-"""Proves on the trace of a rank that streams and lifetimes are in order. No torch.
+"""Proof that the streams of a rank and the lifetimes of its memory are in order. No torch.
 
-A GPU runs the streams of a process side by side, and the host runs ahead of all of them. Nothing
-checks that what is shared is waited for: a program that forgets it is right most of the time.
-`Clocks` says what is done before what. On top of that hold, for every piece of memory, the rules of
-torch (its pages "CUDA semantics" and `Tensor.record_stream`):
+A GPU runs the streams of a process concurrently, and the host runs ahead of all of them. Nothing
+checks that users of shared memory wait for each other: a program without a wait is right most of
+the time. `Clocks` knows which operations precede others. The following rules of torch (its pages
+"CUDA semantics" and `Tensor.record_stream`) are checked for every piece of memory:
 
 - **Reads and writes.** A read comes after the last write, a write after the last write and all
-  reads since. Reads may run side by side. What a collective writes is there for a stream that
-  waited for its work; what it reads must not change before.
-- **The allocator knows one stream**, the one that was current when memory was asked for, and hands
-  memory out again as soon as the host lets go of it, because what comes next on that stream comes
-  later. So another stream that begins to use a new tensor has to wait first for what the allocating
-  stream had been given (the tenant before may still be at work), and memory that another stream
-  used is let go of after a wait of the allocating stream, or after `record_stream`. A missing wait
-  can be made up for until the next allocation of that stream from the same pool (up to 1 MiB, or
-  above).
-- **Collectives keep their tensors.** `ProcessGroupNCCL` holds what an asynchronous collective works
-  on until its work is waited for, so the host may drop it; a storage that is resized to nothing is
-  gone for all. Waiting makes the current stream wait, not the host.
-- **Events.** To wait for one that was never recorded is to wait for nothing, and so is to wait for
-  a work before its launch. One that is recorded again stands for the last record: if that one does
+  reads since. Reads may run concurrently. A stream that waits for the work of a collective may read
+  its outputs; its inputs must not change before.
+- **The allocator knows one stream**, the current stream of the allocation, and reuses memory as
+  soon as the host releases it, because later work of that stream runs later. So another stream must
+  wait for the earlier work of the allocating stream before it uses a new tensor, since that work
+  may still use the memory. Memory that another stream has used must be released after a wait of the
+  allocating stream, or after `record_stream`. A missing wait can be made up for until the next
+  allocation of that stream from the same pool (up to 1 MiB, or above).
+- **Collectives refer to their tensors.** `ProcessGroupNCCL` refers to the tensors of an
+  asynchronous collective until a wait for its work, so that the host may drop them; a storage that
+  is resized to nothing has no memory for any user. A wait makes the current stream wait, not the
+  host.
+- **Events.** A wait for an event without a record does nothing, and neither does a wait for a work
+  before its launch. After a second record of an event the last record counts: if that record does
   not come after the first, the first is lost.
-- **The host** sees what an asynchronous copy brings after it waited for it (`HostWait`), and leaves
-  the source of one alone until then.
+- **The host** may read the target of an asynchronous copy after a wait for it (`HostWait`), and
+  must not change the source before.
 
-Memory is looked at in whole storages: two streams that use different parts of one are reported too.
+Memory is checked by whole storages: two streams that use different parts of a storage are reported
+too.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ _LARGEST_SMALL_BYTES = 2**20
 
 
 def check_streams(trace: Iterable[Event]) -> list[Hazard]:
-    """Find what a rank does without waiting for what it needs.
+    """Find events of a rank that do not wait for events that they need.
 
-    Takes time that grows with the number of events, times that of streams.
+    The time grows with the number of events times the number of streams.
 
     Args:
         trace: A `Trace`, or events in the order of the host.
 
     Returns:
-        One hazard for every kind and pair of lines, in the order of the trace; `[]` says that
-        whatever shares memory is in order.
+        One hazard for every kind and pair of lines, in the order of the trace; none if all uses of
+        memory are in order.
     """
     check = _Check()
     for event in trace:
@@ -81,15 +82,14 @@ class _Memory:
 
     Attributes:
         number: Number of the block, or of the host buffer.
-        asked: Its allocation; None if it was there before the trace began.
-        since: Last operation that the allocating stream had been given before the allocation.
+        asked: Its allocation; None for memory from before the trace.
+        since: Last operation of the allocating stream before the allocation.
         write: Last operation that wrote it.
         reads: Last read of each stream since that write, by position of the stream.
         last: Last operation of each stream that used it, by position of the stream.
         borrowers: Streams that `record_stream` named.
-        works: Numbers of the collectives on it whose work nobody has waited for yet: they keep it
-            alive.
-        released: The event by which the host let go of it; None while the host holds it.
+        works: Numbers of collectives on it without a wait so far, which refer to it.
+        released: Event by which the host released it; None before.
     """
 
     number: int
@@ -116,7 +116,7 @@ class _Check:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, WaitWork) and event.stream < 0:
-            return  # the host waits for a message of hosts, which is no stream's
+            return  # the host waits for a message between hosts
         if isinstance(event, RecordEvent):
             self._record(event)
         elif not self.clocks.observe(event):
@@ -152,7 +152,7 @@ class _Check:
         for memory in written:
             self._write(memory, use)
         if isinstance(event, Collective):
-            if event.stream != event.issuer:  # its work keeps them until it is waited for
+            if event.stream != event.issuer:  # its work refers to them until a wait
                 self.works[event.work] = [*read, *written]
                 for memory in self.works[event.work]:
                     memory.works.add(event.work)
@@ -169,7 +169,7 @@ class _Check:
         return found
 
     def _begin(self, memory: _Memory, use: _Use) -> None:
-        """Forget what was released; what is new belongs to the stream that asked."""
+        """Check the first use of memory after its allocation, and uses after its release."""
         position, stream = use.epoch[0], use.event.stream
         if memory.released is not None and not memory.works:
             self._report("used after it was freed", memory.released, use.event, memory)
@@ -226,13 +226,13 @@ class _Check:
                 self._free(memory)
 
     def _free(self, memory: _Memory) -> None:
-        """Hand memory back to the allocator, which looks at it when its stream asks for memory."""
+        """Return memory to the allocator, which reuses it at the next request of its stream."""
         asked = memory.asked
         if asked is not None and self._in_flight(memory, asked.stream):
             self.freed.setdefault(_pool(asked), []).append(memory)
 
     def _in_flight(self, memory: _Memory, stream: int) -> list[_Use]:
-        """Uses that neither `stream` has waited for, nor are a borrower's or waited for by one."""
+        """List uses that neither `stream` nor a borrower of the memory has waited for."""
         waiting = (stream, *memory.borrowers)
         return [
             use
@@ -284,5 +284,5 @@ class _Check:
 
 
 def _pool(asked: Allocate) -> tuple[int, bool]:
-    """Find the pool of a block: the allocator has two for every stream."""
+    """Return the pool of a block: the allocator has two pools for every stream."""
     return asked.stream, asked.num_bytes <= _LARGEST_SMALL_BYTES

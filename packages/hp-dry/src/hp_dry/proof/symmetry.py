@@ -1,11 +1,11 @@
-"""Ranks of a world whose programs and neighbours are alike, found from what classes recorded.
+"""Ranks of a world with equal programs and equal neighbours, found in the traces of classes.
 
-A rank that had no process did what its representative did, in the groups of the same families that
-it is in, with peers as many positions further. Two ranks have one colour if they have one
-representative and, in every family, meet the same colours (and the same colour at the same
-distance, where messages go). Then they are always at the same point: by induction over steps, what
-one waits for is reached exactly when what the other waits for is. So it is enough to follow one
-rank of every colour, for worlds of any size, and nothing is lost by it.
+A rank without a process did the same as its representative, in the groups of the same families that
+contain the rank, with peers at the same distances. Two ranks have one colour if they have one
+representative and meet the same colours in every family (for messages, the same colour at the same
+distance). Then both are always at the same point of their programs: by induction over steps, the
+needs of one rank are met exactly when those of the other are. So it suffices to follow one rank of
+every colour, for worlds of any size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def family_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Group in which a rank meets others.
+    """Kind of operation of a rank with others in a group.
 
     Attributes:
         family: Family of the communicator.
@@ -39,16 +39,16 @@ class Meeting:
 
 
 class Symmetry:
-    """Colours of all ranks, and who is in which group.
+    """Colours of all ranks, and the groups of each rank.
 
     Attributes:
         traces: Traces of the representatives, by global rank.
         classes: Classes of the ranks, each with its representative.
         colours: Colour of each rank, a number, by global rank.
-        example: A rank of each colour, by colour; the representative where it has that colour.
+        example: Rank of each colour, by colour; a representative if it has that colour.
 
     Raises:
-        ValueError: If a representative has no trace, or nobody knows a group that a rank must be
+        ValueError: If a representative has no trace, or no trace has a group that a rank must be
             in.
     """
 
@@ -66,16 +66,16 @@ class Symmetry:
                 self.example[colour] = rank
 
     def ranks(self, family: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group of a family that a rank is in.
+        """Return the ranks of the group of a family that contains a rank.
 
         Raises:
-            ValueError: If nobody has said.
+            ValueError: If no trace has such a group.
         """
-        speaks = self.classes.representative[rank]
-        if (found := self._lists[speaks].get((family, rank))) is None:
+        representative = self.classes.representative[rank]
+        if (found := self._lists[representative].get((family, rank))) is None:
             raise ValueError(
-                f"rank {rank} must be in a group {family} as rank {speaks}, which stands for it, "
-                "is: give it a process of its own"
+                f"rank {rank} must be in a group {family} as rank {representative}, which stands "
+                "for it, is: give it a process of its own"
             )
         return found
 
@@ -84,16 +84,16 @@ class Symmetry:
         return (family, rank) in self._lists[self.classes.representative[rank]]
 
     def at_distance(self, family: str, rank: int, distance: int) -> int:
-        """Return the rank so many positions further in a group."""
+        """Return the rank that is `distance` positions further in a group."""
         ranks = self.ranks(family, rank)
         return ranks[(ranks.index(rank) + distance) % len(ranks)]
 
     def trace_of(self, rank: int) -> Trace:
-        """Return the trace that is a rank's own or its representative's."""
+        """Return the trace of a rank's representative."""
         return self.traces[self.classes.representative[rank]]
 
     def distance(self, event: Collective | HostMessage, rank: int) -> int:
-        """Return the positions from sender to receiver, of a message in the trace of `rank`."""
+        """Return the positions from sender to receiver for a message in the trace of `rank`."""
         ranks = self.ranks(family_of(event.group), rank)
         steps = (ranks.index(event.peer) - ranks.index(rank)) % len(ranks)
         return steps if event.op == "send" else (-steps) % len(ranks)
@@ -135,7 +135,7 @@ class Symmetry:
     def _met(
         self, rank: int, colours: Sequence[int], sets: dict[tuple[int, ...], frozenset[int]]
     ) -> Iterator[object]:
-        """Yield the colour, or the set of colours, that a rank meets in each of its meetings.
+        """Yield the colour, or the set of colours, of the other ranks in each meeting of a rank.
 
         Args:
             rank: Global rank.

@@ -1,11 +1,11 @@
-"""Waits of streams, communicators and hosts for each other, of one rank of every colour.
+"""Waits of streams, communicators and hosts for each other, for one rank of every colour.
 
-Everything that happens needs other things first: that the host got to it, that the streams before
-it are done, that the operation before it on the same communicator is done, that other members have
-begun theirs. Nothing is a choice, so that what can happen is what can be sorted by these needs;
-what remains waits for itself, around a cycle. Nothing is taken to be buffered: a send ends when its
-receive has begun, on the device and on the host. Where a launch loads its kernel, the host waits
-for the device (`hp_dry.proof.loads`), and other threads launch nothing meanwhile.
+Every event needs others first: the earlier events of its host, the earlier work of its streams, the
+previous operation of its communicator, the begin of the operation on the other members. There are
+no choices, so that exactly those events can happen that a topological sort by these needs reaches;
+the others wait in a cycle. No buffering is assumed: a send ends when its receive has begun, on the
+device and on the host. If a launch loads its kernel, the host waits for the device
+(`hp_dry.proof.loads`), and other threads launch nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hp_dry.proof.loads import Modules
-from hp_dry.proof.matching import Operation, Problem, channel_of, told
+from hp_dry.proof.matching import Operation, Problem, channel_of, described
 from hp_dry.proof.symmetry import Symmetry, family_of
 from hp_dry.trace import (
     Collective,
@@ -33,12 +33,12 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class _Graph:
-    """Graph of what must be done before what.
+    """Graph of the needs of all events.
 
     Attributes:
         needs: Nodes that must be reached before each node.
-        owner: Rank, event and side (`"host"`, `"begin"` or `"end"`) of each node; None for a mere
-            join.
+        owner: Rank, event and side (`"host"`, `"begin"` or `"end"`) of each node; None for a node
+            that only joins others.
     """
 
     needs: list[list[int]] = field(default_factory=list)
@@ -65,7 +65,7 @@ class _Graph:
         return {node for node, number in enumerate(count) if number}
 
     def cycle(self, stuck: set[int]) -> list[int]:
-        """Return the nodes that wait for each other, each for the next one."""
+        """Return a cycle of nodes, each of which waits for the next."""
         path: dict[int, int] = {}
         node = min(stuck)
         while node not in path:
@@ -75,23 +75,23 @@ class _Graph:
 
 
 class _Rank:
-    """Queues of one rank, while its trace is gone through."""
+    """Queues of one rank while its trace is processed."""
 
     def __init__(self, graph: _Graph, rank: int, *, in_launch_order: bool) -> None:
         self.graph, self.rank, self.in_launch_order = graph, rank, in_launch_order
-        self.host: dict[int, int] = {}  # by thread: what it got to last
-        self.tails: dict[int, int] = {}  # by stream: what ends all that it was given
+        self.host: dict[int, int] = {}  # by thread: its last node
+        self.tails: dict[int, int] = {}  # by stream: end of its work so far
         self.queues: dict[str, int] = {}  # by communicator: the operation before
         self.events: dict[int, int] = {}
         self.works: dict[int, int] = {}
         self.launched = self.loading = -1
-        self.batch = (-1, -1, -1)  # number, begin and end of the one that is open
+        self.batch = (-1, -1, -1)  # number, begin and end of the open batch
 
     def tail(self, stream: int) -> int:
         return self.tails.get(stream, -1)
 
     def go(self, event: Event, needs: Iterable[int] = ()) -> int:
-        """Let the host get past an event."""
+        """Add the node of an event on the host."""
         node = self.graph.add([self.host.get(event.thread, -1), *needs], (self.rank, event, "host"))
         self.host[event.thread] = node
         return node
@@ -119,17 +119,17 @@ class _Rank:
         return begin, end
 
     def load(self, event: Launch) -> None:
-        """Let the host wait for the device, and whoever launches later for the host."""
+        """Make the host wait for the device, and later launches of all threads for the host."""
         self.loading = self.go(event, [self.loading, *self.tails.values()])
 
 
 class Waits:
-    """Builds the graph of a world and looks for what can never happen.
+    """Graph of a world, in which a cycle is a deadlock.
 
     Args:
         symmetry: Colours of the world's ranks, with their traces.
-        in_launch_order: Whether NCCL keeps operations of all communicators of a device in the
-            order in which the host launched them (`NCCL_LAUNCH_ORDER_IMPLICIT`).
+        in_launch_order: Whether NCCL runs operations of all communicators of a device in the order
+            of the host (`NCCL_LAUNCH_ORDER_IMPLICIT`).
         eager: Whether torch's kernels are loaded before anything is launched
             (`CUDA_MODULE_LOADING`).
     """
@@ -159,7 +159,7 @@ class Waits:
         shown = _shortened(links)
         ranks = tuple(dict.fromkeys(rank for rank, _, _ in shown))
         at = tuple(event.at for _, event, _ in shown)
-        words = "; ".join(_told(*link) for link in shown)
+        words = "; ".join(_described_link(*link) for link in shown)
         text = f"these wait for each other, each for the next one: {words}"
         return [Problem("deadlock", ranks, at, text)]
 
@@ -203,7 +203,7 @@ class Waits:
     def _meet(  # noqa: PLR0917
         self, colour: int, rank: int, event: Operation, counts: dict[Key, int], begin: int, end: int
     ) -> None:
-        """Say when an operation has begun here, and that it ends when it has begun elsewhere."""
+        """Record the begin of an operation; its end needs its begin on the other ranks."""
         symmetry, channel, family = self._symmetry, channel_of(event), family_of(event.group)
         if event.peer < 0:
             number = counts[channel, family] = counts.get((channel, family), 0) + 1
@@ -231,7 +231,7 @@ def _waited_for(state: _Rank, event: HostWait) -> list[int]:
 
 
 def _shortened(links: list[tuple[int, Event, str]]) -> list[tuple[int, Event, str]]:
-    """Leave out what only lies between two links of the same rank on the host."""
+    """Leave out links of a rank's host between two other links of the same rank."""
     shown: list[tuple[int, Event, str]] = []
     for place, link in enumerate(links):
         before, after = links[place - 1], links[(place + 1) % len(links)]
@@ -244,10 +244,10 @@ def _shortened(links: list[tuple[int, Event, str]]) -> list[tuple[int, Event, st
     return shown or links
 
 
-def _told(rank: int, event: Event, what: str) -> str:
+def _described_link(rank: int, event: Event, what: str) -> str:
     place = f" ({event.place})" if event.place else ""
     if isinstance(event, Collective | HostMessage):
-        words = f"{told(event)} in {event.group}"
+        words = f"{described(event)} in {event.group}"
         how = {"host": "the host of ", "begin": "the start on ", "end": ""}[what]
         return f"{how}rank {rank}, {words}"
     if isinstance(event, HostWait):

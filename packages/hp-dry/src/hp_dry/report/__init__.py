@@ -1,6 +1,6 @@
-"""Report of a dry run: memory, work and traffic of classes of ranks, as data, words and a page.
+"""Report of a dry run: memory, work and traffic of classes of ranks, as data, text and a page.
 
-Nothing here needs torch: a trace that was kept is looked at on any machine.
+It needs no torch, so that a stored trace can be read on any machine.
 """
 
 from hp_dry.report.curve import curve_svg

@@ -14,10 +14,10 @@ _WIDTH, _HEIGHT = 1040, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 78, 62
 _GIB = 2**30
 _LETTER = 6.6
-"""Width of a letter, about."""
+"""Approximate width of a letter."""
 
-# Colours that people who do not tell red from green tell apart (after Paul Tol's "muted"), on light
-# and on dark pages, from the bottom up.
+# Colours for readers who cannot distinguish red from green (after Paul Tol's "muted"), on light and
+# on dark pages, from the bottom up.
 _COLOURS = {
     "parameters": ("#332288", "#6f63c9"),
     "optimizer": ("#88ccee", "#88ccee"),
@@ -52,7 +52,7 @@ font-size:12px}
 
 
 def colours() -> str:
-    """CSS of the classes `kind0`, `kind1`, ... of `KINDS`, for areas and for swatches."""
+    """Return the CSS of the classes `kind0`, `kind1`, ... of `KINDS`, for areas and swatches."""
     light, dark = (
         "".join(
             f".kind{index}{{fill:{_COLOURS[kind][tone]};background-color:{_COLOURS[kind][tone]}}}"
@@ -64,15 +64,15 @@ def colours() -> str:
 
 
 def curve_svg(memory: Memory, *, title: str, gpu_bytes: int) -> str:
-    """Draw memory by kind over a run, with what is reserved for it.
+    """Draw memory by kind over a run, with the reserved memory.
 
     Args:
         memory: Memory of one rank.
         title: Heading of the picture.
-        gpu_bytes: Bytes of memory of the device; a line marks them where the curve comes near.
+        gpu_bytes: Bytes of memory of the device, marked by a line if the curve comes near.
 
     Returns:
-        SVG; everything it needs is in it.
+        SVG without references to other files.
     """
     what = f"{title}: memory over the run, {size(memory.peak_live)} live at the peak"
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
@@ -90,7 +90,7 @@ def curve_svg(memory: Memory, *, title: str, gpu_bytes: int) -> str:
 
 
 class _Drawing:
-    """The picture's parts.
+    """Parts of the picture.
 
     Args:
         memory: Memory of one rank.
@@ -107,7 +107,7 @@ class _Drawing:
         self._last = max(self._points[-1].launches, 1)
 
     def parts(self) -> list[str]:
-        """Return all of them, what is behind first."""
+        """Return all parts, the background first."""
         return [
             *self._bands(),
             *self._axes(),
@@ -150,7 +150,7 @@ class _Drawing:
         return parts
 
     def _areas(self) -> list[str]:
-        """Return one area for each kind, from the whole down: each covers what is above it."""
+        """Return an area for each kind, the largest first, which the later areas cover."""
         order = [KINDS.index(kind) for kind in _COLOURS]
         heights = [list(accumulate(point.live[kind] for kind in order)) for point in self._points]
         parts = []
@@ -166,7 +166,7 @@ class _Drawing:
         return parts
 
     def _steps(self, numbers: Sequence[int]) -> str:
-        """Return a line through numbers at the launches of the points, as far as it is seen."""
+        """Return a line through numbers at the launches of the points, without hidden corners."""
         corners: list[tuple[float, float]] = []
         for point, number in zip(self._points, numbers, strict=True):
             corner = self._x(point.launches), self._y(number)

@@ -1,10 +1,10 @@
-"""Purposes of device memory, as far as a trace itself tells. No torch.
+"""Purposes of device memory, derived from a trace. No torch.
 
-Parameters and the optimizer's state are labelled where they are made (`hp_train.dry_run.rank`).
-The rest follows from what is done with a block: what FSDP gathers into, what gradients are laid
-side by side from, what an exchange reads or writes, what is cast from a parameter. What is alive
-when gradients are about to be summed over copies, and is nothing else, is a gradient. Logits are
-known by their width, tiles of them by where they are made, too.
+The program labels parameters and the state of the optimizer (`hp_train.dry_run.rank`). Other labels
+follow from the operators on a block: targets of gathers of FSDP, sources of its gradient buffers,
+operands of exchanges, casts of parameters. Blocks without another label that are alive when
+gradients are about to be summed over replicas are gradients. Logits are recognised by their width,
+tiles of logits also by the place that allocates them.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,7 +14,7 @@ from hp_dry.trace import Allocate, Collective, Event, Label, Launch, Release, Tr
 PARAMETERS, GATHERED, CASTS = "parameters", "gathered parameters", "casts"
 GRADIENTS, EXCHANGE, LOGITS = "gradients", "exchange buffers", "logits"
 REDUCTION = "gradient reduction"
-"""What `hp_trainer.training.trainer.Trainer` does when gradients are complete on every rank."""
+"""Place of `hp_trainer.training.trainer.Trainer` when gradients are complete on every rank."""
 
 
 def add_labels(
@@ -24,13 +24,13 @@ def add_labels(
     tile_widths: Collection[int] = (),
     loss_place: str = "loss",
 ) -> None:
-    """Append labels to a trace; blocks that have one keep it.
+    """Append labels to a trace, for blocks without a label.
 
     Args:
         trace: Trace of one rank.
         logits_width: Tokens of the vocabulary whose logits this rank computes; 0: not known.
-        tile_widths: As many as a tile of the loss has, if it has tiles.
-        loss_place: What the program calls the place where it computes tiles of the loss.
+        tile_widths: Widths of the tiles of the loss, if it has tiles.
+        loss_place: Word for the place where the program computes tiles of the loss.
     """
     found = _Labels(logits_width, tile_widths, loss_place)
     for event in trace.events:
@@ -48,13 +48,13 @@ class _Labels:
         self._is_reducing = False
 
     def labels(self) -> Iterator[Event]:
-        """Yield those that were found, of blocks that had none."""
+        """Yield the derived labels, for blocks without a label."""
         for block, kind in self._found.items():
             if block not in self._given:
                 yield Label(block, kind)
 
     def see(self, event: Event) -> None:
-        """Take the next event."""
+        """Process the next event."""
         self._see_reduction(event)
         if isinstance(event, Allocate):
             self._alive[event.block] = event

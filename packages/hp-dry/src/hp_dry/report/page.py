@@ -1,4 +1,4 @@
-"""Report of a dry run as one page of HTML that needs nothing beside itself. No torch."""
+"""Report of a dry run as one page of HTML without references. No torch."""
 
 from html import escape
 
@@ -47,7 +47,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def page(summary: Summary) -> str:
     """Write a page: the verdict, problems, the curve of the largest rank, all tables.
 
-    Nothing is loaded, and nothing is run: tables and an SVG.
+    The page loads and runs nothing: it contains tables and an SVG.
     """
     found = tables(summary)
     body = [

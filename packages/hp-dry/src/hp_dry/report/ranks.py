@@ -1,4 +1,4 @@
-"""Report that one rank of a dry run hands to the process that started it. No torch."""
+"""Report that one rank of a dry run sends to the process that started it. No torch."""
 
 import msgspec
 
@@ -10,15 +10,15 @@ from hp_dry.trace import Fault, Trace
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells what a rank did, besides its trace.
+    """Report of one rank, besides its trace.
 
     Attributes:
         summary: Summary of its trace.
         problems: Faults and hazards of the device, a line each.
-        stopped: Where a script ended before its end; empty: it did not.
-        keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
+        stopped: Place and error that stopped a script early; empty: none.
+        keeps_launch_order: Whether NCCL runs operations in the order of the host.
         loads_eagerly: Whether torch's kernels are loaded before anything is launched.
-        gathered: What is said behind the layout: how parameters are gathered.
+        gathered: Text to append to the layout, about the gathering of parameters.
     """
 
     summary: RankSummary
@@ -42,18 +42,18 @@ def report_of(
     expandable_segments: bool = False,
     gathered: str = "",
 ) -> object:
-    """Look at what a rank did, and return a `RankReport` as plain values.
+    """Analyse the trace of a rank, and return a `RankReport` as plain values.
 
     Args:
         trace: Trace of the rank, with labels.
         skew: Name of the model of the routing.
         num_parameters: Elements of the parameters of this rank; -1: not counted.
-        saved: What a checkpoint of this rank would hold; None: not asked.
-        stopped: Where a script ended before its end; empty: it did not.
-        keeps_launch_order: Whether NCCL keeps its operations in the order of the host.
+        saved: Part of this rank in a checkpoint; None: not requested.
+        stopped: Place and error that stopped a script early; empty: none.
+        keeps_launch_order: Whether NCCL runs operations in the order of the host.
         loads_eagerly: Whether torch's kernels are loaded before anything is launched.
         from_one_thread: Whether threads that launch take turns.
-        expandable_segments: Whether torch's allocator takes memory in segments that grow.
+        expandable_segments: Whether torch's allocator uses expandable segments.
         gathered: See `RankReport`.
     """
     summary = summarize(

@@ -17,7 +17,7 @@ def report(summary: Summary) -> list[str]:
 
 
 def verdict(summary: Summary) -> str:
-    """Say whether it fits, in a sentence."""
+    """State in a sentence whether the run fits in memory."""
     if not summary.ranks:
         return "no rank was run"
     worst = summary.worst
@@ -30,7 +30,7 @@ def verdict(summary: Summary) -> str:
 
 
 def about(summary: Summary) -> str:
-    """Say what was run, in a line."""
+    """Describe the run in a line."""
     classes = count(len({each.rank for each in summary.ranks}), "class", "classes")
     layout = f", {summary.layout}" if summary.layout else ""
     took = f", in {summary.seconds:.0f} s" if summary.seconds else ""
@@ -38,14 +38,14 @@ def about(summary: Summary) -> str:
 
 
 def found_problems(summary: Summary) -> str:
-    """Say how many problems there are."""
+    """State the number of problems."""
     if not summary.problems:
         return "no problems between ranks or on a device"
     return count(len(summary.problems), "problem", "problems")
 
 
 def count(number: int, one: str, several: str) -> str:
-    """Return a number and what it counts."""
+    """Return a number with the singular or the plural of a noun."""
     return f"{number:,} {one if number == 1 else several}"
 
 
@@ -71,7 +71,7 @@ def _printed(table: Table) -> Iterator[str]:
 
 
 def _cut(word: str) -> str:
-    """Keep the end of a long path, the beginning of other long words."""
+    """Shorten a long word: a path to its end, another word to its beginning."""
     if len(word) <= _WIDEST:
         return word
     return f"...{word[3 - _WIDEST :]}" if "/" in word else f"{word[: _WIDEST - 3]}..."

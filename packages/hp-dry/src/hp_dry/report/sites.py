@@ -1,4 +1,4 @@
-"""Places in a run: `Event.place` and `Event.at`, taken apart. No torch."""
+"""Parts of `Event.place` and `Event.at`. No torch."""
 
 import re
 from functools import lru_cache
@@ -14,14 +14,14 @@ _KIND = re.compile(r"\d+([A-Z_]+)")
 
 
 class Site(NamedTuple):
-    """A place in words, by its parts.
+    """Parts of a place.
 
     Attributes:
         step: Step of the optimizer, counted from 1; -1 outside of steps.
         phase: `"forward"`, `"backward"`, another part of a step such as `"optimizer"`, or a part of
             the run outside of steps such as `"build"`.
-        stage: Index of the pipeline stage; -1 if none is named.
-        microbatch: Index of the microbatch; -1 if none is named.
+        stage: Index of the pipeline stage; -1 without a stage.
+        microbatch: Index of the microbatch; -1 without a microbatch.
         schedule_step: Action of the pipeline schedule, such as `"1F3"`.
         layer: Name of the layer, such as `"layers.3"`.
         module: Innermost words of the place, such as `"layers.3, experts"`.
@@ -38,7 +38,7 @@ class Site(NamedTuple):
 
 @lru_cache(maxsize=65_536)
 def site(place: str) -> Site:
-    """Take `Event.place` apart."""
+    """Split `Event.place` into its parts."""
     step = _STEP.search(place)
     layer = _LAYER.search(place)
     inside = _SCHEDULE_STEP.search(place)

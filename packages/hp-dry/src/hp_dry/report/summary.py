@@ -11,7 +11,7 @@ from hp_dry.report.work import Work, work_of
 from hp_dry.trace import Trace
 
 VERSION = 1
-"""Version of the JSON; it changes where a key changes its meaning or goes."""
+"""Version of the JSON, which changes if a key is removed or changes its meaning."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,9 +19,9 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         file: Name of the file.
-        num_tensors: Tensors that this rank holds, whole or in part.
-        num_bytes: Bytes that this rank holds; an asynchronous save copies them to the host first.
-        own_bytes: Bytes that this rank writes: what no other rank holds, and its share of the rest.
+        num_tensors: Tensors of this rank, whole or in part.
+        num_bytes: Bytes of this rank; an asynchronous save copies them to the host first.
+        own_bytes: Bytes that this rank writes: bytes of no other rank, and its share of the rest.
     """
 
     file: str
@@ -31,17 +31,17 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells what one rank does, which stands for all of its class.
+    """Summary of one rank, which represents its class.
 
     Attributes:
         rank: Global rank that was run.
-        stands_for: Global ranks of its class, itself among them.
+        stands_for: Global ranks of its class, with itself.
         skew: Model of the routing, as the command line names it.
         memory: Memory of its device over the run.
         work: Work of its device in the last step.
         traffic: Operations between ranks in which it takes part.
-        num_parameters: Elements of the parameters that it has; -1 if nobody counted.
-        saved: What it would write of a checkpoint; None if nobody asked.
+        num_parameters: Elements of its parameters; -1 if they were not counted.
+        saved: Its part of a checkpoint; None if not requested.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells what a dry run found.
+    """Results of a dry run.
 
     Attributes:
         name: Name of the config or the script.
@@ -63,13 +63,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         world_size: Number of ranks.
         gpu: Name of the device.
         gpu_bytes: Bytes of memory of the device.
-        beside: Bytes that are no tensors, of the rank that has most of them: `"context"`,
+        beside: Bytes besides tensors of the rank with most of them: `"context"`,
             `"communicators"` and `"peer buffers"`.
-        communicators: NCCL communicators that this rank holds, see
-            `hp_base.beside_tensors.Held`.
-        peers: Peers that it sends to or receives from one by one, likewise.
+        communicators: NCCL communicators of that rank, see `hp_base.beside_tensors.Held`.
+        peers: Peers with which that rank exchanges single messages.
         ranks: Summary of one rank for each class and each model of the routing.
-        problems: What would go wrong between ranks or on a device; none is a proof.
+        problems: Mistakes between ranks or on a device; the empty list is a proof.
         seconds: Seconds that the dry run took.
         version: Version of the JSON.
     """
@@ -89,22 +88,22 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worst(self) -> RankSummary:
-        """The rank that needs the most memory."""
+        """Rank that needs the most memory."""
         return _neediest(self.ranks)
 
     @property
     def skews(self) -> dict[str, RankSummary]:
-        """The rank that needs the most memory under each routing model."""
+        """Rank that needs the most memory under each model of the routing."""
         names = dict.fromkeys(each.skew for each in self.ranks)
         return {name: _neediest(each for each in self.ranks if each.skew == name) for name in names}
 
     @property
     def fits(self) -> bool:
-        """Tells whether every rank that was run has memory enough."""
+        """Tells whether every rank that was run has enough memory."""
         return all(self.share(each) <= 1 and not each.memory.out_of_memory for each in self.ranks)
 
     def share(self, rank: RankSummary) -> float:
-        """Share of the device's memory that a rank needs, with what is there beside tensors."""
+        """Return the share of the device's memory that a rank needs, with bytes besides tensors."""
         return (rank.memory.needed + sum(self.beside.values())) / self.gpu_bytes
 
 
@@ -122,16 +121,16 @@ def summarize(
     num_parameters: int = -1,
     saved: Saved | None = None,
 ) -> RankSummary:
-    """Look at what one rank did.
+    """Summarise the trace of one rank.
 
     Args:
         trace: Trace of the rank.
         stands_for: Global ranks of its class; empty: itself.
         skew: Model of the routing.
-        usage: The trace replayed through the caching allocator; None: live bytes alone.
-        expandable_segments: Whether it was replayed with segments that grow.
-        num_parameters: Elements of the parameters that it has; -1: not counted.
-        saved: What it would write of a checkpoint; None: not asked.
+        usage: Replay of the trace through the caching allocator; None: live bytes only.
+        expandable_segments: Whether `usage` is a replay with expandable segments.
+        num_parameters: Elements of its parameters; -1: not counted.
+        saved: Its part of a checkpoint; None: not requested.
     """
     least = None
     if usage is not None:
@@ -149,15 +148,15 @@ def summarize(
 
 
 def to_json(summary: Summary) -> bytes:
-    """Write a summary; `from_json` reads it back."""
+    """Return the JSON of a summary, for `from_json`."""
     return msgspec.json.encode(summary)
 
 
 def from_json(text: bytes) -> Summary:
-    """Read what `to_json` wrote.
+    """Read the JSON of `to_json`.
 
     Raises:
-        ValueError: If it is not a summary, or one of another version.
+        ValueError: If the text is no summary, or a summary of another version.
     """
     try:
         summary = msgspec.json.decode(text, type=Summary)

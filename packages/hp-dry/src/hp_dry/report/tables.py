@@ -1,4 +1,4 @@
-"""Report of a dry run as tables of words: printed and drawn from the same rows. No torch."""
+"""Report of a dry run as tables of words, for text and pages. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Table:
         title: Heading of the table.
         columns: Names of the columns.
         rows: Rows, each of as many words as there are columns.
-        words: Indices of the columns that hold words rather than numbers; those are aligned left.
+        words: Indices of the columns of words, which are aligned left, unlike numbers.
         note: Explanation below the table; empty: none.
     """
 
@@ -34,7 +34,7 @@ class Table:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Return all tables of a dry run, those without rows left out."""
+    """Return all tables of a dry run that have rows."""
     if not summary.ranks:
         return []
     worst = summary.worst
@@ -117,7 +117,7 @@ def paces(summary: Summary) -> Table:
 
 
 def skews(summary: Summary) -> Table:
-    """List what the neediest rank needs under each routing model, where there are several."""
+    """Return the memory of the neediest rank under each model of the routing, if several."""
     worst = summary.skews
     least = min((each.memory.needed for each in worst.values()), default=0)
     rows = [
@@ -140,7 +140,7 @@ def skews(summary: Summary) -> Table:
 
 
 def kinds(summary: Summary, rank: RankSummary) -> Table:
-    """Return the memory at the peak by kind, and what is there beside tensors."""
+    """Return the memory at the peak by kind, and memory besides tensors."""
     memory = rank.memory
     rows = [
         *(
@@ -207,7 +207,7 @@ def largest(rank: RankSummary) -> Table:
 
 
 def phases(rank: RankSummary) -> Table:
-    """List what the parts of a step cost, and what came before it."""
+    """Return the costs of the parts of a step, and of the time before the first step."""
     work = rank.work
     rows = [(phase, *cost(each)) for phase, each in work.by_phase().items()]
     rows.append(("the step", *cost(work.total)))
@@ -218,14 +218,14 @@ def phases(rank: RankSummary) -> Table:
 
 
 def layers(rank: RankSummary) -> Table:
-    """List what layers cost in all microbatches; equal ones that follow each other share a row."""
+    """Return the costs of layers in all microbatches; equal neighbours share a row."""
     by_layer = rank.work.by_layer()
     outside = by_layer.pop("", None)
     return _costs("Work by layer, all microbatches", "layer", by_layer, outside)
 
 
 def microbatches(rank: RankSummary) -> Table:
-    """List what microbatches cost in all layers; equal ones that follow each other share a row."""
+    """Return the costs of microbatches in all layers; equal neighbours share a row."""
     by_microbatch = rank.work.by_microbatch()
     outside = by_microbatch.pop(-1, None)
     named = {f"microbatch {index}": each for index, each in by_microbatch.items()}
@@ -233,7 +233,7 @@ def microbatches(rank: RankSummary) -> Table:
 
 
 def _costs(title: str, part: str, costs: Mapping[str, Cost], outside: Cost | None) -> Table:
-    """Return a row for each run of equal costs, and one for what is in none of the parts."""
+    """Return a row for each run of equal costs, and a row for costs outside all parts."""
     alike = groupby(costs, key=costs.__getitem__)
     rows = [(_several([*equal]), *cost(each)) for each, equal in alike]
     if rows and outside is not None:
@@ -263,7 +263,7 @@ def waits(rank: RankSummary) -> Table:
 
 
 def communicators(rank: RankSummary) -> Table:
-    """List what is exchanged over each communicator."""
+    """Return the exchanges over each communicator."""
     rows = [
         (
             each.name,
@@ -287,13 +287,13 @@ def communicators(rank: RankSummary) -> Table:
 
 
 def _without_start(each: Communicator) -> dict[str, Count]:
-    """Return the operations beside the connecting of the ranks, where there are some."""
+    """Return the operations without the connection of the ranks, unless that is the only one."""
     others = {op: count for op, count in each.operations.items() if op != "connect"}
     return others or each.operations
 
 
 def saves(summary: Summary) -> Table:
-    """List what each rank would write of a checkpoint."""
+    """Return the part of each rank in a checkpoint."""
     found = {each.rank: (each.num_parameters, each.saved) for each in summary.ranks}
     rows = [
         (
@@ -316,7 +316,7 @@ def saves(summary: Summary) -> Table:
 
 
 def when(rank: RankSummary) -> str:
-    """Say when the peak is reached, in words."""
+    """Describe the moment of the peak."""
     peak = rank.memory.peak
     if peak is None:
         return "nothing was allocated"
@@ -353,7 +353,7 @@ def size(number: float) -> str:
 
 
 def flops(number: int) -> str:
-    """Return the multiplications and additions in decimal units."""
+    """Return multiplications and additions in decimal units."""
     for unit, power in (("P", 15), ("T", 12), ("G", 9), ("M", 6)):
         if number >= 10**power:
             return f"{number / 10**power:.2f} {unit}FLOP"
@@ -375,7 +375,7 @@ def several_ranks(ranks: Sequence[int]) -> str:
 
 
 def _several(names: list[str]) -> str:
-    """Return the names that end in numbers, in words."""
+    """Join names that end in numbers, as words."""
     numbers = [int(name.rpartition(" ")[2].rpartition(".")[2]) for name in names]
     if len(names) == 1:
         return names[0]

@@ -31,19 +31,19 @@ _ITEM_BYTES = {
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An operation between ranks, or a run of equal ones.
+    """Operation between ranks, or a run of equal operations.
 
     Attributes:
         op: Name of the operation, as in `hp_dry.trace.Collective`.
         group: Name of the communicator.
-        given: Shape and dtype of each tensor that this rank gives.
-        taken: Shape and dtype of each tensor that this rank gets.
-        bytes: Bytes of what this rank gives or of what it gets, whichever are more.
+        given: Shape and dtype of each tensor that this rank sends.
+        taken: Shape and dtype of each tensor that this rank receives.
+        bytes: Bytes that this rank sends or receives, the larger number.
         at: Line that issued it, and its callers.
-        place: What the rank was doing.
+        place: Place of the rank.
         detail: Reduction or root, such as `"sum"` or `"root 3"`.
         peer: Global rank of the other side of a message; -1 otherwise.
-        times: Number of times that it is issued with nothing else between them.
+        times: Number of consecutive equal operations.
     """
 
     op: str
@@ -71,14 +71,14 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Communicator(msgspec.Struct, frozen=True, kw_only=True):
-    """A communicator and what it is used for.
+    """Communicator with its operations.
 
     Attributes:
         name: Name of the communicator.
         ranks: Global ranks of its members.
         on_host: Whether only hosts meet in it (Gloo, a store).
         operations: Number and bytes of its operations, by their kind.
-        first: Its first operations in order, equal neighbours as one, such as `"all_gather x48"`.
+        first: Its first operations in order; equal neighbours as one, such as `"all_gather x48"`.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> Count:
-        """All operations."""
+        """Number and bytes of all operations."""
         counts = self.operations.values()
         return Count(count=sum(c.count for c in counts), bytes=sum(c.bytes for c in counts))
 
@@ -107,7 +107,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def traffic_of(trace: Trace) -> Traffic:
-    """List what a trace exchanges."""
+    """List the exchanges of a trace."""
     operations = tuple(_merged(trace))
     devices = {event.group for event in trace.events if isinstance(event, Collective)}
     by_group: dict[str, list[Operation]] = {}
@@ -164,7 +164,7 @@ def _counts(operations: list[Operation]) -> dict[str, Count]:
 
 
 def _first(operations: list[Operation]) -> tuple[str, ...]:
-    """Name what comes first, equal kinds after each other as one."""
+    """Name the first operations, equal neighbours as one."""
     runs = []
     for name, equal in islice(groupby(operations, key=_name), _NUM_FIRST):
         times = sum(each.times for each in equal)

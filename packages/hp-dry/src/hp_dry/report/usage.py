@@ -1,4 +1,4 @@
-"""Memory of a rank over a dry run: peaks by kind, what is alive then, the curve. No torch."""
+"""Memory of a rank over a dry run: peaks by kind, blocks at the peak, the curve. No torch."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         bytes: Size of the block.
         kind: Purpose of the block, one of `KINDS`.
-        shape: Shape of the tensor for which it was allocated; empty if that is not known.
-        dtype: Dtype of that tensor, such as `"bfloat16"`; empty if that is not known.
+        shape: Shape of the tensor for which it was allocated; empty if it is not known.
+        dtype: Dtype of that tensor, such as `"bfloat16"`; empty if it is not known.
         what: Operator that allocated it.
         at: Line that allocated it, and the lines that called it.
-        place: What the rank was doing, as `hp_platform.doing` says it.
+        place: Place of the rank, in the words of `hp_platform.doing`.
     """
 
     bytes: int
@@ -38,12 +38,12 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """When something happened.
+    """Moment of an event.
 
     Attributes:
         event: Index of the event in the trace.
         launches: Launches before it.
-        place: What the rank was doing, as `hp_platform.doing` says it.
+        place: Place of the rank, in the words of `hp_platform.doing`.
         step: Step of the optimizer, counted from 1; -1 outside of steps.
         schedule_step: Action of the pipeline schedule, such as `"1F3"`; empty outside of a
             schedule.
@@ -63,7 +63,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """One point of the curve, which is written as a list.
+    """Point of the curve, which JSON has as a list.
 
     Attributes:
         launches: Launches before it.
@@ -77,7 +77,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A part of the run: its name, and the launches before and after it; written as a list."""
+    """Part of the run: its name, and the launches before and after it; a list in JSON."""
 
     name: str
     begin: int
@@ -90,17 +90,17 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         peak_live: Most bytes of tensors that were alive at once.
         peak_reserved: Most bytes that the caching allocator had reserved; None if not replayed.
-        least: Fewest bytes with which the caching allocator meets all requests, as it gives back
-            what it can where memory is short; None if not replayed.
+        least: Fewest bytes with which the caching allocator meets all requests, by returning unused
+            memory to the device; None if not replayed.
         fragmentation: Share of `peak_reserved` that no tensor had, 0 to 1.
-        retries: Times that free memory had to be given back to meet a request.
-        out_of_memory: The request that the device could not meet; empty if all were met.
+        retries: Number of requests for which free memory was returned to the device.
+        out_of_memory: Request that the device could not meet; empty if all were met.
         peak: Moment when the most bytes were alive.
-        at_peak: Bytes that were alive then, of each kind that has some.
+        at_peak: Bytes that were alive at the peak, by kind.
         peak_by_kind: Most bytes of each kind that were alive at once, each at its own time.
-        largest: The largest blocks that are alive at the peak, at most ten.
+        largest: Largest blocks that are alive at the peak, at most ten.
         at_end: Bytes that are alive at the end of the trace.
-        curve: Points in order; bounded in number, but peaks and troughs are exact.
+        curve: Points in order, limited in number, with exact peaks and troughs.
         spans: Parts of the run, in order.
     """
 
@@ -120,12 +120,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def highest(self) -> int:
-        """Reserved bytes; live ones where those are not known."""
+        """Reserved bytes; live bytes if they are not known."""
         return max(self.peak_live, self.peak_reserved or 0)
 
     @property
     def needed(self) -> int:
-        """Bytes that a device must have for tensors; live ones where more is not known."""
+        """Bytes that a device needs for tensors; live bytes without a replay."""
         return self.peak_live if self.least is None else self.least
 
 
@@ -143,8 +143,8 @@ def memory_of(trace: Trace, usage: Usage | None = None, *, least: int | None = N
 
     Args:
         trace: Trace of one rank.
-        usage: The same trace, replayed through the caching allocator.
-        least: Fewest bytes with which that meets all requests.
+        usage: Replay of the same trace through the caching allocator.
+        least: Fewest bytes with which the allocator meets all requests.
     """
     kinds, replayed = _kinds(trace), usage or Usage()
     changes = list(_changes(trace, kinds))
@@ -169,12 +169,12 @@ def memory_of(trace: Trace, usage: Usage | None = None, *, least: int | None = N
 
 
 def _by_kind(sizes: Iterable[int]) -> dict[str, int]:
-    """Return those of `KINDS` that have some."""
+    """Return the sizes of `KINDS` that are not 0."""
     return {kind: size for kind, size in zip(KINDS, sizes, strict=False) if size}
 
 
 def _kinds(trace: Trace) -> dict[int, str]:
-    """Return the kind of each block: its last label, else what the place says where it was made."""
+    """Return the kind of each block: its last label, else a kind by the place of its allocation."""
     kinds: dict[int, str] = {}
     for event in trace.events:
         if isinstance(event, Allocate):
@@ -186,7 +186,7 @@ def _kinds(trace: Trace) -> dict[int, str]:
 
 
 def _changes(trace: Trace, kinds: Mapping[int, str]) -> Iterator[_Change]:
-    """Yield what every event that makes or frees a block leaves alive."""
+    """Yield the live memory after every allocation and every release."""
     places = {kind: place for place, kind in enumerate(KINDS)}
     live = [0] * len(KINDS)
     sizes: dict[int, int] = {}
@@ -204,7 +204,7 @@ def _changes(trace: Trace, kinds: Mapping[int, str]) -> Iterator[_Change]:
 
 
 def _curve(changes: Sequence[_Change], usage: Usage) -> Iterator[Point]:
-    """Yield the points of the curve, with what is reserved then."""
+    """Yield the points of the curve, with reserved memory."""
     kept = _kept(changes, list(zip(usage.indices, usage.reserved, strict=True)))
     for change in changes:
         if change.event in kept:
@@ -213,7 +213,7 @@ def _curve(changes: Sequence[_Change], usage: Usage) -> Iterator[Point]:
 
 
 def _kept(changes: Sequence[_Change], reserved: Sequence[tuple[int, int]]) -> set[int]:
-    """Choose what the curve shows: of each part of the run its highest and its lowest point."""
+    """Choose the events of the curve: the highest and the lowest of each part of the run."""
     if not changes:
         return set()
     kept = {changes[0].event, changes[-1].event}
@@ -267,7 +267,7 @@ def _moment(trace: Trace, change: _Change) -> Moment:
 
 
 def _spans(trace: Trace) -> Iterator[Span]:
-    """The build, the pipeline of each step, and what else places name, where there are launches."""
+    """Yield the parts of the run with launches: build, pipeline of each step, and others."""
     launches = 0
     events = (e for e in trace.events if isinstance(e, Launch) and e.num_kernels)
     for name, inside in groupby(events, key=lambda event: _part(site(event.place))):

@@ -70,7 +70,7 @@ class Rates(Protocol):
 
 
 class GpuRates(NamedTuple):
-    """The `Rates` of a GPU that has a data sheet."""
+    """`Rates` of a GPU with a data sheet."""
 
     flops: float
     memory_bandwidth: float
@@ -78,7 +78,7 @@ class GpuRates(NamedTuple):
 
 
 def rates_of(device_name: str) -> GpuRates | None:
-    """Return what programs reach on a GPU; None where there is no data sheet of it.
+    """Return the rates that programs reach on a GPU; None without a data sheet of it.
 
     Args:
         device_name: Name of the GPU, as its driver reports it.
@@ -95,11 +95,11 @@ def rates_of(device_name: str) -> GpuRates | None:
 
 
 class Pace(NamedTuple):
-    """Seconds of a step, by what a machine reaches and no exchange counted.
+    """Seconds of a step by the rates of a machine, without exchanges.
 
     Attributes:
-        host: Seconds for which the host launches kernels.
-        device: Seconds for which the device computes at least.
+        host: Seconds in which the host launches kernels.
+        device: Least seconds in which the device computes.
     """
 
     host: float
@@ -112,12 +112,12 @@ class Pace(NamedTuple):
 
 
 class WaitLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line at which the host waits for the device.
+    """Line at which the host waits for the device.
 
     Attributes:
         at: Line that waits, and the lines that called it.
-        what: What the host called, such as `"copy to host"`.
-        count: Times that it waits in the step.
+        what: Function that the host called, such as `"copy to host"`.
+        count: Number of its waits in the step.
         bytes: Bytes that it copies to the host.
         layers: Number of layers in which it waits.
         microbatches: Number of microbatches in which it waits.
@@ -137,9 +137,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: Number of the step; -1 if the trace has no step, and everything in it is counted.
         total: Cost of the whole step.
-        before: Cost of all that came before the first step.
+        before: Cost of the run before the first step.
         cells: Parts of the step by phase, microbatch and layer, in the order of their beginning.
-        waits: Lines at which the host waits, those that wait most often first.
+        waits: Lines at which the host waits, most frequent first.
     """
 
     step: int
@@ -149,10 +149,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     waits: tuple[WaitLine, ...]
 
     def pace(self, machine: Rates) -> Pace:
-        """Return how long host and device take, part by part of the step.
+        """Return the seconds of host and device, added over the parts of the step.
 
         Args:
-            machine: What it reaches.
+            machine: Rates of the machine.
         """
         device = sum(
             max(cell.cost.flops / machine.flops, cell.cost.bytes / machine.memory_bandwidth)
@@ -161,20 +161,20 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         return Pace(self.total.launches * machine.launch_seconds, device)
 
     def by_layer(self) -> dict[str, Cost]:
-        """Costs over all microbatches and phases, by layer; `""` is outside of layers."""
+        """Sum costs over all microbatches and phases, by layer; `""` is outside of layers."""
         return _sums((cell.layer, cell.cost) for cell in self.cells)
 
     def by_microbatch(self) -> dict[int, Cost]:
-        """Costs over all layers and phases, by microbatch; -1 is outside of microbatches."""
+        """Sum costs over all layers and phases, by microbatch; -1 is outside of microbatches."""
         return dict(sorted(_sums((cell.microbatch, cell.cost) for cell in self.cells).items()))
 
     def by_phase(self) -> dict[str, Cost]:
-        """Return the costs over all layers and microbatches."""
+        """Sum costs over all layers and microbatches, by phase."""
         return _sums((cell.phase, cell.cost) for cell in self.cells)
 
 
 def work_of(trace: Trace) -> Work:
-    """Count what a trace has the device do."""
+    """Count the work of the device in a trace."""
     step = max((site(event.place).step for event in trace.events), default=-1)
     costs: defaultdict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
     before: Counter[str] = Counter()
@@ -215,11 +215,12 @@ def _placed(trace: Trace) -> Iterator[tuple[Event, Site, str]]:
 
 
 class _Layers:
-    """Finds the layer of an operation of a backward, which runs outside of the modules.
+    """Layers of the operations of a backward, which run outside of modules.
 
-    What it reads tells: of the blocks that were made in a forward, the one made last is of the
-    layer that is gone through, and what it writes is of that layer too. An operation that reads
-    nothing of what a layer kept but the layer's input counts for the layer before.
+    The layer follows from the blocks that an operation reads: of the blocks from forward, the
+        newest
+    belongs to the current layer, and so do the blocks that the operation writes. An operation that
+    reads only the input of a layer, and none of its other blocks, counts for the layer before.
     """
 
     def __init__(self) -> None:
@@ -227,7 +228,7 @@ class _Layers:
         self._backward: dict[int, str] = {}
 
     def made(self, event: Allocate, where: Site) -> None:
-        """Note who made a block."""
+        """Record the layer that made a block."""
         if where.phase == "forward" or where.layer:
             self._forward[event.block] = where.layer
 

@@ -1,1 +1,1 @@
-"""The other ranks: process groups, collectives, the store, values that hosts exchange."""
+"""Other ranks of a dry run: process groups, collectives, the store, values between hosts."""

@@ -1,4 +1,4 @@
-"""Back ends in place of NCCL and Gloo: torch makes groups of them with its own code."""
+"""Back ends that replace NCCL and Gloo in groups that torch makes with its own code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hp_platform._internals import PrefixStore, Store
 
 
 class BackendOptions:
-    """Options of a back end, as far as torch and this package look at them."""
+    """Options of a back end, as far as torch and this package use them."""
 
     def __init__(self, *, is_high_priority_stream: bool = False, **_: object) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -37,17 +37,17 @@ class BackendOptions:
         self.config: object = None
 
     def __deepcopy__(self, _: object) -> BackendOptions:
-        """Copy what a group that is split off takes from the one that it comes from."""
+        """Copy the options that a split group takes from its parent."""
         made = BackendOptions(is_high_priority_stream=self.is_high_priority_stream)
         made._timeout = self._timeout
         return made
 
 
 class DryBackend:
-    """One back end of one group; what is done in the group comes to `DryWorld` as operators.
+    """Back end of one group, whose operations reach `DryWorld` as operators.
 
-    `name()` is as in torch for NCCL. That of Gloo is `"gloo, dry"`: what works around Gloo
-    itself, such as proofs that nobody else has connected to its sockets, has no object here.
+    `name()` is torch's name for NCCL, and `"gloo, dry"` for Gloo: code for the sockets of Gloo,
+    such as proofs of membership, must not run here.
     """
 
     Options: ClassVar[type[BackendOptions]] = BackendOptions
@@ -75,7 +75,7 @@ class DryBackend:
 
     @classmethod
     def of_plugin(cls, given: PluginOptions, options: object) -> Self:
-        """Make one of what torch gives its plugins."""
+        """Make a back end from the arguments of a plugin of torch."""
         own = options if isinstance(options, BackendOptions) else None
         return cls(given.store, given.group_rank, given.group_size, own, given.timeout)
 
@@ -92,7 +92,7 @@ class DryBackend:
         return self._size
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let waits of the host take this long."""
+        """Set the time-out of waits of the host."""
         self.options._timeout = timeout  # noqa: SLF001 # named as in torch
 
     _set_default_timeout = set_timeout
@@ -103,25 +103,25 @@ class DryBackend:
         return 0
 
     def abort(self) -> None:
-        """Give up; the world has been told through the group."""
+        """Do nothing: the abort of the group informs the world."""
 
     def shutdown(self) -> None:
-        """End."""
+        """Do nothing at the end."""
 
 
 class ProcessGroupNCCL(DryBackend):
-    """Stands for torch's class of this name."""
+    """Replacement for torch's class of this name."""
 
     kind = "nccl"
     supports_splitting = True
     supports_coalescing = True
 
     def eager_connect_single_device(self, _: object) -> None:
-        """Connect now; the world knows that it is so from the device of the group."""
+        """Do nothing: the world knows from the device of the group that it is connected."""
 
 
 class ProcessGroupGloo(DryBackend):
-    """Stands for torch's class of this name."""
+    """Replacement for torch's class of this name."""
 
     kind = "gloo, dry"
     create_device = staticmethod(lambda **_: None)
@@ -156,7 +156,7 @@ def enter_stand_ins(
         found = plain_backend(group, torch.device(device))
         return made.get(id(found), found)
 
-    def abort(group: ProcessGroup) -> None:  # a bound method would not be given the group
+    def abort(group: ProcessGroup) -> None:  # a bound method would not get the group
         groups.give_up(group)
 
     change(
@@ -176,7 +176,7 @@ def enter_stand_ins(
         "is_nccl_available": lambda: True,
         "is_gloo_available": lambda: True,
         "_NCCL_AVAILABLE": True,
-        "_get_split_source": lambda *_: None,  # no communicator that C++ could split
+        "_get_split_source": lambda *_: None,  # there is no communicator that C++ could split
         "default_pg_nccl_timeout": timedelta(minutes=10),
     }
     plugins = {"NCCL": ProcessGroupNCCL.of_plugin, "GLOO": ProcessGroupGloo.of_plugin}
@@ -193,7 +193,7 @@ def _split_group(  # noqa: PLR0917 # as torch calls it
     group_desc: str | None = None,
     **_: object,
 ) -> ProcessGroup | None:
-    """`ProcessGroup.split_group`, which C++ has for back ends of its own."""
+    """Replace `ProcessGroup.split_group`, whose C++ code needs back ends in C++."""
     if parent.rank() not in ranks:
         return None
     position = sorted(ranks).index(parent.rank())
@@ -205,11 +205,11 @@ def _split_group(  # noqa: PLR0917 # as torch calls it
 
 
 def _noting_groups(groups: Groups) -> dict[str, Callable[..., object]]:
-    """Return the functions of torch that make groups, which note every one."""
+    """Return the functions of torch that make groups, wrapped to record every group."""
     make, tagged, split, destroy = group_functions()
 
     def make_tagged(ranks: Sequence[int] | None = None, *args: object, **kwargs: object) -> object:
-        # Members alone make it; the others of hp_platform's calls are asked all the same.
+        # Only members make the group; hp_platform calls this on the other ranks as well.
         groups.makes_alone = bool(kwargs.get("use_local_synchronization"))
         try:
             if groups.makes_alone and ranks is not None and groups.rank not in ranks:
@@ -238,7 +238,9 @@ def _noting_groups(groups: Groups) -> dict[str, Callable[..., object]]:
         assert parent is not None
         lists = groups.split_lists(parent, split_ranks or [], _purpose(kwargs, ""))
         group = split(parent_pg, split_ranks, *args, **kwargs)
-        if isinstance(group, ProcessGroup):  # not None, nor what torch 2.14 gives ranks outside
+        if isinstance(
+            group, ProcessGroup
+        ):  # neither None nor the value of torch 2.14 for ranks outside
             groups.note_split(group, lists)
         return group
 

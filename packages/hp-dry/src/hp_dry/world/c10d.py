@@ -1,6 +1,6 @@
-"""Operators between ranks as `Operation`s: those of c10d, and functional ones.
+"""Operators between ranks as `Operation`s: operators of c10d, and functional collectives.
 
-Functional ones give new results, that are waited for by tensor.
+Functional collectives return new tensors, and a wait names the tensor.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hp_dry.world.exchange import Operation
 
 
 class _Reading(NamedTuple):
-    """Finds the tensors of an operation among the arguments of an operator.
+    """Names of the arguments of an operator with the tensors of its operation.
 
     Attributes:
         op: Name of the operation, as in `trace.Collective`.
-        gives: Name of the argument that this rank gives; "" if it gives nothing.
-        gets: Name of the argument that is written; "" if nothing is.
-        is_each: Whether the two are lists, and each pair of their items is an operation of its own.
+        gives: Name of the argument that this rank sends; "" if it sends nothing.
+        gets: Name of the argument that is written; "" if nothing is written.
+        is_each: Whether both arguments are lists, and each pair of items is a separate operation.
     """
 
     op: str
@@ -64,7 +64,7 @@ _READINGS = {
 
 
 Asked: TypeAlias = tuple[list[Operation], object]
-"""What is to be done, and what the operator returns."""
+"""Operations of an operator, and its result."""
 
 _FUNCTIONAL = {
     "all_reduce": "all_reduce",
@@ -76,14 +76,14 @@ _FUNCTIONAL = {
 
 
 def operations_of(name: str, given: Keywords) -> list[Operation]:
-    """List what an operator asks for; more than one if they are started as one.
+    """List the operations of an operator; several operations start as one batch.
 
     Args:
         name: Name of the operator, without `c10d::`.
         given: Arguments of the call, by name.
 
     Raises:
-        NotImplementedError: If nobody has said what it does.
+        NotImplementedError: If the operator is not listed.
     """
     reading = _READINGS.get(name)
     if reading is None:
@@ -99,11 +99,11 @@ def operations_of(name: str, given: Keywords) -> list[Operation]:
 def asked(
     op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: Keywords
 ) -> Operation:
-    """An operation with what else is among the arguments of its operator, by their names in c10d.
+    """Make an operation from its tensors and the other arguments of its operator in c10d.
 
     Args:
         op: Name of the operation.
-        inputs: Tensors that this rank gives.
+        inputs: Tensors that this rank sends.
         outputs: Tensors that are written.
         given: Arguments of the call, by name.
     """
@@ -121,13 +121,13 @@ def asked(
 
 
 def arguments_by_name(func: Operator, args: Arguments, kwargs: Keywords) -> dict[str, Any]:
-    """Arguments that an overload of an operator is given; those left out are not in it."""
+    """Return the arguments of a call of an operator by name, without omitted arguments."""
     names = (argument.name for argument in schema_of(func).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def functional_operation(func: Operator, args: Arguments, kwargs: Keywords) -> Asked | None:
-    """Tell what an operator of `_c10d_functional` asks for; None if it is not one of these.
+    """Return the operations of an operator of `_c10d_functional`; None for other operators.
 
     Args:
         func: Overload of an operator.
@@ -150,7 +150,7 @@ def functional_operation(func: Operator, args: Arguments, kwargs: Keywords) -> A
 
 
 def _result(op: str, x: Tensor, given: Keywords) -> Tensor:
-    """Return the tensor that an operator writes: a new one, unless it is given one."""
+    """Return the tensor that an operator writes: the argument `out`, or a new tensor."""
     out: Tensor | None = given.get("out")
     if out is not None:
         return out

@@ -1,4 +1,4 @@
-"""Groups of ranks in a dry run: what they are called, which were made alike, who speaks in them."""
+"""Groups of ranks in a dry run: their names, their families and their representatives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LISTED = 16
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return the ranks in brackets; evenly spaced ones, if they are many, as `first:end:step`."""
+    """Return ranks in brackets; many evenly spaced ranks as `first:end:step`."""
     steps = {b - a for a, b in pairwise(ranks)}
     if len(ranks) <= _LISTED or len(steps) != 1:
         return str(list(ranks)).replace(" ", "")
@@ -23,16 +23,16 @@ def listed(ranks: Sequence[int]) -> str:
 
 @dataclass(slots=True)
 class Communicator:
-    """One group of ranks.
+    """Group of ranks, as one of its members records it.
 
     Attributes:
-        name: Distinct for every list of ranks; the same on all of them.
-        family: Name of all that were made alike.
+        name: Name of the group, the same on all its ranks and unique among lists of ranks.
+        family: Name of the groups with the same purpose and size.
         ranks: Global ranks of the members.
         mine: Position of this rank in `ranks`.
-        is_eager: Whether NCCL has one communicator for all its messages.
+        is_eager: Whether NCCL uses one communicator for all messages of the group.
         is_connected: Whether NCCL has connected it.
-        operations: Numbers of the operations that this rank will begin on the host.
+        operations: Numbers for the next operations of this rank on the host.
         num_messages: Number of messages to or from each member, by direction (`"to"` or `"from"`),
             position of the member and tag.
     """
@@ -47,20 +47,20 @@ class Communicator:
     num_messages: Counter[tuple[str, int, str]] = field(default_factory=Counter)
 
     def next_message(self, way: str, position: int, tag: str) -> int:
-        """Number of a message that goes (`way` "to") or comes ("from"), among those like it."""
+        """Return the number of a message to (`way` "to") or from a member, among those of a tag."""
         self.num_messages[way, position, tag] += 1
         return self.num_messages[way, position, tag] - 1
 
 
 class Families:
-    """All groups that were made, in the order of their making, which is one for all ranks.
+    """All groups in the order of their creation, which is the same on all ranks.
 
-    Groups of one purpose and size whose ranks do not overlap are a family: the groups of an axis.
-    Of a rank that has no process, the group that corresponds to one of its representative's is
-    that of the same family that has the rank in it.
+    Disjoint groups of one purpose and size are a family, for example the groups of a mesh axis. For
+    a rank without a process, the group that corresponds to a group of its representative is the
+    group of the same family that contains the rank.
 
     Attributes:
-        lists: Ranks of each group of a family, by the name of the family.
+        lists: Name of a family -> ranks of each of its groups.
     """
 
     def __init__(self, classes: Classes) -> None:
@@ -70,10 +70,10 @@ class Families:
         self._list_of: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def add(self, purpose: str, ranks: Sequence[int]) -> tuple[str, str]:
-        """Note a new group.
+        """Add a new group.
 
         Returns:
-            Names of the group and of its family.
+            Name of the group and name of its family.
         """
         ranks = tuple(ranks)
         purpose = purpose.replace("[", "(").replace("]", ")") or "undefined"
@@ -89,22 +89,22 @@ class Families:
         self._list_of.update({(family, rank): ranks for rank in ranks})
         return family + listed(ranks), family
 
-    def speaker(self, communicator: Communicator, rank: int) -> tuple[int, str]:
-        """Find the rank that has a process and stands for a member.
+    def representative_in(self, communicator: Communicator, rank: int) -> tuple[int, str]:
+        """Find the representative of a member, and the communicator that it uses instead.
 
         Returns:
-            Its global rank, and the name of the communicator in which it speaks for it: this one,
-            or that of the same family that it is in.
+            Global rank of the representative, and the name of the given communicator or of its own
+            communicator of the same family.
 
         Raises:
-            RuntimeError: If it is in none of that family.
+            RuntimeError: If the representative is in no communicator of the family.
         """
-        speaks = self._classes.representative[rank]
-        if speaks in communicator.ranks:
-            return speaks, communicator.name
-        if (ranks := self._list_of.get((communicator.family, speaks))) is None:
+        representative = self._classes.representative[rank]
+        if representative in communicator.ranks:
+            return representative, communicator.name
+        if (ranks := self._list_of.get((communicator.family, representative))) is None:
             raise RuntimeError(
-                f"rank {speaks}, which stands for rank {rank}, must be in a group like "
+                f"rank {representative}, which stands for rank {rank}, must be in a group like "
                 f"{communicator.name}: ranks of one class run the same program"
             )
-        return speaks, communicator.family + listed(ranks)
+        return representative, communicator.family + listed(ranks)

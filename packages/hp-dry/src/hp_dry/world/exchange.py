@@ -1,8 +1,8 @@
-"""Operations between the hosts of a dry run: their numbers really go from process to process.
+"""Operations between the hosts of a dry run, whose values are exchanged between processes.
 
-Every representative puts what it gives into the hub, under its rank, its communicator and a number
-that counts the operations there; who needs what a member gives takes what the representative of
-that member gave to the same operation of the same family.
+Every representative writes its input to the hub, under its rank, its communicator and the number of
+the operation in the communicator. Another process that needs the input of a member reads the input
+of that member's representative for the same operation of the same family.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _PARTED = (
     "all_to_all",
     "reduce_scatter",
     "scatter",
-)  # each rank gets another part of what is given
+)  # each rank gets another part of the input
 Finish = Callable[[float], None]
-"""Waits for the others, up to a number of seconds, and writes what they gave."""
+"""Function of a time-out in seconds that waits for the other ranks and writes the outputs."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """One operation between ranks, as it was asked for.
+    """Operation between ranks, with its arguments.
 
     Attributes:
         op: Name of the operation, as in `trace.Collective`.
-        inputs: Tensors that this rank gives.
+        inputs: Tensors that this rank sends.
         outputs: Tensors that are written.
-        reduction: Reduction such as `"sum"`; "" where nothing is reduced.
-        root: Position of the rank that gives or gets all; -1 where there is none.
+        reduction: Reduction such as `"sum"`; "" without a reduction.
+        root: Position of the rank that sends or receives all; -1 without a root.
         peer: Position of the other side of a message; -1 otherwise.
         tag: Tag of a message.
-        input_splits: Rows for each rank of the group; empty: the same for all.
-        output_splits: Rows from each rank of the group; empty: the same from all.
+        input_splits: Rows for each rank of the group; empty: equally many.
+        output_splits: Rows from each rank of the group; empty: equally many.
     """
 
     op: str
@@ -66,13 +66,13 @@ class Operation:
 
 @dataclass(slots=True)
 class _Given:
-    """Values that another rank gave.
+    """Input of another rank to an operation.
 
     Attributes:
         sizes: Bytes of the part for each position in the group.
         data: All parts, one behind the other.
         by: Line that issued the operation.
-        words: The operation in words.
+        words: Words for the operation.
     """
 
     sizes: list[int]
@@ -81,17 +81,17 @@ class _Given:
     words: str
 
     def part(self, position: int) -> bytes:
-        """Return what is for one position."""
+        """Return the part for one position."""
         start = sum(self.sizes[:position])
         return self.data[start : start + self.sizes[position]]
 
 
 class Exchange:
-    """Carries out operations between hosts.
+    """Operations between hosts, carried out through the hub.
 
     Args:
         client: Connection to the hub.
-        families: Who speaks for whom in groups that were made alike.
+        families: Groups of all ranks with their representatives.
         rank: Global rank of this process.
     """
 
@@ -99,7 +99,7 @@ class Exchange:
         self._client, self._families, self._rank = client, families, rank
 
     def start(self, communicator: Communicator, asked: Operation, at: str) -> Finish:
-        """Give what this rank gives, and return what waits for the others."""
+        """Write the input of this rank, and return the function that waits for the other ranks."""
         if asked.peer >= 0:
             return self._message(communicator, asked)
         number = next(communicator.operations)
@@ -123,12 +123,12 @@ class Exchange:
         return finish
 
     def give_up(self, communicator: Communicator) -> None:
-        """Let everybody fail who waits for this rank in a group."""
+        """Let ranks fail that wait for this rank in a group."""
         what = f"rank {self._rank} has given up {communicator.name}"
         self._client.ask("break", [f"of/{self._rank}/{communicator.name}/"], what=what)
 
     def values(self, communicator: Communicator, value: bytes, seconds: float) -> list[bytes]:
-        """Collect what every member gives, as bytes, by position."""
+        """Gather the bytes of every member, by position."""
         number = next(communicator.operations)
         self._put(f"{communicator.name}/{number}", [value], words="values", at="")
         everybody = range(len(communicator.ranks))
@@ -151,8 +151,8 @@ class Exchange:
         what: str,
     ) -> dict[int, _Given]:
         members = [communicator.ranks[position] for position in positions]
-        speakers = [self._families.speaker(communicator, member) for member in members]
-        keys = [f"of/{speaks}/{name}/{number}" for speaks, name in speakers]
+        sources = [self._families.representative_in(communicator, member) for member in members]
+        keys = [f"of/{source}/{name}/{number}" for source, name in sources]
         unique = list(dict.fromkeys(keys))
         if not unique:
             return {}
@@ -160,19 +160,19 @@ class Exchange:
         by_key = dict(zip(unique, map(_read, found), strict=True))
         return {place: by_key[key] for place, key in zip(positions, keys, strict=True)}
 
-    def tell(self, communicator: Communicator, peer: int, data: bytes, tag: str) -> None:
-        """Give bytes to the member at a position, who hears those of one tag in their order."""
+    def send(self, communicator: Communicator, peer: int, data: bytes, tag: str) -> None:
+        """Send bytes to the member at a position, which receives messages of one tag in order."""
         number = communicator.next_message("to", peer, tag)
         steps = (peer - communicator.mine) % len(communicator.ranks)
         self._put(f"{communicator.name}/+{steps}/{tag}/{number}", [data], words="send", at="")
 
-    def hear(self, communicator: Communicator, peer: int, tag: str) -> Callable[[float], bytes]:
-        """Return what waits, so many seconds, for the next bytes that a member tells this rank."""
+    def receive(self, communicator: Communicator, peer: int, tag: str) -> Callable[[float], bytes]:
+        """Return a function that waits some seconds for the next bytes from a member."""
         number = communicator.next_message("from", peer, tag)
         sender = communicator.ranks[peer]
         steps = (communicator.mine - peer) % len(communicator.ranks)
-        speaks, name = self._families.speaker(communicator, sender)
-        key = f"of/{speaks}/{name}/+{steps}/{tag}/{number}"
+        source, name = self._families.representative_in(communicator, sender)
+        key = f"of/{source}/{name}/+{steps}/{tag}/{number}"
 
         def wait(seconds: float) -> bytes:
             what = f"message {number} of rank {sender}, tag {tag}, in {communicator.name}"
@@ -184,9 +184,9 @@ class Exchange:
     def _message(self, communicator: Communicator, asked: Operation) -> Finish:
         if asked.op == "send":
             data = b"".join(map(bytes_of, asked.inputs))
-            self.tell(communicator, asked.peer, data, str(asked.tag))
+            self.send(communicator, asked.peer, data, str(asked.tag))
             return lambda _: None
-        wait = self.hear(communicator, asked.peer, str(asked.tag))
+        wait = self.receive(communicator, asked.peer, str(asked.tag))
 
         def finish(seconds: float) -> None:
             data = wait(seconds)
@@ -197,7 +197,7 @@ class Exchange:
 
 
 def seconds_of(group: ProcessGroup) -> float:
-    """Return the time-out of a group."""
+    """Return the time-out of a group in seconds."""
     for kind in ("cpu", "cuda"):
         if (timeout := _internals.group_timeout(group, torch.device(kind))) is not None:
             return timeout.total_seconds()
@@ -206,12 +206,12 @@ def seconds_of(group: ProcessGroup) -> float:
 
 def _read(value: bytes) -> _Given:
     head, _, data = value.partition(b"\n")
-    told = json.loads(head)
-    return _Given(told["sizes"], data, told["at"], told["words"])
+    fields = json.loads(head)
+    return _Given(fields["sizes"], data, fields["at"], fields["words"])
 
 
 def _parts(asked: Operation, size: int) -> list[bytes]:
-    """List what this rank gives, for every position; one part where all get the same."""
+    """List the parts of the input for every position; one part if all get the same."""
     parts: Sequence[Tensor] = asked.inputs
     if asked.op == "all_to_all" and len(parts) == 1:
         x = asked.inputs[0]
@@ -223,7 +223,7 @@ def _parts(asked: Operation, size: int) -> list[bytes]:
 
 
 def _members(asked: Operation, communicator: Communicator) -> Sequence[int]:
-    """Return the positions of those that this rank waits for."""
+    """Return the positions of the members for which this rank waits."""
     if asked.op in ("broadcast", "scatter"):
         return [asked.root]
     if asked.op in ("reduce", "gather") and asked.root != communicator.mine:
@@ -232,10 +232,10 @@ def _members(asked: Operation, communicator: Communicator) -> Sequence[int]:
 
 
 def _write(asked: Operation, given: dict[int, _Given], mine: int) -> None:
-    """Write what those gave that this rank waits for: all of it, or its part of each."""
+    """Write the inputs of other members to the outputs: whole, or the part for this rank."""
     others = [given[position] for position in sorted(given)]
     parts = [each.part(mine) if asked.op in _PARTED else each.data for each in others]
-    if not parts:  # others get it
+    if not parts:  # other ranks get the output
         return
     if asked.reduction:
         _reduce(asked.outputs[0], parts, asked.reduction)

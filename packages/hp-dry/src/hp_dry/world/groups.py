@@ -1,4 +1,4 @@
-"""Groups of ranks that a program has made, each with its communicator: `Groups`."""
+"""Process groups of a program with their communicators: `Groups`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NamedLists: TypeAlias = "list[tuple[str, str, tuple[int, ...]]]"
 
 
 class Groups:
-    """Process groups of a dry world, which torch makes and this rank records.
+    """Process groups of a dry world, which torch makes and this class records.
 
     Attributes:
         recorder: Recorder of this rank's device.
         rank: Global rank of this process.
-        makes_alone: Whether only members take part in the making of groups now.
-        exchange: What hosts tell each other.
+        makes_alone: Whether only members take part in the creation of groups now.
+        exchange: Operations between hosts.
     """
 
     def __init__(self, recorder: DeviceRecorder, classes: Classes, client: HubClient) -> None:
@@ -40,7 +40,7 @@ class Groups:
     def note_group(
         self, purpose: str, ranks: Sequence[int], *, is_first: bool = False
     ) -> tuple[str, str]:
-        """Note that a group is made, by every rank of the world; return its name and family."""
+        """Record the creation of a group by all ranks of the world; return its name and family."""
         name, family = self._add("world" if is_first else purpose, ranks)
         if not is_first and not self.makes_alone:
             world = next(iter(self.recorder.trace.groups))
@@ -50,7 +50,7 @@ class Groups:
     def note_member(
         self, group: ProcessGroup, name: str, family: str, ranks: Sequence[int]
     ) -> None:
-        """Note that this rank is in a group that was made."""
+        """Record that this rank is a member of a new group."""
         is_eager = group.bound_device_id is not None
         self._join(group, name, family, tuple(ranks), is_eager=is_eager)
         if is_eager and self.has_nccl(group):  # torch binds groups of Gloo as well
@@ -61,7 +61,7 @@ class Groups:
     def split_lists(
         self, parent: ProcessGroup, lists: Sequence[Sequence[int]], purpose: str
     ) -> NamedLists:
-        """Note that a group is split, by every rank in it; return names, families and ranks."""
+        """Record the split of a group by all its ranks; return names, families and ranks."""
         known = self.communicator(parent)
         purpose = purpose or f"{known.family} split"
         found: NamedLists = []
@@ -74,7 +74,7 @@ class Groups:
         return found
 
     def note_split(self, group: ProcessGroup, lists: NamedLists) -> None:
-        """Note that this rank is in a group that was split off."""
+        """Record that this rank is a member of a group from a split."""
         for name, family, ranks in lists:
             if self.rank in ranks:
                 self._join(group, name, family, ranks, is_eager=True)
@@ -93,26 +93,26 @@ class Groups:
         self._communicators[group], self.recorder.trace.groups[name] = made, ranks
 
     def communicator(self, group: ProcessGroup) -> Communicator:
-        """Return what is known of a group.
+        """Return the communicator of a group.
 
         Raises:
-            RuntimeError: If it was made elsewhere.
+            RuntimeError: If the group was made outside the dry run.
         """
         if (found := self._communicators.get(group)) is None:
             raise RuntimeError(f"group {group.group_name} was not made inside the dry run")
         return found
 
     def forget_groups(self) -> None:
-        """Forget all: the default group was destroyed."""
+        """Drop all groups, after the default group was destroyed."""
         self._communicators.clear()
 
     def give_up(self, group: ProcessGroup) -> None:
-        """Let those fail who wait for this rank in a group."""
+        """Let ranks fail that wait for this rank in a group."""
         if group in self._communicators:
             self.exchange.give_up(self._communicators[group])
 
     def note_connected(self, name: str) -> None:
-        """Note that NCCL has connected the ranks of a communicator, unless that was noted."""
+        """Record that NCCL has connected the ranks of a communicator, unless it is recorded."""
         if name not in self.recorder.trace.connected:
             self.recorder.trace.connected.append(name)
 

@@ -1,8 +1,8 @@
-"""Hub of the processes of a dry run: keys and bytes that they tell each other, in the parent.
+"""Hub of the processes of a dry run: a key-value store in the parent.
 
-One socket of this machine's file system, in a folder of this user alone; nothing of it is a pickle.
-A process asks with a line of JSON and pieces of bytes, and is answered alike; who asks for keys
-that nobody has set yet is answered later.
+It is a Unix socket in a folder that only this user can enter; nothing is pickled. Requests and
+answers are a line of JSON and pieces of bytes. A request for keys that are not set yet is answered
+later.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _BACKLOG = 128
 
 
 class HubError(RuntimeError):
-    """Tells that what was asked for did not come, or cannot come any more."""
+    """Error of a request whose keys were not set in time, or cannot be set any more."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A process that asked for keys that are not all there."""
+    """Request for keys that are not all set."""
 
     connection: Connection
     keys: list[str]
@@ -39,10 +39,10 @@ class _Waiting:
 
 
 class Hub:
-    """The keys of one dry run, and who waits for which of them.
+    """Keys of one dry run, and requests that wait for keys.
 
     Args:
-        path: Path of its socket, in a folder that nobody else can enter.
+        path: Path of its socket, in a folder that only this user can enter.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class Hub:
         self.sources: list[socket.socket | Connection] = [self._socket]
 
     def serve(self, source: object) -> None:
-        """Answer one of `sources` that can be read."""
+        """Answer a source of `sources` that has data."""
         if not isinstance(source, Connection):
             self.sources.append(Connection(self._socket.accept()[0].detach()))
             return
@@ -68,16 +68,16 @@ class Hub:
             self._forget(source)
 
     def look(self) -> None:
-        """Answer those that have waited long enough."""
+        """Refuse requests whose time is over."""
         for each in [each for each in self._waiting if time.monotonic() > each.deadline]:
             self._refuse(each, "wait timeout: it did not come within the time-out")
 
-    def who_waits(self) -> list[str]:
-        """Say who waits for what."""
+    def waiting_in_words(self) -> list[str]:
+        """Describe the requests that wait, in words."""
         return [f"rank {each.rank} waits for {each.what}" for each in self._waiting]
 
     def end_of(self, rank: int) -> None:
-        """Refuse those who wait for what a rank gives to operations: it has ended."""
+        """Refuse requests for inputs of a rank that has ended."""
         self._broken.append((f"of/{rank}/", f"rank {rank} has ended"))
         self._answer_waiting()
 
@@ -119,7 +119,7 @@ class Hub:
         self._answer_waiting()
 
     def _answer_waiting(self) -> None:
-        """Answer those whose keys are there now, or cannot come any more."""
+        """Answer requests whose keys are set now, or cannot be set any more."""
         for each in [*self._waiting]:
             if all(key in self._values for key in each.keys):
                 self._waiting.remove(each)
@@ -150,13 +150,13 @@ def _send(connection: Connection, head: dict[str, object], pieces: Sequence[byte
 def _try_to_send(
     connection: Connection, head: dict[str, object], pieces: Sequence[bytes] = ()
 ) -> None:
-    with suppress(OSError):  # it has ended meanwhile, and its end of the connection will say so
+    with suppress(OSError):  # the process has ended, which `serve` will notice
         _send(connection, head, pieces)
 
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Another path of a socket: that of a Unix socket may have 107 bytes, that of a folder more."""
+    """Yield a short path of a socket, since the path of a Unix socket has at most 107 bytes."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -165,7 +165,7 @@ def _short(path: Path) -> Iterator[str]:
 
 
 class HubClient:
-    """A process that asks the hub; any of its threads may, each has a connection of its own.
+    """Client of the hub in a process; each of its threads has a connection of its own.
 
     Args:
         path: Path of the hub's socket.
@@ -186,34 +186,34 @@ class HubClient:
         what: str = "",
         amount: int = 0,
     ) -> tuple[int, list[bytes]]:
-        """Ask the hub for something and wait for its answer.
+        """Send a request to the hub and wait for its answer.
 
         Args:
             do: Command: `set`, `get`, `wait`, `add`, `check`, `compare_set`, `delete`, `break` or
                 `count`.
             keys: Keys of the command; for `break`, the prefix of keys that will not be set.
-            pieces: Values to be set or compared.
+            pieces: Values to set or to compare.
             timeout: Seconds that `get` and `wait` may take.
-            what: Words for messages: what is awaited; for `break`, why it will not come.
+            what: Words for messages about the awaited keys; for `break`, the reason.
             amount: Number that `add` adds.
 
         Returns:
-            A number, and what the keys hold.
+            Number, and values of the keys.
 
         Raises:
-            HubError: If keys were not set in time, or whoever was to set them gave up.
+            HubError: If keys were not set in time, or the rank that should set them gave up.
         """
         connection = self._connection()
         head = {"do": do, "keys": list(keys), "timeout": timeout, "rank": self._rank}
         try:
             _send(connection, {**head, "what": what, "amount": amount}, pieces)
-            told = json.loads(connection.recv_bytes())
-            found = [connection.recv_bytes() for _ in range(told["pieces"])]
+            answer = json.loads(connection.recv_bytes())
+            found = [connection.recv_bytes() for _ in range(answer["pieces"])]
         except (EOFError, OSError):
             raise HubError("the dry run has ended: Connection closed by peer") from None
-        if "error" in told:
-            raise HubError(f"{what or keys}: {told['error']}")
-        return told["value"], found
+        if "error" in answer:
+            raise HubError(f"{what or keys}: {answer['error']}")
+        return answer["value"], found
 
     def _connection(self) -> Connection:
         found: Connection | None = getattr(self._threads, "connection", None)

@@ -1,4 +1,4 @@
-"""Objects that ranks tell each other over NCCL: the device loses them, so the hosts say them."""
+"""Object collectives over NCCL, carried out between hosts, since a dry device stores no values."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 def enter_stand_ins(stack: ExitStack, groups: Groups) -> None:
     """Let torch's object collectives over NCCL carry their objects until `stack` is closed.
 
-    They are pickled, as torch does it, and go from one process of the dry run to another; what the
-    device would do for them is done for their sizes.
+    Objects are pickled, as torch does, and sent between processes of the dry run. The operations of
+    the device are carried out for the sizes of the objects.
     """
     objects = _Objects(groups)
     functions = {
@@ -39,7 +39,7 @@ class _Objects:
         self._groups = groups
 
     def over_nccl(self, plain: Callable[..., T], ours: Callable[..., T]) -> Callable[..., T]:
-        """`plain` for groups that serve the host, `ours` for others."""
+        """Return a function that calls `plain` for groups with a host back end, else `ours`."""
 
         def either(*args: object, group: object = None, **kwargs: object) -> T:
             positions = _GROUP_POSITIONS[plain.__name__]
@@ -105,7 +105,7 @@ class _Objects:
     ) -> None:
         peer, data = _root(group, dst, group_dst), pickle.dumps(object_list)
         groups = self._groups
-        groups.exchange.tell(groups.communicator(group), peer, data, "objects")
+        groups.exchange.send(groups.communicator(group), peer, data, "objects")
         for x in self._staged(len(object_list), len(data)):
             _pass(dist.isend, x, peer, group, use_batch=use_batch)
 
@@ -119,7 +119,7 @@ class _Objects:
         use_batch: bool = False,
     ) -> int:
         peer, groups = _root(group, src, group_src), self._groups
-        wait = groups.exchange.hear(groups.communicator(group), peer, "objects")
+        wait = groups.exchange.receive(groups.communicator(group), peer, "objects")
         data = wait(seconds_of(group))
         for x in self._staged(len(object_list), len(data)):
             _pass(dist.irecv, x, peer, group, use_batch=use_batch)
@@ -128,7 +128,7 @@ class _Objects:
         return dist.get_global_rank(group, peer)
 
     def _staged(self, num_objects: int, num_bytes: int) -> list[Tensor]:
-        """Pass on what the device would: sizes, then bytes."""
+        """Make the tensors that the device would exchange: sizes, then bytes."""
         device = self._groups.recorder.device
         return [
             torch.empty(num_objects, dtype=torch.int64, device=device),
@@ -136,15 +136,15 @@ class _Objects:
         ]
 
     def _everybody(self, group: ProcessGroup, value: object) -> list[Any]:
-        """Gather what every member gives: on the device sizes, which the host reads, and bytes."""
+        """Gather a value of every member, with operations on sizes and bytes on the device."""
         groups, data = self._groups, pickle.dumps(value)
-        told = groups.exchange.values(groups.communicator(group), data, seconds_of(group))
-        longest = max(map(len, told))
-        found = self._staged(len(told), len(told) * longest)
+        given = groups.exchange.values(groups.communicator(group), data, seconds_of(group))
+        longest = max(map(len, given))
+        found = self._staged(len(given), len(given) * longest)
         for everyones, mine in zip(found, self._staged(1, longest), strict=True):
             _internals.all_gather(everyones, mine, group=group)
             everyones.cpu()
-        return [pickle.loads(each) for each in told]  # noqa: S301 # of children of one process
+        return [pickle.loads(each) for each in given]  # noqa: S301 # of children of one process
 
 
 def _pass(  # as torch does it: alone, or as a batch of one
@@ -174,7 +174,7 @@ _GROUP_POSITIONS = {
     "broadcast_object_list": 2,
     "scatter_object_list": 3,
 }
-"""Where the group is among the positional arguments."""
+"""Position of the group among the positional arguments."""
 
 
 def _root(group: ProcessGroup, rank: int | None, position: int | None) -> int:

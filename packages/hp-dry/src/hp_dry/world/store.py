@@ -1,4 +1,4 @@
-"""The store of a dry run's default group, in which a representative speaks for its class."""
+"""Store of the default group of a dry run, in which a representative answers for its class."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _OF_A_RANK = re.compile(f"(.*(?:{'|'.join(RANK_KEYS)}))/([0-9]+)")
 
 
 class DryStore(Store):
-    """Keys of all representatives; where most ranks have no process, they answer as if they had.
+    """Store of all representatives, which behaves as if every rank had a process.
 
-    - `add` adds the amount once for every rank of the class, and returns what the representative
-      would have seen as the last of them. Keys that name this rank's own device are the rank's own.
-    - What a rank says of itself (`RANK_KEYS` of a liveness check) is what its representative says.
+    - `add` adds the amount once for every rank of the class, and returns the number that the
+      representative would see as the last of them. Keys with this rank's device belong to it alone.
+    - Keys of a rank about itself (`RANK_KEYS` of a liveness check) are those of its representative.
 
     Args:
         client: Connection to the hub.
         classes: Classes of the ranks, each with its representative.
-        own: Part of a key that belongs to this rank alone: the UUID of its device.
+        own: Part of keys that belong to this rank alone: the UUID of its device.
     """
 
     def __init__(self, client: HubClient, classes: Classes, *, rank: int, own: str) -> None:
@@ -39,11 +39,11 @@ class DryStore(Store):
         return timedelta(seconds=self._seconds)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let `get` and `wait` take this long."""
+        """Set the time-out of `get` and `wait`."""
         self._seconds = timeout.total_seconds()
 
     def clone(self) -> DryStore:
-        """Return a store of the same keys: every thread has a connection of its own anyway."""
+        """Return this store, in which every thread has a connection of its own."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -77,7 +77,7 @@ class DryStore(Store):
         return self._client.ask("add", [_named(key)], amount=amount * times)[0]
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key that has the expected value, or none where that is empty."""
+        """Set a key if it has the expected value, or if it is unset and that value is empty."""
         pieces = [_bytes(expected), _bytes(desired)]
         return self._client.ask("compare_set", [_named(key)], pieces)[1][0]
 

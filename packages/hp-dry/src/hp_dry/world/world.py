@@ -1,9 +1,9 @@
-"""The other ranks of a dry run: groups, operations between ranks, and a store.
+"""World of a dry run: operations between ranks, and the store of the default group.
 
-Operations on tensors of the device are written down as `Collective` on the stream of their
-communicator and return at once, as on NCCL. Operations on tensors of the host are carried out
-between the processes of the dry run (`hp_dry.world.exchange`) and written down as
-`HostMessage`. torch's own code makes the groups, of back ends that stand for NCCL and Gloo.
+Operations on tensors of the device are recorded as `Collective` on the stream of their communicator
+and return at once, as on NCCL. Operations on tensors of the host are carried out between the
+processes of the dry run (`hp_dry.world.exchange`) and recorded as `HostMessage`. torch's own code
+makes the groups, with back ends that replace NCCL and Gloo.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from hp_platform.failures import messages
 
 
 class _Thread(threading.local):
-    """State that a thread of the host has of its own."""
+    """Thread-local state of a thread of the host."""
 
     batch = -1
     work = -1
@@ -60,10 +60,10 @@ class _Thread(threading.local):
 
 
 class DryWorld:
-    """Context in which the rank of a `DryDevice` is one of many.
+    """Context in which the rank of a `DryDevice` is one of many ranks.
 
     Args:
-        device: Device of this rank, which was entered already.
+        device: Device of this rank, whose context was entered before.
         classes: Classes of the ranks, each with its representative.
         client: Connection to the hub that all representatives share.
     """
@@ -74,7 +74,7 @@ class DryWorld:
         self.groups = Groups(device, classes, client)
         self.thread = _Thread()
         self._stores: list[DryStore] = []
-        self._unwaited: dict[int, Work] = {}  # by block, results that nobody has waited for
+        self._unwaited: dict[int, Work] = {}  # by block, results of operations without a wait
         self._batches = count(1)
         self._stack = ExitStack()
 
@@ -86,7 +86,7 @@ class DryWorld:
             stack.enter_context(operator_kernels("c10d", kernels, "CPU", "Meta"))
             stack.enter_context(rendezvous_by(self._rendezvous))
             change(stack, self.device, on_collective=self._on_collective)
-            change(stack, messages, _device=self._carries_values)
+            change(stack, messages, _device=self._host_for_values)
             self._stack = stack.pop_all()
         return self
 
@@ -96,20 +96,20 @@ class DryWorld:
     def _rendezvous(self, _: str, **__: object) -> Iterator[tuple[DryStore, int, int]]:
         own = str(torch.cuda.get_device_properties(self.device.device).uuid)
         store = DryStore(self.client, self.classes, rank=self.rank, own=own)
-        self._stores.append(store)  # C++ holds its own half of it alone
+        self._stores.append(store)  # C++ refers to its own half of the store only
         yield store, self.rank, self.size
 
     def _start_batch(self) -> None:
-        """Let what this thread starts from now on be one operation."""
+        """Begin a batch: operations of this thread count as one until its end."""
         self.thread.batch, self.thread.work = next(self._batches), self.device.new_work()
 
     def _end_batch(self) -> Work:
-        """End a batch; return its handle."""
+        """End a batch and return its handle."""
         work, self.thread.batch, self.thread.work = self.thread.work, -1, -1
         return self._device_work(work)
 
     def _on_collective(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
-        """Carry out an operator of c10d or its like on tensors of the device."""
+        """Carry out an operator between ranks on tensors of the device."""
         if func.namespace == "_c10d_functional" and func.name().endswith("::wait_tensor"):
             if (wait := self._unwaited.pop(self.device.block_of(args[0]), None)) is not None:
                 wait.wait()
@@ -117,7 +117,7 @@ class DryWorld:
         if func.name().endswith("::_wrap_tensor_autograd"):
             return AsyncCollectiveTensor(args[0])
         found = functional_operation(func, args, kwargs)
-        if found is None:  # of c10d, whose kernel is one of these
+        if found is None:  # an operator of c10d, which calls a kernel of `_kernel`
             return self.device.run_kernel(func, args, kwargs)
         operations, out = found
         group = group_of(arguments_by_name(func, args, kwargs)["group_name"])
@@ -126,8 +126,8 @@ class DryWorld:
             self._unwaited[self.device.block_of(operation.outputs[0])] = work
         return out
 
-    def _carries_values(self, group: ProcessGroup) -> torch.device:
-        """Let values that travel over NCCL as JSON go by the host instead, to be there to read."""
+    def _host_for_values(self, group: ProcessGroup) -> torch.device:
+        """Let `all_gather_json` use the host instead of NCCL, so that its values can be read."""
         self.thread.carried = group
         return torch.device("cpu")
 
@@ -181,7 +181,7 @@ class DryWorld:
         for asked in operations:
             name = self._queue_of(communicator, asked, is_batched=batch >= 0)
             self.groups.note_connected(name)
-            # torch runs what the host waits for at once on the stream of the host.
+            # torch runs synchronous operations on the current stream.
             is_own = is_async or is_batched or asked.peer >= 0
             stream = device.stream_of_group(name) if is_own else issuer
             outputs = tuple(device.see(x, asked.op) for x in asked.outputs)
@@ -208,14 +208,14 @@ class DryWorld:
         return self._device_work(work, held if is_own else [], awaited=awaited)
 
     def _connect(self, communicator: Communicator, asked: Operation, *, is_batched: bool) -> None:
-        """NCCL connects a group that is bound to no device when all have come to its first use."""
+        """Record that NCCL connects a group at its first use, unless it is bound to a device."""
         if communicator.is_connected or (asked.peer >= 0 and not is_batched):
-            return  # a message alone connects its pair, which is not written down
+            return  # a single message connects its pair, which is not recorded
         communicator.is_connected = True
         self.device.emit(HostMessage(op="connect", group=communicator.name, shapes=()))
 
     def _queue_of(self, communicator: Communicator, asked: Operation, *, is_batched: bool) -> str:
-        """Name of NCCL's communicator: a message alone has one of its pair, unless it is eager."""
+        """Return the name of NCCL's communicator; a single message uses one of its two ranks."""
         if asked.peer < 0 or is_batched or communicator.is_eager or len(communicator.ranks) == 2:
             return communicator.name
         pair = sorted((communicator.ranks[asked.peer], self.rank))
@@ -226,8 +226,8 @@ class DryWorld:
     def _device_work(
         self, work: int, held: Sequence[Tensor] = (), *, awaited: int | None = None
     ) -> Work:
-        """The handle of an operation; the host waits for the stream `awaited` of a barrier."""
-        kept = [*held]  # torch keeps them alive until the operation was waited for
+        """Return the handle of an operation; `awaited` is the stream that the host waits for."""
+        kept = [*held]  # torch refers to them until a wait for the operation
 
         def wait(_: object) -> bool:
             kept.clear()
@@ -239,14 +239,14 @@ class DryWorld:
         return work_of(wait)
 
     def _staged(self, communicator: Communicator, operations: Sequence[Operation]) -> Work:
-        """Gloo on tensors of the device: through the host, whose numbers nobody has."""
+        """Record operations of Gloo on tensors of the device, which go through the host."""
         for asked in operations:
             num_bytes = sum(x.numel() * x.element_size() for x in asked.inputs)
             stream = self.device.current_stream()
             self.device.emit(
                 HostWait(what="gloo: copy to host", stream=stream, num_bytes=num_bytes)
             )
-            self._tell(communicator, asked, waits=True, work=-1)
+            self._record_message(communicator, asked, waits=True, work=-1)
         return work_of(lambda _: True)
 
     def _on_host(
@@ -255,7 +255,7 @@ class DryWorld:
         at, work = sites.here()[0], self.device.new_work()
         finishes = []
         for asked in operations:
-            self._tell(communicator, asked, waits=False, work=work)
+            self._record_message(communicator, asked, waits=False, work=work)
             finishes.append(self.groups.exchange.start(communicator, asked, at))
         usual = seconds_of(group)
 
@@ -273,7 +273,7 @@ class DryWorld:
 
         return work_of(wait)
 
-    def _tell(
+    def _record_message(
         self, communicator: Communicator, asked: Operation, *, waits: bool, work: int
     ) -> None:
         self.device.emit(

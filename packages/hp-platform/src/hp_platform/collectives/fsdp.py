@@ -168,7 +168,7 @@ class _GatherInPlace(_Gather):
         if self._memory is None or self._memory.nbytes != num_bytes:
             self._memory = self._channel.common(num_bytes)
         elif not self._is_copied:
-            _say(self._channel).wait()
+            _announce(self._channel).wait()
         self._is_copied = False
         return self._memory.view(dtype).view(*size)
 
@@ -176,14 +176,14 @@ class _GatherInPlace(_Gather):
         """Announce that this rank has written its part."""
         if self._memory is None or parts.data_ptr() != self._memory.data_ptr():
             return super().post(parts, channel, rank)
-        return _say(channel)
+        return _announce(channel)
 
     def was_reduced(self) -> None:
         """Note that ranks have copied the gathered parameters, if they waited for the gather."""
         self._is_copied = self.last is not None and self.last.is_over
 
 
-def _say(channel: Channel) -> Exchange:
+def _announce(channel: Channel) -> Exchange:
     """Announce that this rank has come here, without any bytes."""
     return channel.post(0, fill=lambda _: None, read=lambda _: None)
 

@@ -111,7 +111,7 @@ class Channel:
         self._rank, self._global_ranks, self._timeout = rank, global_ranks, timeout
         self._memories = memories
         self._inlets, self._outlets = pipes
-        self._heard = {other: (deque[int](), deque[int]()) for other in self._inlets}
+        self._received = {other: (deque[int](), deque[int]()) for other in self._inlets}
         self._common_bytes = 0
         self._num_posted = 0
         self._is_free = True  # whether the slot of the next exchange is free
@@ -191,7 +191,7 @@ class Channel:
             self._under_way[0].wait()
         if not self._is_free:
             for other in self._inlets:
-                self._hear(other, _READ)
+                self._receive(other, _READ)
             self._is_free = True
         return slots[self._num_posted % len(slots)].bytes(size, grow=True)
 
@@ -207,7 +207,7 @@ class Channel:
                 when another exchange needs the slot.
         """
         fill(self.memory(size))
-        self._tell(_POSTED, size)
+        self._send(_POSTED, size)
         num_slots = len(self._memories[self._rank]) - 1
         exchange = Exchange(self, self._num_posted % num_slots, size, read)
         self._under_way.append(exchange)
@@ -220,7 +220,7 @@ class Channel:
         while not exchange.is_done:
             oldest = self._under_way.popleft()
             for other in self._inlets:
-                size = self._hear(other, _POSTED)
+                size = self._receive(other, _POSTED)
                 if size != oldest.size:  # each would read something else of the other's memory
                     raise RuntimeError(
                         f"bytes here ({oldest.size}) must equal bytes of rank "
@@ -228,36 +228,36 @@ class Channel:
                         "same parameters in a microbatch, and have gradients of the same"
                     )
             oldest.read([slots[oldest.slot].bytes(oldest.size) for slots in self._memories])
-            self._tell(_READ)
+            self._send(_READ)
             oldest.is_done = True
 
-    def _tell(self, what: int, size: int = 0) -> None:
+    def _send(self, what: int, size: int = 0) -> None:
         for outlet in self._outlets.values():
             # A rank that has ended needs no message; the next wait notices its end.
             with suppress(BrokenPipeError):
                 os.write(outlet, _MESSAGE.pack(what, size))  # few bytes: all of them, or none
 
-    def _hear(self, other: int, what: int) -> int:
+    def _receive(self, other: int, what: int) -> int:
         """Wait for the next message of a kind from another rank; return the bytes it names."""
-        heard, inlet = self._heard[other], self._inlets[other]
+        received, inlet = self._received[other], self._inlets[other]
         deadline = time.monotonic() + self._timeout.total_seconds()
         poll = select.poll()
         poll.register(inlet, select.POLLIN)
-        while not heard[what]:
+        while not received[what]:
             try:
                 left = deadline - time.monotonic()
                 if left <= 0 or not poll.poll(left * 1000):
                     raise TimeoutError(f"it did not come within {self._timeout}")
-                told = os.read(inlet, _MOST * _MESSAGE.size)
-                if not told:
+                messages = os.read(inlet, _MOST * _MESSAGE.size)
+                if not messages:
                     raise BrokenPipeError("it has ended")
             except OSError as error:
                 raise RuntimeError(
                     f"an exchange with rank {self._global_ranks[other]} failed: {error}"
                 ) from error
-            for kind, size in _MESSAGE.iter_unpack(told):
-                heard[kind].append(size)
-        return heard[what].popleft()
+            for kind, size in _MESSAGE.iter_unpack(messages):
+                received[kind].append(size)
+        return received[what].popleft()
 
 
 class Exchange:

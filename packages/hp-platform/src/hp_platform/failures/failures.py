@@ -309,8 +309,8 @@ def ask_by(asker: Callable[[BaseException], FailureReport | None]) -> None:
 def _report_of_another(error: BaseException, notes: Sequence[FailureNote]) -> FailureReport | None:
     # A failure of the whole program breaks the groups of its parts as well.
     notes = [*notes, world_note()]
-    if (told := _told(error)) is not None:
-        return next(filter(None, (note.read() for note in notes)), told)
+    if (own := _report_in(error)) is not None:
+        return next(filter(None, (note.read() for note in notes)), own)
     deadline, suspected = time.monotonic() + _SETTLE_SECONDS, None
     while True:
         if found := next(filter(None, (note.read() for note in notes)), None):
@@ -328,7 +328,7 @@ def is_echo(error: BaseException) -> bool:
     Such errors are those of Gloo, NCCL and stores with certain words, and errors with an attribute
     `report` of type `FailureReport`, such as `PeerError`.
     """
-    if _told(error) is not None:
+    if _report_in(error) is not None:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(echo in text for echo in _ECHOES)
@@ -341,7 +341,7 @@ def is_no_failure(error: BaseException) -> bool:
     return early or isinstance(error, GeneratorExit)
 
 
-def _told(error: BaseException) -> FailureReport | None:
+def _report_in(error: BaseException) -> FailureReport | None:
     report = getattr(error, "report", None)
     return report if isinstance(report, FailureReport) else None
 

@@ -31,7 +31,7 @@ from hp_platform.failures.failures import (
     break_group,
     describe,
 )
-from hp_platform.threads.places import main_place, place_of, stand
+from hp_platform.threads.places import describe_stacks, main_place, place_of
 
 _KEY = "hp_platform/liveness"
 _PROCESS_KEY = "hp_platform/process"
@@ -63,7 +63,7 @@ class Answer:
     @classmethod
     def now(cls) -> Answer:
         """Describe this process."""
-        waits, stack = stand()
+        waits, stack = describe_stacks()
         return cls(main_place(), waits, stack)
 
     @classmethod

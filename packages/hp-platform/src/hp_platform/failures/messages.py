@@ -74,9 +74,9 @@ def all_gather_json(value: T, *, of: type[T], group: ProcessGroup | None) -> lis
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
     _internals.all_gather(received, padded.to(device), group=group)
-    told = bytes_of(received)
+    data = bytes_of(received)
     return [
-        _decode(told[rank * longest :][:size], of, rank, group) for rank, size in enumerate(sizes)
+        _decode(data[rank * longest :][:size], of, rank, group) for rank, size in enumerate(sizes)
     ]
 
 
@@ -104,11 +104,11 @@ def on_one_rank(make: Callable[[], T], *, of: type[T], group: ProcessGroup, wher
             text = _encode(make())
     size = torch.tensor([len(text)], device="cpu")
     dist.broadcast(size, group_src=0, group=group)
-    told = torch.empty(_checked_size(int(size), 0, group), dtype=torch.uint8, device="cpu")
+    data = torch.empty(_checked_size(int(size), 0, group), dtype=torch.uint8, device="cpu")
     if group.rank() == 0:
-        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    dist.broadcast(told, group_src=0, group=group)
-    return _decode(bytes_of(told), of, 0, group)
+        data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(data, group_src=0, group=group)
+    return _decode(bytes_of(data), of, 0, group)
 
 
 def _encode(value: object) -> bytes:

@@ -103,7 +103,7 @@ def place_of(error: BaseException) -> str:
     return place
 
 
-def stand() -> tuple[bool, list[str]]:
+def describe_stacks() -> tuple[bool, list[str]]:
     """Describe the stacks of this process; any thread may call this.
 
     Returns:

@@ -30,7 +30,7 @@ from hp_platform import FailureReport, PeerError, RankInfo, default_note
 from hp_platform.failures.failures import WORLD_KEY
 from hp_platform.failures.liveness import whom_to_blame
 from hp_platform.launch import INIT_METHOD_VARIABLE
-from hp_platform.threads.places import main_place, stand
+from hp_platform.threads.places import describe_stacks, main_place
 from hp_trainer.config.options import Resolved
 from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.agent import (
@@ -222,7 +222,7 @@ def _watch(worker: Worker, hang_seconds: float) -> None:
 
 def _report(why: str) -> FailureReport:
     """Say which rank the others wait for."""
-    waits, stack = stand()
+    waits, stack = describe_stacks()
     error = HangError(why)
     if waits:
         return whom_to_blame(error)
