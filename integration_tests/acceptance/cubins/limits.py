@@ -35,7 +35,7 @@ Table = dict[str, Resources]
 
 _HEAD = """\
 # What a program of each kernel takes at most: registers of a thread, bytes of its stack, bytes of
-# shared memory, bytes of the cubin. Written by `nox -s cubins -- --write`.
+# shared memory, bytes of the cubin without lines of sources. Written by `nox -s cubins -- --write`.
 """
 
 
