@@ -23,11 +23,10 @@ class DryDevice(DeviceRecorder):
     """The GPU of one rank, which computes nothing: code that runs on it runs for its shapes.
 
     Inside the context `cuda` is a device for any build of torch: tensors on it have shapes, dtypes
-        and a storage, but no memory, and their operators are recorded in `trace`. Tensors on the
-        CPU are
-    real. The host reads zeros from the device. Methods of torch's classes are patched meanwhile, so
-    that a process can be in one such context at a time; threads that are started inside are in it
-    too. A program continues after a mistake such as operands on two devices, or a copy to the host
+    and a storage, but no memory, and their operators are recorded in `trace`. Tensors on the CPU
+    are real. The host reads zeros from the device. Methods of torch's classes are patched
+    meanwhile, so that a process can be in one such context at a time; threads that are started
+    inside are in it too. A program continues after a mistake such as operands on two devices, or a copy to the host
     without a wait for it, which is recorded as a `Fault`.
     """
 

@@ -28,13 +28,13 @@ def to_hf(
 
     Args:
         state_dict: Tensors by name, such as `module.state_dict()`. Stacked tensors are plain
-            tensors of some experts, or `DTensor`s that are sharded along any dims.
+            tensors of some experts, or each is a `DTensor` that is sharded along any dims.
         names: Names that the checkpoint uses; None: `ExpertNames()`.
         first_expert: Index of the first expert of plain tensors.
 
     Returns:
-        Views of the local experts; where other dims are sharded as well, `DTensor`s on the axes of
-        the mesh that shard them.
+        Views of the local experts; where other dims are sharded as well, each is a `DTensor` on the
+        axes of the mesh that shard them.
 
     Raises:
         ValueError: If gate and up rows of one tensor are sharded together, or a placement is

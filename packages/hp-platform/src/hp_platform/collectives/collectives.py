@@ -65,8 +65,8 @@ def all_to_all_lazy(
 ) -> Tensor:
     """Start an `all_to_all`; the first use of its result, or of its gradient, waits for it.
 
-    Result and gradient are `AsyncCollectiveTensor`s. The first operation that reads one waits
-    (views do not), so that operations before it overlap with the exchange. torch's own
+    Result and gradient are of the class `AsyncCollectiveTensor`. The first operation that reads one
+    waits (views do not), so that operations before it overlap with the exchange. torch's own
     differentiable all-to-all is lazy in forward only. The compiler places the wait in graphs.
     """
     y: Tensor = _AllToAll.apply(x, *_resolved(x, output_splits, input_splits, group), True)

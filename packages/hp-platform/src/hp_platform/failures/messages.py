@@ -84,8 +84,7 @@ def on_one_rank(make: Callable[[], T], *, of: type[T], group: ProcessGroup, wher
     """Make a value on the first rank and send it to all ranks as JSON, or raise on all ranks.
 
     Use it for a value that all ranks need and one rank can make: the text of a searched schedule,
-        or
-    the contents of a file.
+    or the contents of a file.
 
     Args:
         make: Function that returns the value; called on the first rank of the group only.
