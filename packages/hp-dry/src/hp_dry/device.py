@@ -26,8 +26,8 @@ class DryDevice(DeviceRecorder):
     and a storage, but no memory, and their operators are recorded in `trace`. Tensors on the CPU
     are real. The host reads zeros from the device. Methods of torch's classes are patched
     meanwhile, so that a process can be in one such context at a time; threads that are started
-    inside are in it too. A program continues after a mistake such as operands on two devices, or a copy to the host
-    without a wait for it, which is recorded as a `Fault`.
+    inside are in it too. A program continues after a mistake such as operands on two devices, or a
+    copy to the host without a wait for it, which is recorded as a `Fault`.
     """
 
     def __init__(
