@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hp_base.signals import StopFlag
-from hp_data.progress import Progress
+from hp_data.preparation import Progress
 from hp_platform import RankInfo, new_group
 from hp_platform.testing import run_distributed
 from hp_trainer.launch.heartbeats import Heartbeats

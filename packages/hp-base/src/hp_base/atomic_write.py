@@ -1,7 +1,7 @@
-"""Files that exist whole or not at all, and the removal of files that killed writers left.
+"""Files and folders that exist whole or not at all, and removal of what killed writers left.
 
-A file is written under another name, locked as long as its writer lives, and renamed when it is
-whole. An unfinished file without a lock is a leftover.
+A file or folder is written under another name, locked as long as its writer lives, and renamed when
+it is whole. An unfinished one without a lock is a leftover.
 """
 
 import errno
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _UNFINISHED = re.compile(r"\A.+\.[0-9a-f]{32}\.tmp\Z", re.DOTALL)
 
 
@@ -101,6 +102,39 @@ def remove_unfinished(directory: Path | int) -> None:
             else:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Make a folder in one step: yield a draft to fill, which is renamed at the end.
+
+    If the folder exists by then, it stays, and the draft is removed.
+
+    Args:
+        target: Path of the folder, in a directory that exists.
+    """
+    descriptor, draft = _locked_draft(target)
+    try:
+        yield draft
+        try:
+            draft.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked_draft(target: Path) -> tuple[int, Path]:
+    while True:
+        draft = target.with_name(f"{target.name}.{uuid4().hex}.tmp")
+        draft.mkdir()
+        descriptor = os.open(draft, _FOLDER)
+        # Another process may have removed it as a leftover before it was locked.
+        if try_lock(descriptor) and draft.exists():
+            return descriptor, draft
+        os.close(descriptor)
 
 
 def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:

@@ -1,10 +1,9 @@
-"""From text to batches, every token compared with what was written before it is trained on.
+"""From text to batches of tokens, which are compared with their digests before training.
 
 `corpus` finds the text and cuts it into pieces, `tokenizer` turns text into ids, and `encode` does
 so in as many processes as there are cores. `prepare` writes the ids of a run (`tokens`, and
-`index`, which says what they are), of which `holdout` holds some out for evaluation; `cache` keeps
-them for other runs, in `folders` that are there whole or not at all. `dataset` draws sequences from
-them in an order fixed by the seed.
+`index`, which describes them), of which `holdout` holds some out for evaluation; `cache` keeps
+them for other runs. `dataset` draws sequences from them in an order fixed by the seed.
 """
 
 from typing import TYPE_CHECKING

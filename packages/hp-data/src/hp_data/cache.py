@@ -1,7 +1,8 @@
-"""Tokens that any run of this user can take instead of making them again.
+"""Tokens that runs of this user share instead of making them again.
 
-An entry is a folder as it stands in a run directory, named by all that decides about the tokens. It
-is copied, and compared with its digests meanwhile: a damaged one is removed, and made again.
+An entry is a folder as in a run directory, named by a digest of everything that determines the
+tokens. It is copied, and compared with its digests meanwhile: a damaged one is removed, and made
+again.
 """
 
 import contextlib
@@ -13,10 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hp_base.atomic_write import remove_unfinished
+from hp_base.atomic_write import new_folder, remove_unfinished
 from hp_base.errors import DataError
 from hp_base.own_caches import make_own, opened_own, user_cache
-from hp_data.folders import new_folder
 from hp_data.index import INDEX, Index, read_index, write_index
 from hp_data.tokens import SPLITS, TokenFile
 
@@ -26,26 +26,26 @@ _FILES = (INDEX, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin",
 
 
 _RULES = 3
-"""Version of how ids are made: 3 takes special tokens in text for text, and cuts change no id."""
+"""Version of the rules by which ids are made: 3 reads special tokens in text as text."""
 
 
 def key_of(
     source: str | None, tokenizer: str | None, separator: int, eval_fraction: float | None
 ) -> str:
-    """Name an entry by the text, the tokenizer, its separator and the share held out."""
+    """Return the name of an entry for a text, tokenizer, separator and held-out share."""
     decides = (_RULES, source, tokenizer, separator, eval_fraction)
     return hashlib.blake2b(repr(decides).encode(), digest_size=16).hexdigest()
 
 
 class Cache:
-    """A folder of entries, of which the least recently used go where it becomes too large.
+    """A folder of entries, from which the least recently used are removed when it is too large.
 
-    Nothing is read or written where the folder is not this user's own, or open to others. What
-    cannot be written is not kept.
+    The folder is not used if it is not this user's own, or open to others. An entry that cannot be
+    written is not kept.
 
     Args:
-        folder: Folder of the entries; made when there is something to keep.
-        limit_bytes: Most bytes that all files together may have.
+        folder: Folder of the entries; made with the first entry.
+        limit_bytes: Most bytes of all files together.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
@@ -53,17 +53,17 @@ class Cache:
 
     @classmethod
     def of_user(cls, *, limit_bytes: int) -> "Cache | None":
-        """Open this user's cache, ``$XDG_CACHE_HOME/hp-train``; None if it may hold nothing."""
+        """Return this user's cache, ``$XDG_CACHE_HOME/hp-train``; None for a limit of 0."""
         return cls(user_cache("hp-train"), limit_bytes=limit_bytes) if limit_bytes else None
 
     @property
     def is_empty(self) -> bool:
-        """Tells whether there is nothing to find."""
+        """Tell whether there are no entries."""
         with self._opened() as folder:
             return folder is None or not any(folder.iterdir())
 
     def fetch(self, key: str, directory: Path, *, on_progress: Callable[[], None]) -> bool:
-        """Copy an entry to a new folder; False if there is none that is good."""
+        """Copy an entry to a new folder; return False if there is no good one."""
         with self._opened() as folder:
             if folder is None or not os.path.lexists(folder / key):
                 return False
@@ -81,7 +81,7 @@ class Cache:
             return True
 
     def store(self, directory: Path, index: Index, *, on_progress: Callable[[], None]) -> None:
-        """Keep a copy of a folder that has just been made, and remove what is too much."""
+        """Keep a copy of a folder that has just been made, and remove entries over the limit."""
         if sum((directory / name).stat().st_size for name in _FILES) > self._limit:
             return
         with contextlib.suppress(OSError):
@@ -97,12 +97,12 @@ class Cache:
 
     @contextmanager
     def _opened(self) -> Iterator[Path | None]:
-        """Give the folder by its descriptor; None where it is not this user's alone."""
+        """Yield the folder by its descriptor; None if it is not of this user alone."""
         with opened_own(self._folder) as descriptor:
             yield None if descriptor is None else Path(f"/proc/self/fd/{descriptor}")
 
     def _make_room(self, folder: Path) -> None:
-        """Remove the least recently used entries until the others are within the limit."""
+        """Remove the least recently used entries until the rest is within the limit."""
         entries = [
             (entry.lstat().st_mtime_ns, entry.name, sum(f.lstat().st_size for f in entry.iterdir()))
             for entry in folder.iterdir()
@@ -128,7 +128,7 @@ def _key_of(index: Index) -> str:
 
 
 def _copy_plain(path: Path, target: Path, on_progress: Callable[[], None]) -> None:
-    """Copy a file that was just written, piece by piece."""
+    """Copy a file that this process has written, piece by piece."""
     with path.open("rb") as source, target.open("xb") as copy:
         while data := source.read(_COPIED_BYTES):
             copy.write(data)

@@ -1,7 +1,7 @@
 """Text to train on: files, folders, jsonl, or the running Python's standard library.
 
-Files are read in pieces that are cut at ends of lines, by a rule that looks at the file alone, so
-that any number of processes reads the same text, and none of it needs to be in memory as a whole.
+Files are read in pieces that are cut at ends of lines, by a rule that depends on the file alone, so
+that any number of processes reads the same text, and no file needs to be in memory as a whole.
 """
 
 import codecs
@@ -21,7 +21,7 @@ from hp_base.atomic_write import closed_at_end
 from hp_base.errors import DataError
 from hp_base.folder import open_named, read_span
 
-# Not the library's own prose and code: third-party packages and megabytes of test tables.
+# Third-party packages and megabytes of test tables, which are not the library's own code and prose.
 _SKIPPED_PARTS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", *_LINE_SUFFIXES[:2])
@@ -46,17 +46,17 @@ _KINDS_OF_BYTES = {
 }
 
 PIECE_BYTES = 1 << 22
-"""Text that is in memory at a time, unless a line is longer."""
+"""Bytes of text that are in memory at a time, unless a line is longer."""
 
 
 class Source(NamedTuple):
     """A file of text.
 
     Attributes:
-        path: Where it is.
-        size: Size in bytes, when the file was found.
-        kind: One document; a document per line of JSON; or Python's own source, in which bytes
-            that are not UTF-8 are replaced.
+        path: Path of the file.
+        size: Size in bytes when the file was found.
+        kind: Kind of the file: one document; a document per line of JSON; or Python's own source,
+            in which bytes that are not UTF-8 are replaced.
     """
 
     path: str
@@ -68,9 +68,9 @@ class Piece(NamedTuple):
     """The lines of a source that begin in a range of bytes.
 
     Attributes:
-        source: The file.
+        source: File of the piece.
         begin: First byte of the range.
-        end: One past its last.
+        end: One past the last byte of the range.
     """
 
     source: Source
@@ -79,17 +79,17 @@ class Piece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Tells whether the file ends with it."""
+        """Tell whether the file ends with it."""
         return self.end >= self.source.size
 
     @property
     def is_whole(self) -> bool:
-        """Tells whether it is all of the file."""
+        """Tell whether it is the whole file."""
         return self.begin == 0 and self.is_last
 
 
 class _Line(msgspec.Struct):
-    """Line of jsonl, of which the text is read and all else left alone."""
+    """A line of jsonl, of which only the text is read."""
 
     text: str
 
@@ -98,14 +98,14 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 
 
 def find_sources(paths: Sequence[str]) -> Iterator[Source]:
-    """Files of the given files and folders, in the order given; Python's library if there are none.
+    """Yield the files of paths, in the order given; without paths those of Python's library.
 
-    A folder is read recursively in name order, files ending in .py, .txt, .md, .rst, .jsonl and
-    .ndjson, and such as end in .json and have a document in their first line.
+    A folder is read recursively in the order of names: files ending in .py, .txt, .md, .rst, .jsonl
+    and .ndjson, and files ending in .json with a document in their first line.
 
     Raises:
-        DataError: About a file or a folder that cannot be read, a folder without text, a link to a
-            folder in one, and a file that is a table by its name.
+        DataError: If a file or folder cannot be read, a folder has no text or a link to a folder,
+            or the name of a file is that of a table.
     """
     if not paths:
         yield from _standard_library()
@@ -119,7 +119,9 @@ def find_sources(paths: Sequence[str]) -> Iterator[Source]:
 
 
 def left_out(paths: Sequence[str]) -> str:
-    """Count the files by suffix that are not read in the folders among some paths; empty: none.
+    """Return a message with the numbers of files in folders that are not read, by suffix.
+
+    It is empty if all files are read.
 
     Raises:
         DataError: When a folder cannot be read.
@@ -142,12 +144,12 @@ def left_out(paths: Sequence[str]) -> str:
 
 
 def look_at(paths: Sequence[str]) -> None:
-    """Refuse what is no text by a look at the beginnings of some files, before anything starts.
+    """Check that the beginnings of some files are text, before anything starts.
 
-    Reads at most 64 KiB of eight files of each path, and looks for no more than a thousand.
+    Reads at most 64 KiB of eight files of each path, and lists at most a thousand files.
 
     Raises:
-        DataError: About the first thing that is wrong.
+        DataError: About the first error that is found.
     """
     total = 0
     for path in paths:
@@ -164,13 +166,13 @@ def look_at(paths: Sequence[str]) -> None:
 
 
 def pieces_of(source: Source) -> Iterator[Piece]:
-    """Yield the pieces of a file, in order; none of an empty one."""
+    """Yield the pieces of a file, in order; an empty file has none."""
     for begin in range(0, source.size, PIECE_BYTES):
         yield Piece(source, begin, min(begin + PIECE_BYTES, source.size))
 
 
 def read_piece(piece: Piece) -> tuple[int, bytes]:
-    """Read a piece: where it begins, and its bytes.
+    """Return the first byte of a piece, and its bytes.
 
     Raises:
         DataError: When the file cannot be read, or has become shorter.
@@ -188,12 +190,12 @@ def texts_of(source: Source, begin: int, raw: bytes) -> Iterator[str]:
     """Yield the texts in a piece: of a jsonl file one per line that is not blank, else one.
 
     Args:
-        source: The file.
-        begin: Where in it the piece begins.
-        raw: Its bytes.
+        source: File of the piece.
+        begin: First byte of the piece in the file.
+        raw: Bytes of the piece.
 
     Raises:
-        DataError: Naming file and line, or byte, of what is no text.
+        DataError: If the piece is not text; names file and line, or byte.
     """
     if begin == 0:
         raw = raw.removeprefix(codecs.BOM_UTF8)
@@ -219,10 +221,10 @@ def _standard_library() -> Iterator[Source]:
 
 
 def _kind_of(path: Path) -> Literal["text", "jsonl"]:
-    """Choose how a file is read, by its name.
+    """Return the kind of a file, by its name.
 
     Raises:
-        DataError: When that is not the name of text.
+        DataError: If the name is not that of text.
     """
     suffix = path.suffix.lower()
     if suffix in _NO_TEXT:
@@ -233,9 +235,10 @@ def _kind_of(path: Path) -> Literal["text", "jsonl"]:
 
 
 def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files of text, by name, and others; a folder that cannot be read is an error and not empty.
+    """Return the files of text below a folder, sorted by name, and all other files.
 
-    A link to a folder may lead anywhere, also back: whoever wants what is there names it.
+    Raises:
+        DataError: If a folder cannot be read, or is a link, which may lead anywhere, also back.
     """
     found: list[Path] = []
     others: list[Path] = []
@@ -255,7 +258,7 @@ def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _is_text(path: Path) -> bool:
-    """Tell whether a file of a folder is read; of .json those with a document per line."""
+    """Tell whether a file of a folder is read; a .json file is if it has a document per line."""
     if path.suffix.lower() != ".json":
         return path.suffix.lower() in _TEXT_SUFFIXES
     try:
@@ -284,7 +287,7 @@ def _source(path: Path, kind: Literal["text", "jsonl", "library"]) -> Source:
 
 @contextmanager
 def opened_source(path: str) -> Iterator[int]:
-    """Give the descriptor of a regular file; a pipe that took its place does not block."""
+    """Yield the descriptor of a regular file, without waiting for a pipe in its place."""
     try:
         with closed_at_end(open_named(Path(path))) as descriptor:
             yield descriptor
@@ -297,7 +300,7 @@ def opened_source(path: str) -> Iterator[int]:
 
 
 def _cut(descriptor: int, at: int, source: Source) -> int:
-    """The first beginning of a line from a byte on; in text without lines, that of a character."""
+    """Return the first beginning of a line from a byte on; without lines, that of a character."""
     if at <= 0 or at >= source.size:
         return max(0, min(at, source.size))
     limit = _LONGEST_LINE if source.kind == "jsonl" else PIECE_BYTES
@@ -327,15 +330,15 @@ def _plain_text(source: Source, begin: int, raw: bytes) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """Return the text whose lines end with a newline, whoever wrote it."""
+    """Return the text with a newline at the end of each line, as on any system."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _require_kind(source: Source, raw: bytes) -> None:
-    """Refuse JSON that is no document per line, or would be read as plain text.
+    """Check that JSON is a document per line, and is not read as plain text.
 
     Raises:
-        DataError: Saying what would do.
+        DataError: If it is not; says what to do.
     """
     name, suffix = printable(source.path), Path(source.path).suffix.lower()
     if suffix == ".json":
@@ -389,7 +392,7 @@ def _look_at_beginning(source: Source) -> None:
 
 
 def _cut_off(raw: bytes) -> int:
-    """Count the bytes at the end that belong to a character that goes on."""
+    """Return the number of bytes of an incomplete character at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(raw)
     return len(decoder.getstate()[0])

@@ -21,6 +21,7 @@ from torch import Tensor
 from hp_base.seeds import derive_seed
 from hp_data.index import read_index
 from hp_data.packing import Packs, best_fit
+from hp_data.tokenizer import AnyArray
 from hp_data.tokens import TokenFile, require_sequence
 
 
@@ -28,10 +29,10 @@ class Batch(NamedTuple):
     """Some sequences, on the CPU.
 
     Attributes:
-        tokens: int64 [B, S].
-        targets: The token after each, int64 [B, S]; -1 where that is one of another document.
+        tokens: Token ids, int64 [B, S].
+        targets: Next token of each, int64 [B, S]; -1 where it belongs to another document.
         documents: Lengths of the documents in each sequence, in order; padding counts as one.
-        padding: Positions that hold nothing, bool [B, S]; None: there are none.
+        padding: Mask of positions that are padding, bool [B, S]; None: there are none.
     """
 
     tokens: Tensor
@@ -47,7 +48,7 @@ class Piece(NamedTuple):
         sequence: Global index of the sequence.
         start: First position in the sequence.
         begin: First token in the split.
-        length: Tokens, the separator included.
+        length: Number of tokens, the separator included.
         has_next: Whether a token of its document follows it.
     """
 
@@ -58,7 +59,7 @@ class Piece(NamedTuple):
     has_next: bool
 
     def num_targets(self, *, ahead: int = 0) -> int:
-        """Count the targets that are to be learned, so much further ahead than the next token."""
+        """Return the number of targets to learn, `ahead` tokens further than the next one."""
         return max(0, self.length - (not self.has_next) - ahead)
 
 
@@ -67,13 +68,13 @@ class Dataset:
     """Sequences of one split, addressed by global index.
 
     Attributes:
-        tokens: The split's ids, one-dimensional, compared with their digests as they are read.
+        tokens: Ids of the split, one-dimensional, compared with their digests when they are read.
         seq_len: Length of whole sequences, S.
         seed: Seed of the order; None keeps the order of the file.
-        digest: Digest of all tokens: two runs read the same data exactly if these agree. Of tokens
-            that have not been read, it is what they must be to be read.
-        separator: Ends a document; None: sequences are taken for one document each.
-        packs: Which documents each sequence has; None: the text is cut wherever a sequence is full.
+        digest: Digest of all tokens, which they must have when they are read: two runs read the
+            same data exactly if their digests agree.
+        separator: Token that ends a document; None: each sequence counts as one document.
+        packs: Documents of each sequence; None: text is cut wherever a sequence is full.
     """
 
     tokens: NDArray[Any] | TokenFile
@@ -101,12 +102,12 @@ class Dataset:
             split: ``"train"`` or ``"eval"``.
             seq_len: Length of whole sequences, S.
             seed: Seed of the order; None keeps that of the file.
-            separate: Whether documents are to be kept apart.
-            packing: ``data.packing``. All but stream read all tokens, to find where documents end,
-                and have sequences of whole documents.
+            separate: Whether documents are kept apart.
+            packing: Value of ``data.packing``. All but "stream" read all tokens, to find the ends
+                of documents, and have sequences of whole documents.
 
         Raises:
-            DataError: When the file does not fit its index or holds not even one sequence.
+            DataError: If the file does not fit its index, or has fewer tokens than one sequence.
         """
         index = read_index(directory)
         tokens = TokenFile(directory, split, index)
@@ -120,7 +121,7 @@ class Dataset:
 
     @property
     def num_sequences(self) -> int:
-        """Different sequences in one pass over the split."""
+        """Return the number of sequences in one pass over the split."""
         if self.packs is not None:
             return self.packs.num_sequences
         return int((self.tokens.size - 1) // self.seq_len)
@@ -140,7 +141,8 @@ class Dataset:
         """Read some sequences.
 
         Args:
-            sequence_index: Global indices; past the end a new pass begins, in another order.
+            sequence_index: Global indices; after the last sequence a new pass begins, in another
+                order.
         """
         if self.packs is not None:
             return self._packed(self.packs, sequence_index)
@@ -152,17 +154,17 @@ class Dataset:
         whole = ((self.seq_len,),) * len(rows)
         if self.separator is None:
             return Batch(tokens, targets, whole)
-        # What follows a separator is the beginning of another document, and nothing tells which.
-        # Not in place: of a single sequence, both are views of the same memory.
+        # The token after a separator begins another document, and cannot be predicted.
+        # Not in place: for a single sequence, both are views of the same memory.
         targets = targets.masked_fill(tokens == self.separator, -1)
         return Batch(tokens, targets, self._lengths(rows[:, :-1]))
 
     def num_targets(self, sequence_index: range, *, ahead: int = 0) -> int:
-        """Count the targets of some sequences that are to be learned.
+        """Return the number of targets to learn in some sequences.
 
         Args:
             sequence_index: Global indices.
-            ahead: How much further ahead than the next token they are.
+            ahead: Distance of the targets beyond the next token.
         """
         if self.packs is not None:
             places = self._places(sequence_index)
@@ -172,13 +174,13 @@ class Dataset:
         total = 0
         for tokens in self._tokens(sequence_index):
             ends = np.flatnonzero(tokens[:-1] == self.separator)
-            # From the tokens of a document, its separator apart, to those as far ahead in it.
+            # Without the separator, and without the last tokens, which have no target so far ahead.
             lengths = np.diff(ends, prepend=-1, append=self.seq_len) - 1
             total += int(np.maximum(lengths - ahead, 0).sum())
         return total
 
     def pieces(self, sequence_index: range) -> list[Piece]:
-        """List the documents of some sequences, which must be of whole ones, without reading them.
+        """Return the documents of some sequences of whole documents, without reading tokens.
 
         Args:
             sequence_index: Global indices.
@@ -190,22 +192,22 @@ class Dataset:
         return found
 
     def read(self, piece: Piece) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Read the tokens of a piece, and the target of each; -1: there is none."""
+        """Return the tokens of a piece, and the target of each; -1: none."""
         ids = self.tokens[piece.begin : piece.begin + piece.length + piece.has_next]
         targets = np.full(piece.length, -1, np.int64)
         targets[: ids.size - 1] = ids[1:]
         return ids[: piece.length].astype(np.int64), targets
 
     def _pieces_at(self, packs: Packs, sequence: int, place: int) -> Iterator[Piece]:
-        """Yield the pieces of a sequence of the split, which has some global index."""
+        """Yield the pieces of the sequence at a place of the split, with its global index."""
         pieces, start = packs.pieces(place), 0
         of_each = (packs.begins[pieces], packs.lengths[pieces], packs.has_next[pieces])
         for begin, length, more in zip(*(array.tolist() for array in of_each), strict=True):
             yield Piece(sequence, start, begin, length, more)
             start += length
 
-    def _tokens(self, sequence_index: range) -> Iterator[NDArray[Any]]:
-        """Return the tokens of each sequence and the one after it, as they are stored."""
+    def _tokens(self, sequence_index: range) -> Iterator[AnyArray]:
+        """Return the tokens of each sequence and the next token, as they are stored."""
         places, length = self._places(sequence_index), self.seq_len + 1
         starts = [place * self.seq_len for place in places]
         if isinstance(self.tokens, TokenFile):
@@ -213,7 +215,7 @@ class Dataset:
         return (self.tokens[start : start + length] for start in starts)
 
     def _places(self, sequence_index: range) -> list[int]:
-        """Find the sequences of the split that these are."""
+        """Return the places in the split of sequences with these global indices."""
         epochs, offsets = np.divmod(np.asarray(sequence_index), self.num_sequences)
         places = np.empty_like(offsets)
         # numpy's unique would import its masked arrays, in every rank.
@@ -223,7 +225,7 @@ class Dataset:
         return found
 
     def _packed(self, packs: Packs, sequence_index: range) -> Batch:
-        """Read sequences of whole documents; separators that nobody learns from fill the rest."""
+        """Read sequences of whole documents, filled up with separators that are no targets."""
         assert self.separator is not None
         shape = len(sequence_index), self.seq_len
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, -1, np.int64)

@@ -1,7 +1,7 @@
-"""Pieces of text to ids, here or in other processes, always in order and always the same.
+"""Pieces of text encoded as ids, in this process or in others, in order and with the same result.
 
-The processes are new interpreters without torch: what is forked from a rank would inherit locks of
-threads that it does not have. They end with the pipe that they read from.
+The processes are new interpreters without torch: a process forked from a rank would inherit locks
+of threads that it does not have. They end with the pipe that they read from.
 """
 
 import contextlib
@@ -34,27 +34,23 @@ _AHEAD = 2  # pieces that each process has been given
 _BYTES_PER_PROCESS = 1 << 22  # a second's work for a tokenizer of Hugging Face
 _READ_BYTES = 1 << 16  # what a pipe holds
 _LOOK_SECONDS = 1.0
-_WATCHED_SECONDS = (
-    1200  # of a wait for one piece; what takes longer is left to whoever looks for hangs
-)
-_LEAST_SECONDS, _LEAST_BYTES = 30, 2 << 30  # of processor time and memory that any text may take
-_CHARACTERS_PER_SECOND, _BYTES_PER_CHARACTER = (
-    1 << 14,
-    128,
-)  # and what its length may take beyond that
+_WATCHED_SECONDS = 1200  # seconds for one piece in which `on_wait` is called
+# Processor time and memory that any text may take, and more for the length of the text.
+_LEAST_SECONDS, _LEAST_BYTES = 30, 2 << 30
+_CHARACTERS_PER_SECOND, _BYTES_PER_CHARACTER = 1 << 14, 128
 _TRIAL = "It's 1 caf\u00e9 (e\u0301). " + "".join(
     200 * c for c in "aA1 .-=!'(\n\t\u00e9\u4e2d\u3002"
 )
 
 
 class Encoded(NamedTuple):
-    """Tokens of a piece, and facts about it.
+    """The tokens of a piece.
 
     Attributes:
-        piece: The piece.
-        digest: Digest of the piece's bytes.
+        piece: Piece that was encoded.
+        digest: Digest of the bytes of the piece.
         tokens: Token ids, a separator after every document that ends in the piece; one-dimensional.
-        num_empty: Lines of jsonl whose text gives no tokens; they are left out.
+        num_empty: Number of lines of jsonl without tokens, which are left out.
     """
 
     piece: Piece
@@ -64,24 +60,22 @@ class Encoded(NamedTuple):
 
 
 def count_processes(total_bytes: int, tokenizer: Tokenizer) -> int:
-    """Return the processes worth starting for so much text; 0: none beside this one."""
+    """Return the number of processes worth starting for a text; 0: this process encodes it."""
     if tokenizer.is_cheap:
         return 0
     return max(1, min(len(os.sched_getaffinity(0)), total_bytes // _BYTES_PER_PROCESS))
 
 
 def try_out(path: str, separator: str) -> None:
-    """Refuse values of ``data.tokenizer`` and ``data.separator`` before anything depends on them.
-
-    The tokenizer is made and encodes a few kilobytes.
+    """Check values of ``data.tokenizer`` and ``data.separator`` by encoding a few kilobytes.
 
     The rules of a tokenizer file are programs: a regular expression may take years for a line, a
-    normalizer may double a text forty times. So a tokenizer is made, tried and used in a process of
-    its own, whose memory and processor time are bounded: a file that needs more is refused, and
-    nothing hangs.
+    normalizer may double a text forty times. So a tokenizer is made, tried and used in a process
+    with bounded memory and processor time: a file that needs more is refused, and nothing hangs.
 
     Raises:
-        ConfigError: When it is none, it is not known what ends a document, or it takes too much.
+        ConfigError: If the file is not a tokenizer, its separator is unknown, or it takes too much
+            time or memory.
     """
     with _Helper(path, separator) as helper:
         helper.identity()
@@ -94,16 +88,16 @@ def encode_all(
     num_processes: int,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Generator[Encoded, None, None]:
-    """Encode pieces, of which a few for each process are in memory at a time.
+    """Encode pieces, with a few pieces for each process in memory at a time.
 
     Args:
         pieces: Pieces to encode, in order.
-        tokenizer: Tokenizer that gives the ids.
-        num_processes: Number of processes to start; 0: this one does it.
-        on_wait: Called every second while a piece is waited for.
+        tokenizer: Tokenizer of the ids.
+        num_processes: Number of processes to start; 0: this process encodes.
+        on_wait: Function that is called every second of a wait for a piece.
 
     Yields:
-        The pieces in order.
+        The tokens of the pieces, in order.
 
     Raises:
         DataError: When a piece cannot be read or a process has died.
@@ -136,12 +130,12 @@ def encode_piece(
     """Read a piece and encode it.
 
     Args:
-        piece: The piece.
-        tokenizer: Gives the ids.
-        on_text: Called with the length of each text before it is encoded.
+        piece: Piece to encode.
+        tokenizer: Tokenizer of the ids.
+        on_text: Function that is called with the length of each text before it is encoded.
 
     Raises:
-        DataError: When it cannot be read or is no text.
+        DataError: If the piece cannot be read or is not text.
     """
     begin, raw = read_piece(piece)
     source = piece.source
@@ -166,7 +160,7 @@ def encode_piece(
 
 
 def _require_text(source: Source, tokens: TokenArray, tokenizer: Tokenizer) -> None:
-    """Refuse a separator within a document; bytes of text have none."""
+    """Raise DataError for a separator within a document, except for bytes, which have none."""
     if not tokenizer.is_cheap and (tokens == tokenizer.separator).any():
         name = ascii(tokenizer.separator_name)[1:-1]
         raise DataError(
@@ -176,12 +170,12 @@ def _require_text(source: Source, tokens: TokenArray, tokenizer: Tokenizer) -> N
 
 
 class _Helper:
-    """A process that encodes what it is given; it is there until the end of ``with``.
+    """A process that encodes pieces; it ends with the context.
 
     Args:
         path: See `load_tokenizer`.
-        separator: Likewise.
-        on_wait: Called every second while it is waited for.
+        separator: See `load_tokenizer`.
+        on_wait: Function that is called every second of a wait.
     """
 
     def __init__(
@@ -196,8 +190,8 @@ class _Helper:
             [*command, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # how it ends is told in a line
-            process_group=0,  # who asks a group to stop asks its parent, with which it ends
+            stderr=subprocess.DEVNULL,  # its end is reported in one line
+            process_group=0,  # signals to the group of its parent end it with its parent
             env=os.environ | _ENVIRONMENT | {"PYTHONPATH": folders},
         )
         assert self._process.stdin, "it is a pipe"
@@ -216,23 +210,23 @@ class _Helper:
         self._process.wait()
 
     def identity(self) -> str:
-        """Wait until the tokenizer is made and tried; its identity."""
+        """Wait until the tokenizer is made and tried; return its identity."""
         return self._answer()[2].decode()
 
     def require(self, tokenizer: Tokenizer) -> None:
-        """Refuse a file that has changed since a tokenizer was made of it."""
+        """Raise ConfigError if the file has changed since a tokenizer was made of it."""
         if self.identity() != tokenizer.identity:
             raise ConfigError(f"data.tokenizer ({self._path}) changed while it was used")
 
     def give(self, piece: Piece) -> None:
-        """Have a piece encoded; it does not wait."""
+        """Give the process a piece to encode, without waiting."""
         self._given.append(piece)
-        with contextlib.suppress(BrokenPipeError):  # what is taken will tell
+        with contextlib.suppress(BrokenPipeError):  # `take` will raise
             self._to.write(json.dumps([piece.source, piece.begin, piece.end]).encode() + b"\n")
             self._to.flush()
 
     def take(self, tokenizer: Tokenizer) -> Encoded:
-        """Wait for the next of what was given."""
+        """Wait for the tokens of the next given piece."""
         digest, num_empty, content = self._answer()
         tokens = np.frombuffer(content, dtype=tokenizer.dtype)
         return Encoded(self._given.popleft(), digest, tokens, num_empty)
@@ -252,11 +246,11 @@ class _Helper:
             if len(content) == size:
                 refused = ConfigError if kind == _BAD_CONFIG else DataError
                 raise refused(content.decode(errors="replace"))
-        self._on_wait()  # which raises if all were asked to stop
+        self._on_wait()  # raises if the run was asked to stop
         raise self._ended(self._process.wait())
 
     def _read(self, size: int) -> bytes:
-        """The next bytes, fewer at the end; no more, since `select` would not see what is kept."""
+        """Return the next bytes, fewer at the end; unbuffered, as `select` sees no buffers."""
         content = bytearray()
         while part := os.read(self._from.fileno(), min(size - len(content), _READ_BYTES)):
             content += part
@@ -283,20 +277,20 @@ _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def main(path: str, separator: str, parent: int) -> None:
-    """Encode what stands on standard input, a piece per line, until that is closed."""
+    """Encode the pieces on standard input, one per line, until it is closed."""
     from hp_base.session import kill_when_parent_dies  # noqa: PLC0415 - of a process
 
     kill_when_parent_dies()
     if os.getppid() != parent:
         return
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # who asks all processes of a job means its ranks
+        signal.signal(number, signal.SIG_IGN)  # signals to all processes of a job are for its ranks
     bound = _bounds()
     bound(len(_TRIAL))
     try:
         tokenizer = load_tokenizer(path, separator)
         tokenizer.encode(_TRIAL)
-    except Exception as error:  # noqa: BLE001 - told by the process that asked
+    except Exception as error:  # noqa: BLE001 - raised by the parent
         _tell(_BAD_CONFIG, str(error) if isinstance(error, ConfigError) else f"{path}: {error}")
         return
     _tell(_GOOD, tokenizer.identity)
@@ -306,7 +300,7 @@ def main(path: str, separator: str, parent: int) -> None:
         bound(end - begin)
         try:
             made = encode_piece(piece, tokenizer, on_text=bound)
-        except Exception as error:  # noqa: BLE001 - told by the process that asked
+        except Exception as error:  # noqa: BLE001 - raised by the parent
             name = "" if isinstance(error, DataError) else f"{printable(piece.source.path)}: "
             _tell(_BAD_TEXT, f"{name}{error}")
         else:
@@ -316,7 +310,7 @@ def main(path: str, separator: str, parent: int) -> None:
 def _tell(
     kind: int, content: bytes | str, *, digest: bytes = bytes(16), num_empty: int = 0
 ) -> None:
-    """Answer on standard output."""
+    """Write an answer to standard output."""
     raw = content.encode(errors="replace") if isinstance(content, str) else content
     out = sys.stdout.buffer
     out.write(_HEAD.pack(kind, digest, num_empty, len(raw)))
@@ -325,9 +319,9 @@ def _tell(
 
 
 def _bounds() -> Callable[[int], None]:
-    """A function that lets this process take the time and memory that a text of some length may.
+    """Return a function that bounds time and memory of this process for a text of some length.
 
-    Beyond them it is killed or aborted.
+    Beyond the bounds the process is killed or aborted.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     memory = pages * resource.getpagesize() + _LEAST_BYTES
@@ -343,7 +337,7 @@ def _bounds() -> Callable[[int], None]:
 
 def _limit(what: int, most: int) -> None:
     hard = resource.getrlimit(what)[1]
-    with contextlib.suppress(ValueError, OSError):  # a lower one stands
+    with contextlib.suppress(ValueError, OSError):  # a lower limit stays
         resource.setrlimit(what, (most, hard))
 
 

@@ -1,11 +1,11 @@
 """Tokens that are held out for evaluation.
 
 The text is one stream of tokens, files in their order. Of every window of it, and of the shorter
-one that is left at its end, the last `fraction` is held out. Windows are so long that 8192 tokens
-are held out together. What is held out depends on the text, the tokenizer and the fraction alone,
-and one file is enough. Of text that does not fill a window, at least 1024 tokens are held out, or a
-quarter if that is less. A document that is cut by this ends in both parts with a separator, as if
-it were two.
+window at its end, the last `fraction` is held out. Windows are so long that 8192 tokens are held
+out together. The held-out tokens depend only on the text, the tokenizer and the fraction, and one
+file is enough. Of a text that does not fill a window, at least 1024 tokens are held out, or a
+quarter if that is less. A document that is cut ends in both parts with a separator, like two
+documents.
 """
 
 import math
@@ -21,7 +21,7 @@ _LEAST = 1024
 
 
 class HoldOut:
-    """Deals a stream of tokens out to two files.
+    """A split of a stream of tokens into two files.
 
     Args:
         train: Writer of the training tokens.
@@ -41,10 +41,10 @@ class HoldOut:
         self._in_document = False
 
     def write(self, tokens: TokenArray) -> int:
-        """Take in more of the stream; a separator that ends a document of no tokens is left out.
+        """Take more of the stream, without a first separator that ends a document without tokens.
 
         Returns:
-            How many were: only the first can be one.
+            Number of separators left out, 0 or 1.
         """
         num_empty = int(not self._in_document and tokens.size > 0 and tokens[0] == self._separator)
         tokens = tokens[num_empty:]
@@ -61,7 +61,7 @@ class HoldOut:
         return num_empty
 
     def finish(self) -> None:
-        """Deal out what is left of the stream."""
+        """Write the last tokens of the stream to both files."""
         if self._size:
             least = 0 if self._train.tokens else min(_LEAST, self._size // 4)
             self._deal(max(math.ceil(self._fraction * self._size), least))

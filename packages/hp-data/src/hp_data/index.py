@@ -1,4 +1,4 @@
-"""Index of a folder of tokens, ``index.json``: typed, and in bounds."""
+"""The index of a folder of tokens, ``index.json``, with types and bounds of all fields."""
 
 import hashlib
 from pathlib import Path
@@ -27,7 +27,7 @@ class Split(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         tokens: Number of tokens.
-        digest: Digest of their number, their type and the digests of all chunks.
+        digest: Digest of the number of tokens, their dtype and the digests of all chunks.
     """
 
     tokens: _Size
@@ -35,19 +35,19 @@ class Split(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Index(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Facts about the tokens of a folder.
+    """The description of the tokens of a folder.
 
     Attributes:
         format: Version of the folder's format.
         dtype: Dtype of the ids.
-        vocab_size: One more than the largest possible.
-        separator: The id that ends a document.
-        tokenizer: Its identity.
-        eval_fraction: Share that was asked to be held out.
-        source: Digest of all the text.
+        vocab_size: One more than the largest possible id.
+        separator: Id that ends a document.
+        tokenizer: Identity of the tokenizer.
+        eval_fraction: Share to hold out, as configured.
+        source: Digest of the whole text.
         train: Training tokens.
         eval: Held-out tokens.
-        seal: Digest of all the others; see `sealed`.
+        seal: Digest of all other fields; see `sealed`.
     """
 
     format: Literal[2] = 2
@@ -63,10 +63,10 @@ class Index(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index of a folder, every field of the right type and in its bounds.
+    """Return the index of a folder, with every field of the right type and in its bounds.
 
     Raises:
-        DataError: Where it is anything else.
+        DataError: If there is no such index.
     """
     try:
         with opened_directory(folder) as directory:
@@ -89,7 +89,7 @@ def _decoded(text: bytes) -> Index:
 
 
 def sealed(index: Index) -> Index:
-    """Return the same index with a digest of what it says, so that no field changes unnoticed."""
+    """Return the index with a digest of its fields, so that a change of a field is noticed."""
     plain = msgspec.structs.replace(index, seal="")
     digest = hashlib.blake2b(msgspec.json.encode(plain), digest_size=16).hexdigest()
     return msgspec.structs.replace(plain, seal=digest)
@@ -101,10 +101,10 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def require_made_for(folder: Path, index: Index, tokenizer: Tokenizer) -> None:
-    """Refuse tokens of another tokenizer.
+    """Check that tokens were made by a tokenizer.
 
     Raises:
-        ConfigError: Naming what differs.
+        ConfigError: If they were made by another one; names the difference.
     """
     same = {
         "vocab_size": tokenizer.vocab_size,

@@ -1,11 +1,11 @@
 """Whole documents packed into sequences of one length: best fit, with a bounded look-ahead.
 
-A document that is shorter than a sequence is never cut. One that is not gives whole sequences, and
-what is left of it is packed as a document of that length. Of a window of documents, the longest
-goes first, each into the fullest sequence that has room for it ("Fewer Truncations Improve Language
-Modeling", arXiv:2404.10830); what no document fills is padding. The outcome is a function of the
-tokens, the length and the look-ahead alone, so sequence ``i`` is the same in every layout, and a
-position in it is a count of sequences.
+A document that is shorter than a sequence is never cut. A longer one gives whole sequences, and its
+rest is packed as a document of that length. Of a window of documents, the longest goes first, each
+into the fullest sequence that has room for it ("Fewer Truncations Improve Language Modeling",
+arXiv:2404.10830); the rest of a sequence is padding. The result is a function of the tokens, the
+length and the look-ahead alone, so sequence ``i`` is the same in every layout, and a position in
+the data is a count of sequences.
 
 Shape symbols: P pieces, Q sequences.
 """
@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 LOOK_AHEAD = 1024
-"""Sequences' worth of documents that are packed together: how far a document may move."""
+"""Length of a window of documents in sequences: the farthest that a document may move."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packs:
-    """Tells which pieces of the split each sequence has.
+    """The pieces of the split in each sequence.
 
     Attributes:
         begins: First token of each piece in the split, int64 [P], sequence after sequence.
-        lengths: Tokens of each piece, separators included, int64 [P].
-        has_next: Whether the last token of a piece has a token after it in its document, bool [P].
+        lengths: Number of tokens of each piece, separators included, int64 [P].
+        has_next: Whether the document goes on after a piece, bool [P].
         first: First piece of each sequence, and P, int64 [Q + 1].
         seq_len: Length of whole sequences.
     """
@@ -41,16 +41,16 @@ class Packs:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences, Q."""
+        """Return the number of sequences, Q."""
         return self.first.size - 1
 
     @property
     def density(self) -> float:
-        """Share of positions that are no padding."""
+        """Return the share of positions that are not padding."""
         return int(self.lengths.sum()) / max(1, self.num_sequences * self.seq_len)
 
     def digest(self, of_tokens: str) -> str:
-        """Digest all sequences, where `of_tokens` stands for the tokens of the split."""
+        """Return the digest of all sequences, given the digest of the tokens of the split."""
         hasher = hashlib.blake2b(f"{of_tokens} {self.seq_len}\n".encode(), digest_size=16)
         for array in (self.begins, self.lengths, self.first):
             hasher.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
@@ -61,11 +61,11 @@ class Packs:
         return slice(int(self.first[sequence]), int(self.first[sequence + 1]))
 
     def num_targets(self, sequence: int, *, ahead: int) -> int:
-        """Count the targets of a sequence that are to be learned.
+        """Return the number of targets to learn in a sequence.
 
         Args:
-            sequence: Its index.
-            ahead: How much further ahead than the next token they are.
+            sequence: Index of the sequence.
+            ahead: Distance of the targets beyond the next token.
         """
         pieces = self.pieces(sequence)
         targets = self.lengths[pieces] - ~self.has_next[pieces] - ahead
@@ -79,15 +79,16 @@ def best_fit(
 
     Args:
         ends: Places of the separators, ascending, int64.
-        num_tokens: Tokens of the split. What follows the last separator is a document as well.
+        num_tokens: Number of tokens of the split; those after the last separator are a document as
+            well.
         seq_len: Length of whole sequences.
-        look_ahead: Sequences' worth of tokens whose documents are packed together.
+        look_ahead: Length of a window of documents that are packed together, in sequences.
     """
     begins = np.concatenate(([0], ends + 1)).astype(np.int64)
     sizes = np.diff(begins, append=num_tokens)
     begins, sizes = begins[sizes > 0], sizes[sizes > 0]
     whole = sizes // seq_len
-    # Of a document, its whole sequences come first and what is left of it last.
+    # The whole sequences of a document come first, and its rest last.
     count = whole + (sizes % seq_len > 0)
     of_document = np.repeat(np.arange(sizes.size), count)
     place = np.arange(of_document.size) - np.repeat(np.cumsum(count) - count, count)
@@ -108,9 +109,9 @@ def best_fit(
 
 
 def _packed(lengths: NDArray[np.int64], seq_len: int) -> list[list[int]]:
-    """The pieces of each sequence of a window, those of a sequence in the order of the text."""
+    """Return the pieces of each sequence of a window, in a sequence in the order of the text."""
     sequences: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of each sequence that has some, with its index, ascending
+    room: list[tuple[int, int]] = []  # free tokens and index of each sequence, ascending
     longest_first = np.argsort(-lengths, kind="stable").tolist()
     sizes = lengths.tolist()
     for piece in longest_first:
@@ -124,5 +125,5 @@ def _packed(lengths: NDArray[np.int64], seq_len: int) -> list[list[int]]:
         sequences[sequence].append(piece)
         if left > size:
             insort(room, (left - size, sequence))
-    # By where their first documents are: without a seed, sequences follow the text.
+    # In the order of their first documents: without a seed, sequences follow the text.
     return sorted(sorted(pieces) for pieces in sequences)

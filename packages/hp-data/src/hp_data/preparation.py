@@ -1,12 +1,13 @@
-"""The tokens of a run: made of the text once, or taken from the cache, and then kept."""
+"""The tokens of a run: made from the text once, or copied from the cache, and then kept."""
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from hp_base.atomic_write import remove_unfinished
+from hp_base.atomic_write import new_folder, remove_unfinished
 from hp_base.errors import ConfigError, DataError
 from hp_data.cache import Cache, key_of
 from hp_data.corpus import (
@@ -19,15 +20,14 @@ from hp_data.corpus import (
     read_piece,
 )
 from hp_data.encode import count_processes, encode_all
-from hp_data.folders import new_folder
 from hp_data.holdout import HoldOut
 from hp_data.index import INDEX, Index, read_index, require_made_for, write_index
-from hp_data.progress import Progress
 from hp_data.tokenizer import Tokenizer
 from hp_data.tokens import SPLITS, TokenWriter, new_hasher
 
 OnProgress = Callable[[], None]
 Tell = Callable[[str], None]
+_EVERY_SECONDS = 5.0
 
 
 def prepare(
@@ -42,21 +42,21 @@ def prepare(
 ) -> None:
     """Make the tokens of a run, once per run directory; see `hp_data.holdout`.
 
-    What is there already is kept: a resumed run reads the very tokens it began with, even if the
-    text has changed. On shared storage one process of every node may do this at the same time.
+    Existing tokens are kept: a resumed run reads the same tokens as before, even if the text has
+    changed. On shared storage one process of every node may do this at the same time.
 
     Args:
-        directory: Where the files go; it appears whole or not at all.
-        paths: ``data.paths``; empty for the standard library.
-        tokenizer: Its ids are stored in the narrowest dtype that holds them.
-        eval_fraction: Share of the tokens held out.
-        cache: Cache of tokens that other runs have made; None: neither looked at nor filled.
-        on_progress: Called again and again, every second or so; what it raises ends the work.
-        tell: Told in a line how far it is, every few seconds, and what is left out.
+        directory: Directory of the tokens; it appears whole or not at all.
+        paths: Value of ``data.paths``; empty for the standard library.
+        tokenizer: Tokenizer of the ids, which are stored in its dtype.
+        eval_fraction: Share of the tokens to hold out.
+        cache: Cache of tokens of other runs; None: neither read nor filled.
+        on_progress: Function that is called about every second; an error of it ends the work.
+        tell: Function that prints a line: progress every few seconds, and files left out.
 
     Raises:
-        DataError: When the text cannot be read, or what is there is not what was written.
-        ConfigError: When what is there was made with another `eval_fraction`.
+        DataError: If the text cannot be read, or existing tokens are damaged.
+        ConfigError: If existing tokens were made with another tokenizer or `eval_fraction`.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(directory.parent)
@@ -80,10 +80,10 @@ def prepare(
 
 
 def is_prepared(directory: Path) -> bool:
-    """Tell whether there is data; an empty folder is none.
+    """Tell whether a directory has tokens; an empty or missing one has none.
 
     Raises:
-        DataError: When it is a link, no folder, or has no index.
+        DataError: If it is a link, not a directory, or has files but no index.
     """
     if not os.path.lexists(directory):
         return False
@@ -97,10 +97,10 @@ def is_prepared(directory: Path) -> bool:
 
 
 def digest_of_text(paths: Sequence[str]) -> str:
-    """Digest the text of some files and folders, see `Index.source`.
+    """Return the digest of the text of files and folders, see `Index.source`.
 
     Raises:
-        DataError: When it cannot be read.
+        DataError: If the text cannot be read.
     """
     return _digest_of(find_sources(paths), lambda: None)
 
@@ -115,7 +115,7 @@ def _make(
     on_progress: OnProgress,
     tell: Tell,
 ) -> None:
-    """Take the tokens from the cache, or from the text and put them there."""
+    """Copy the tokens from the cache, or make them from the text and store them in the cache."""
     sources = list(find_sources(paths))
     if others := left_out(paths):
         tell(f"note: {others}")
@@ -148,7 +148,7 @@ def _tokenize(
     on_progress: OnProgress,
     tell: Tell,
 ) -> Index:
-    """Write both splits; returns their index."""
+    """Write both splits, and return their index."""
     text = new_hasher()
     total = sum(source.size for source in sources)
     progress = Progress(total, tell)
@@ -188,8 +188,49 @@ def _tokenize(
         )
 
 
+class Progress:
+    """A count of the bytes of text that were tokenised, printed every few seconds.
+
+    Args:
+        total: Bytes of the whole text.
+        tell: Function that prints a line.
+        clock: Function that returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        tell: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._tell, self._clock = total, tell, clock
+        self._done = 0
+        self._began = self._told = clock()
+
+    def add(self, nbytes: int) -> None:
+        """Count more bytes, and print the progress if the last line was a while ago."""
+        self._done += nbytes
+        now = self._clock()
+        if now - self._told < _EVERY_SECONDS:
+            return
+        self._told = now
+        rate = self._done / (now - self._began)
+        left = (self._total - self._done) / rate
+        self._tell(
+            f"tokenised {self._done / 1e6:.0f} of {self._total / 1e6:.0f} MB, "
+            f"{rate / 1e6:.2f} MB/s, {_duration(left)} left"
+        )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
 def _note(text: "hashlib.blake2b", piece: Piece, digest: bytes) -> None:
-    """Add a piece to what stands for all files in their order, whatever they are called."""
+    """Add a piece to the digest of all files in their order, without their names."""
     place = f"{piece.source.kind} {piece.begin} {piece.is_last}\n"
     text.update(place.encode() + digest)
 

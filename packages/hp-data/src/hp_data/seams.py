@@ -1,12 +1,12 @@
-"""Cuts of a document that is too long to be encoded whole, so that its ids stay the same.
+"""Cuts of a document that is too long to be encoded at once, where they do not change its ids.
 
-A tokenizer may begin a text with a space, join two newlines to one token, or take all text for one
-word. So a document is cut where it shows that this makes no difference: `Tokenizer.joins` compares
-the ids of what is around with those of both sides, from several beginnings, since a rule that
-counts characters from somewhere would agree by chance with one. Tried are those places where usual
-tokenizers end a word: between a letter and a space before a letter, and at the beginning of a line.
-Each depends on the file and the tokenizer alone. Where none of them will do, the piece goes on:
-memory grows with it, to a bound.
+A tokenizer may begin a text with a space, join two newlines to one token, or take the whole text as
+one word. So a document is cut only at a place that is tested: `Tokenizer.joins` compares the ids of
+the text around it with those of both sides, from several beginnings, since a rule that counts
+characters could agree by chance with one. The places are those where usual tokenizers end a word:
+between a letter and a space before a letter, and at the beginning of a line. They depend on the
+file and the tokenizer alone. If none of them passes, the piece is extended, and memory grows with
+it, up to a bound.
 """
 
 import re
@@ -19,7 +19,7 @@ from hp_data.corpus import Piece, Source, opened_source, plain_lines, printable
 from hp_data.tokenizer import Tokenizer
 
 LONGEST_BYTES = 1 << 28
-"""What is encoded as a whole at most."""
+"""Most bytes that are encoded at once."""
 
 _AROUND = 2048
 _BEGINNINGS = (_AROUND, 1021, 301)  # characters; no number above 1 divides all of them
@@ -29,10 +29,10 @@ _PLACES = (rb"[A-Za-z](?= [A-Za-z])", rb"(?<=\S)\n(?=[A-Za-z\xc3-\xf4])")
 
 
 def cut_text(piece: Piece, tokenizer: Tokenizer) -> tuple[int, bytes]:
-    """Find where the part of a document begins that is encoded for a piece, and its bytes, if any.
+    """Return the first byte of the part of a document to encode for a piece, and its bytes.
 
     Raises:
-        DataError: When the file cannot be read, or must be cut and cannot.
+        DataError: If the file cannot be read, or has no place for a cut.
     """
     source, step = piece.source, piece.end - piece.begin
     with opened_source(source.path) as descriptor:
@@ -43,10 +43,7 @@ def cut_text(piece: Piece, tokenizer: Tokenizer) -> tuple[int, bytes]:
 
 
 def _seam(descriptor: int, at: int, source: Source, tokenizer: Tokenizer, *, step: int) -> int:
-    """Return the first place from a byte on where the document is cut, or its end.
-
-    Of the last piece, which is shorter than the others, no step is looked at.
-    """
+    """Return the first place from a byte on where the document is cut, or its end."""
     if at <= 0 or at >= source.size:
         return max(0, min(at, source.size))
     for begin in range(at, min(at + LONGEST_BYTES, source.size), step):

@@ -1,25 +1,27 @@
-"""Token that ends documents, which text is kept from holding.
+"""The token that ends documents, which no text is encoded as.
 
-Note [special tokens in text]: what a tokenizer calls special (`<|endoftext|>`, `<s>`, ...) is put
-between texts by programs and never read out of them: where they stand in a document they are
-characters like others. So those tokens, and the separator whatever it is, are renamed before a
-tokenizer is made: to names that begin with the zero character, which no text has. No rule of any
-tokenizer then gives their ids for text. Their own names come back when ids are decoded.
+Note [special tokens in text]: the special tokens of a tokenizer (`<|endoftext|>`, `<s>`, ...) are
+put between texts by programs and are not read from texts: in a document they are characters like
+others. So these tokens, and the separator in any case, are renamed before a tokenizer is made, to
+names that begin with the zero character, which no text has. Then no rule of a tokenizer gives their
+ids for text. When ids are decoded, they get their own names.
 """
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hp_base.errors import ConfigError
 from hp_base.folder import read_named, why_not
 
 CONFIG = "tokenizer_config.json"
-"""What stands beside the file of a tokenizer and says which token does what."""
+"""File beside that of a tokenizer, with the roles of its tokens."""
 MARK = "\0"
-"""What the names of tokens begin with that text cannot give."""
+"""First character of the names of tokens that no text is encoded as."""
+Content: TypeAlias = dict[str, Any]
+"""The JSON of a tokenizer file, whose added tokens and vocabulary were checked."""
 
 _NAMES = (
     "<|endoftext|>",
@@ -35,24 +37,24 @@ _NAMES = (
     "<end_of_turn>",
     "[SEP]",
 )
-"""What families of models call the end of a document."""
+"""Names of the token that ends a document, in families of models."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _LISTED = 8
 
 
-def separator_of(path: Path, content: Mapping[str, Any], wanted: str) -> str:
+def separator_of(path: Path, content: Content, wanted: str) -> str:
     """Return the name of the token that ends documents.
 
-    That is the one asked for; else the `eos_token` of the file beside; else a special token that is
-    called as ends usually are; else, where no token is special, any token that is.
+    It is the configured one; else the `eos_token` of the config beside the file; else a special
+    token with a usual name for it; else, if no token is special, any token with such a name.
 
     Args:
         path: File of the tokenizer.
-        content: What stands in it.
-        wanted: ``data.separator``; empty: not said.
+        content: Content of the file.
+        wanted: Value of ``data.separator``; empty: not configured.
 
     Raises:
-        ConfigError: When there is none, with what could be named.
+        ConfigError: If there is none; suggests some.
     """
     special = special_of(content)
     known = {*_vocab_of(content), *(token["content"] for token in content["added_tokens"])}
@@ -76,17 +78,17 @@ def separator_of(path: Path, content: Mapping[str, Any], wanted: str) -> str:
     return found
 
 
-def special_of(content: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tokens that a file calls special."""
+def special_of(content: Content) -> list[str]:
+    """Return the names of the special tokens of a file."""
     return [token["content"] for token in content["added_tokens"] if token["special"]]
 
 
-def without_special(content: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The content of a tokenizer file with some tokens renamed, see Note [special tokens in text].
+def without_special(content: Content, names: Iterable[str]) -> Content:
+    """Return a tokenizer file's content with renamed tokens, see Note [special tokens in text].
 
     Args:
-        content: What stands in the file; it stays as it is.
-        names: Tokens to rename; those that stand for bytes are what text is made of, and stay.
+        content: Content of the file; it is not changed.
+        names: Tokens to rename, except those that stand for bytes, which text consists of.
     """
     model = dict(content["model"])
     new = {name: MARK + name for name in names if not _BYTE.fullmatch(name)}
@@ -107,14 +109,14 @@ def without_special(content: dict[str, Any], names: Iterable[str]) -> dict[str, 
     return content | {"model": model, "added_tokens": added}
 
 
-def _vocab_of(content: Mapping[str, Any]) -> Iterable[str]:
+def _vocab_of(content: Content) -> Iterable[str]:
     """Return the names of the tokens of a file's model."""
     vocab = content["model"]["vocab"]
     return vocab if isinstance(vocab, dict) else (name for name, _ in vocab)
 
 
 def _end_of_config(path: Path) -> str:
-    """Read the end of a sequence from the config of a tokenizer; empty if it names none."""
+    """Return the `eos_token` in the config of a tokenizer; empty if there is none."""
     try:
         config = json.loads(read_named(path))
         end = config.get("eos_token")

@@ -1,33 +1,37 @@
-"""Text to token ids and back: bytes by default, a Hugging Face ``tokenizers`` file if given."""
+"""Tokenizers, from text to ids and back: bytes, or a file of Hugging Face's ``tokenizers``."""
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hp_base.errors import ConfigError, DataError
 from hp_base.folder import read_named, why_not
-from hp_data.separator import MARK, separator_of, special_of, without_special
+from hp_data.separator import MARK, Content, separator_of, special_of, without_special
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
+AnyArray: TypeAlias = NDArray[Any]
+"""Ids of any integer dtype."""
+DType: TypeAlias = "np.dtype[Any]"
 
 _LARGEST_VOCABULARY = 1 << 24
-"""Ids beyond it are a mistake or an attack: every row of the embedding takes memory."""
+"""Limit of the vocabulary, as every row of the embedding takes memory."""
 
 
 class Tokenizer(Protocol):
-    """Turns text into ids and back; any object with these attributes will do.
+    """A map from text to ids and back.
 
     Attributes:
         vocab_size: One more than the largest id.
-        separator: The id put between two documents.
-        separator_name: What the tokenizer calls it.
-        dtype: The narrowest unsigned type that holds all ids.
-        path: Argument that `load_tokenizer` makes it of again, with `separator_name`.
-        identity: Stands for the file: two that agree in it and in `separator` give the same ids.
+        separator: Id between two documents.
+        separator_name: Name of the separator in the tokenizer.
+        dtype: Narrowest unsigned dtype for all ids.
+        path: Path with which `load_tokenizer` makes the same tokenizer, with `separator_name`.
+        identity: Digest of the file: tokenizers with the same identity and separator give the same
+            ids.
         is_cheap: Whether encoding costs no more than copying, so that results are not worth
             keeping.
     """
@@ -44,20 +48,20 @@ class Tokenizer(Protocol):
         """Return the ids of a text, one-dimensional; see Note [special tokens in text].
 
         Args:
-            text: The text.
-            goes_on: Whether it goes on with one that was encoded before, and is cut from it where
-                both join (`joins`).
+            text: Text to encode.
+            goes_on: Whether the text continues one that was encoded before, after a cut that
+                `joins` allows.
         """
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids; what is not text is shown replaced, never an error."""
+        """Return the text of ids; bytes that are not text are replaced."""
 
     def joins(self, left: str, right: str) -> bool:
-        """Tell whether a text may be cut here: its ids are those of both sides."""
+        """Tell whether a text may be cut here: its ids are the ids of both sides."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255; the zero byte, which text does not contain, separates."""
+    """A tokenizer of UTF-8 bytes as ids 0..255, with the zero byte, which no text has, between."""
 
     vocab_size = 256
     separator = 0
@@ -68,7 +72,7 @@ class ByteTokenizer:
     is_cheap = True
 
     def encode(self, text: str, *, goes_on: bool = False) -> TokenArray:  # noqa: ARG002 - bytes are bytes
-        """uint8 ids of the text's UTF-8 bytes."""
+        """Return the text's UTF-8 bytes, uint8."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
     def decode(self, ids: list[int]) -> str:
@@ -76,7 +80,7 @@ class ByteTokenizer:
         return bytes(ids).decode("utf-8", errors="replace")
 
     def joins(self, left: str, right: str) -> bool:  # noqa: ARG002 - everywhere
-        """True."""
+        """Return True: bytes may be cut anywhere."""
         return True
 
 
@@ -84,11 +88,11 @@ class HuggingFaceTokenizer:
     """A ``tokenizer.json`` read by the ``tokenizers`` library.
 
     Args:
-        path: The file.
+        path: Path of the file.
         separator: Name of the token that ends documents; empty: see `hp_data.separator`.
 
     Raises:
-        ConfigError: When the file is not a tokenizer, or it is not known what ends a document.
+        ConfigError: If the file is not a tokenizer, or the token that ends a document is unknown.
     """
 
     is_cheap = False
@@ -110,11 +114,11 @@ class HuggingFaceTokenizer:
             )
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
         self._is_bpe = content["model"].get("type", "BPE") == "BPE"
-        # Such a normalizer makes of the beginning of any text what a space before a word is.
+        # Such a normalizer puts before any text the character that stands for a space.
         self._begins_words = '"Prepend"' in json.dumps(content.get("normalizer"))
 
     def encode(self, text: str, *, goes_on: bool = False) -> TokenArray:
-        """uint16 or uint32 ids, by the size of the vocabulary."""
+        """Return the ids, uint16 or uint32 by the size of the vocabulary."""
         return np.array(self._encoding(text, goes_on=goes_on).ids, dtype=self.dtype)
 
     def decode(self, ids: list[int]) -> str:
@@ -125,9 +129,9 @@ class HuggingFaceTokenizer:
     def joins(self, left: str, right: str) -> bool:
         """Tell whether the text may be cut here.
 
-        Its ids are those of both sides, and a word ends here: pre-tokenizers look at what is near,
-        and models at one word at a time. Where BPE has no words, no token may have both characters
-        beside each other that are parted: then no merge, of whatever rank, reaches across.
+        It may if its ids are the ids of both sides, and a word ends here: pre-tokenizers depend on
+        near characters, and models on one word at a time. Where BPE has no words, no token may
+        contain the two characters beside the cut next to each other: then no merge reaches across.
         """
         whole, first = self._encoding(left + right), self._encoding(left)
         at = len(first.ids)
@@ -147,19 +151,19 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: str, separator: str = "") -> Tokenizer:
-    """Load the tokenizer of a file, with its token that ends documents; no path: bytes."""
+    """Return the tokenizer of a file, with its token that ends documents; without a path, bytes."""
     return HuggingFaceTokenizer(Path(path), separator) if path else ByteTokenizer()
 
 
 def vocab_size_of(tokenizer: Tokenizer, rows: int = 0) -> int:
-    """Return the number of rows that an embedding has.
+    """Return the number of rows of the embedding for a tokenizer.
 
     Args:
         tokenizer: Tokenizer of the data.
-        rows: Rows that `model.vocab_size` asks for; 0: as many as the tokenizer has tokens.
+        rows: Value of `model.vocab_size`; 0: the number of tokens of the tokenizer.
 
     Raises:
-        DataError: When the tokenizer has more tokens.
+        DataError: If the tokenizer has more tokens than rows.
     """
     rows = rows or tokenizer.vocab_size
     if rows < tokenizer.vocab_size:
@@ -170,8 +174,8 @@ def vocab_size_of(tokenizer: Tokenizer, rows: int = 0) -> int:
     return rows
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Read a file, typed as far as its tokens need, and its bytes."""
+def _read(path: Path) -> tuple[Content, bytes]:
+    """Return the content of a file, with checked tokens, and its bytes."""
     try:
         raw = read_named(path)
         content = json.loads(raw.decode())
@@ -185,15 +189,15 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
         raise _no_tokenizer(path, error) from None
     except (TypeError, KeyError, AttributeError, OverflowError):
         raise _no_tokenizer(path, ValueError("it has no model with a vocab")) from None
-    # Settings for the inputs of a model: a text would be cut off or filled up, and have other ids
-    # every time.
+    # Without settings for the input of a model, by which a text would be truncated or padded, or
+    # get random ids.
     content |= {"truncation": None, "padding": None}
     content["model"].pop("dropout", None)
     return content, raw
 
 
-def _token(token: Any) -> dict[str, Any]:
-    """Return an added token with the fields that are looked at."""
+def _token(token: Content) -> Content:
+    """Return an added token with checked fields."""
     return {
         **token,
         "content": str(token["content"]),
@@ -202,11 +206,11 @@ def _token(token: Any) -> dict[str, Any]:
     }
 
 
-def _backend_of(path: Path, content: dict[str, Any], separator: str) -> Any:
+def _backend_of(path: Path, content: Content, separator: str) -> Any:
     """Return the library's tokenizer, which gives no id of a special token for text."""
     from tokenizers import Tokenizer as Backend  # noqa: PLC0415 - optional extra
 
-    # A special token that merges make of text keeps its name; the separator must not be one.
+    # Special tokens that merges make from text keep their names; the separator must not be one.
     for names in ({*special_of(content), separator}, {separator}, ()):
         try:
             backend = Backend.from_str(json.dumps(without_special(content, names)))

@@ -1,7 +1,7 @@
-"""Tokens on disk: files that are read only as far as they are what was written.
+"""Tokens on disk, in files whose chunks are compared with their digests before use.
 
-A folder holds for each split ``NAME.bin``, ids one after the other, and ``NAME.sums``, a digest of
-16 bytes for every 64 KiB of them; its index has the digests of the sums.
+A folder has for each split ``NAME.bin``, ids one after the other, and ``NAME.sums``, a digest of 16
+bytes for every 64 KiB of them; its index has the digests of the sums.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,29 +20,29 @@ from hp_base.errors import DataError
 from hp_base.folder import DamageError, open_file, opened_directory, read_span, read_whole
 from hp_data.corpus import printable
 from hp_data.index import INDEX, Index, Split
-from hp_data.tokenizer import TokenArray
+from hp_data.tokenizer import AnyArray, DType, TokenArray
 
 CHUNK_BYTES = 1 << 16
-"""What a digest stands for: the least that is read at the first touch."""
+"""Bytes of a chunk, which has one digest, and is read as a whole at its first use."""
 SPLITS = ("train", "eval")
 
 _DIGEST_BYTES = 16
 _stamp = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns")
-"""What of a file changes when it is written."""
+"""Fields of a file's state that change when it is written."""
 new_hasher = partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
-"""For chunks and what stands for all of them."""
+"""Hash function of chunks, and of the digests of all chunks."""
 
 
 class TokenWriter:
-    """Writes a split, a piece at a time. To be closed.
+    """A writer of a split, a piece at a time, which must be closed.
 
     Args:
-        folder: Folder of the files; it exists.
+        folder: Existing folder of the files.
         split: Name of the split, one of `SPLITS`.
         dtype: Dtype of the ids.
     """
 
-    def __init__(self, folder: Path, split: str, *, dtype: "np.dtype[Any]") -> None:
+    def __init__(self, folder: Path, split: str, *, dtype: DType) -> None:
         self._dtype = dtype
         self._file: BinaryIO = (folder / f"{split}.bin").open("xb")
         self._sums_path = folder / f"{split}.sums"
@@ -62,11 +62,11 @@ class TokenWriter:
         self._pending = bytes(pending[whole:])
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self._file.close()
 
     def finish(self) -> Split:
-        """Write the digests and tell what was written; at least one token."""
+        """Write the digests, and return the split, which must have at least one token."""
         if self._pending:
             self._sums += new_hasher(self._pending).digest()
         self._file.flush()
@@ -76,16 +76,16 @@ class TokenWriter:
 
 
 def require_sequence(num_tokens: int, split: str, *, seq_len: int, where: str | Path) -> None:
-    """Refuse a split that holds not even one sequence.
+    """Check that a split has at least one sequence.
 
     Args:
-        num_tokens: Number of its tokens.
+        num_tokens: Number of tokens of the split.
         split: Name of the split, one of `SPLITS`.
         seq_len: Length of a sequence.
-        where: What holds the tokens, for the message.
+        where: Path of the tokens, for the message.
 
     Raises:
-        DataError: When it does not.
+        DataError: If it has none.
     """
     if num_tokens <= seq_len:
         hint = " (raise data.eval_fraction)" if split == "eval" else ""
@@ -97,8 +97,8 @@ def require_sequence(num_tokens: int, split: str, *, seq_len: int, where: str | 
 class TokenFile:
     """The ids of a split, each chunk compared with its digest when it is first read.
 
-    The file is kept open: one of the same name that takes its place is not read. One that is
-    changed in its place is compared again.
+    The file is kept open: another file that gets its name later is not read. If the file is
+    changed in place, chunks are compared again.
 
     Args:
         folder: Folder of the data.
@@ -108,10 +108,10 @@ class TokenFile:
     Attributes:
         path: Path of the file of ids.
         size: Number of ids.
-        sums: The digests of all chunks.
+        sums: Digests of all chunks.
 
     Raises:
-        DataError: When files do not fit the index.
+        DataError: If the files do not fit the index.
     """
 
     def __init__(self, folder: Path, split: str, index: Index) -> None:
@@ -138,27 +138,27 @@ class TokenFile:
             raise DataError(f"{printable(self.path)}: {found} bytes must equal {nbytes} of {INDEX}")
         self._seen = np.zeros(num_chunks, dtype=bool)
 
-    def __getitem__(self, part: slice) -> NDArray[Any]:
+    def __getitem__(self, part: slice) -> AnyArray:
         """Return the ids of a range, one-dimensional, read-only.
 
         Raises:
-            DataError: Naming file and chunk, where they are not what was written.
+            DataError: If a chunk is damaged; names file and chunk.
         """
         first, last, _ = part.indices(self.size)
         return next(self.rows([first], last - first))
 
-    def rows(self, starts: Iterable[int], length: int) -> Iterator[NDArray[Any]]:
-        """Yield the ranges of one length, as they are asked for; each as `__getitem__` reads it.
+    def rows(self, starts: Iterable[int], length: int) -> Iterator[AnyArray]:
+        """Yield ranges of one length, each as `__getitem__` reads it.
 
         Args:
             starts: First token of each range.
-            length: Number of tokens, no range goes beyond the file.
+            length: Number of tokens of a range, which must not go beyond the file.
 
         Yields:
             Ids, one-dimensional, read-only.
 
         Raises:
-            DataError: Naming file and chunk, where they are not what was written.
+            DataError: If a chunk is damaged; names file and chunk.
         """
         nbytes = length * self._dtype.itemsize
         for start in starts:
@@ -171,10 +171,10 @@ class TokenFile:
             yield np.frombuffer(self._read(begin, begin + nbytes), dtype=self._dtype)
 
     def places_of(self, token: int) -> NDArray[np.int64]:
-        """Find a token in the whole file, ascending; every chunk is compared with its digest.
+        """Return the places of a token in the whole file, ascending; all chunks are compared.
 
         Raises:
-            DataError: Naming file and chunk, where they are not what was written.
+            DataError: If a chunk is damaged; names file and chunk.
         """
         per_chunk = CHUNK_BYTES // self._dtype.itemsize
         found = [
@@ -186,14 +186,14 @@ class TokenFile:
 
     @property
     def num_chunks(self) -> int:
-        """Number of digests."""
+        """Return the number of chunks."""
         return int(self._seen.size)
 
     def verified(self, chunk: int) -> bytes:
-        """Return the bytes of a chunk, compared with its digest now.
+        """Return the bytes of a chunk, after comparing them with its digest.
 
         Raises:
-            DataError: When it is another.
+            DataError: If the chunk is damaged.
         """
         end = min((chunk + 1) * CHUNK_BYTES, self.size * self._dtype.itemsize)
         data = self._read(chunk * CHUNK_BYTES, end)
@@ -220,10 +220,10 @@ class TokenFile:
         return data
 
     def _place(self, chunk: int) -> str:
-        """Name a chunk, for a message."""
+        """Return the name of a chunk, for a message."""
         return f"{printable(self.path)}: chunk {chunk} of {self._seen.size}"
 
 
-def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: "np.dtype[Any]") -> str:
-    """Digest all tokens of a split: their number, their type and all chunks."""
+def digest_of_split(sums: bytes | bytearray, tokens: int, dtype: DType) -> str:
+    """Return the digest of all tokens of a split: their number, their dtype and all chunks."""
     return new_hasher(f"{tokens} {dtype}\n".encode() + sums).hexdigest()
