@@ -156,7 +156,7 @@ class AsyncContextParallel(ContextParallel):
     def launch(
         self, x: Tensor, mesh_or_group: DeviceMesh | ProcessGroup, *, flops: float = math.inf
     ) -> Tensor:
-        """Start the exchange of a q, k or v; for what is computed after the projections.
+        """Start the exchange of a q, k or v that is computed after the projections.
 
         Pass the returned tensor itself to attention. Backward hides most if each of the three is
         launched before the next is computed: `launch(rope(q_proj(x)))`, then k, then v.

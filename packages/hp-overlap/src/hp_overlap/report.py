@@ -147,7 +147,7 @@ def _is_transfer(event: _Event) -> bool:
 
 
 def _outermost(events: Iterable[_Event]) -> list[_Event]:
-    """Sort by start and leave out what lies inside another: Gloo's part of a slow transfer."""
+    """Sort by start and leave out events inside another: Gloo's part of a slow transfer."""
     found: list[_Event] = []
     for event in sorted(events, key=lambda e: e.interval):
         if not found or event.interval[1] > found[-1].interval[1]:

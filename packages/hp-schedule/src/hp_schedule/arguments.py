@@ -62,14 +62,14 @@ _Adder = Callable[..., argparse.ArgumentParser]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers bad arguments in one line; the usage is what --help is for."""
+    """A parser that answers bad arguments in one line, without the usage, which --help prints."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser; `command` of what it parses is the name of the subcommand."""
+    """Return the parser; `command` of its result is the name of the subcommand."""
     whole = _Parser(prog="hp-schedule", description="Pipeline schedules as data.")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add: _Adder = commands.add_parser

@@ -51,10 +51,10 @@ class Driver(Protocol):
         """Run a forward again that has kept nothing but its input; the backward follows."""
 
     def offload(self, stage_index: int, microbatch_index: int) -> None:
-        """Start copying what a forward has kept to the host; frees it on the device."""
+        """Start copying the saved tensors of a forward to the host; frees them on the device."""
 
     def reload(self, stage_index: int, microbatch_index: int) -> None:
-        """Start bringing back what was copied away; the backward waits for it."""
+        """Start copying them back from the host; the backward waits for them."""
 
     def send_forward(self, stage_index: int, microbatch_index: int) -> None:
         """Start sending the output of the stage; does not wait for the other side."""

@@ -30,7 +30,7 @@ _LISTS: Final = ("", ", or one per stage", ", or one per stage, or per stage and
 
 
 def costs_to_json(costs: Costs) -> str:
-    """Return costs as JSON; what is as it is by default is left out."""
+    """Return costs as JSON; defaults are left out."""
     document: dict[str, object] = {"version": _VERSION}
     for field in fields(Costs):
         value = getattr(costs, field.name)

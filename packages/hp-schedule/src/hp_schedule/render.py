@@ -265,7 +265,7 @@ def _describe(step: MetaStep) -> str:
 
 
 def _unit(longest: float, in_seconds: bool) -> tuple[str, float]:
-    """Return the unit for times up to `longest`, and what to multiply them by."""
+    """Return the unit for times up to `longest`, and the factor for it."""
     if not in_seconds:
         return "units", 1.0
     large = ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3)) if longest * factor >= 1)

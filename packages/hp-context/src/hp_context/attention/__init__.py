@@ -1,1 +1,1 @@
-"""Attention over what a rank has: by torch, by blocks, by parts that are merged."""
+"""Attention over the keys of a rank: by torch, by blocks, by parts that are merged."""

@@ -22,7 +22,7 @@ _STRIPS = 4  # leave out three of eight scores; more would add to gradients of k
 
 
 def strips_apply(q: Tensor, k: Tensor) -> bool:
-    """Say if heads of two sizes are better attended to here; the same for any number of heads."""
+    """Tell whether strips are the better way for these heads; the same for any number of heads."""
     return (
         q.device.type == "cpu"
         and q.ndim == 4

@@ -216,7 +216,7 @@ class Attention(nn.Module):
 def _special(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, dims: tuple[int, int]
 ) -> Tensor:
-    """Return what torch's attention does not do, or not as well: one break of a compiled graph."""
+    """Attend where torch's attention cannot, or not as well: one break of a compiled graph."""
     _check(q, terms)
     q, k = q.movedim(dims, _HEADS_FIRST), k.movedim(dims, _HEADS_FIRST)
     v = v.movedim(dims, _HEADS_FIRST)

@@ -18,7 +18,7 @@ class Merge:
         self._lse: Tensor | None = None
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Take in one part.
+        """Add one part.
 
         Args:
             out: [B, H, Q, E], attention over the keys of the part alone. May be overwritten.

@@ -322,7 +322,7 @@ class Backward:
 
 
 def _split(keys: tuple[Tensor, ...], head_size: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of what has both, packed or not."""
+    """Return keys and values, which may be packed."""
     if len(keys) == 2:
         return keys[0], keys[1]
     k, v = keys[0].tensor_split([head_size], -1)

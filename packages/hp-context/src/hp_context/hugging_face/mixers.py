@@ -41,7 +41,7 @@ def current_trial() -> "Trial | None":
 
 
 def find_mixer(model: nn.Module) -> str | None:
-    """Find what of a model mixes positions besides its attention, by trying the model once.
+    """Find modules of a model that mix positions besides its attention, by trying it once.
 
     Tokens of a rank's part go through all of a model but its attention as if they were the whole
     sequence. That is right as long as everything but attention treats positions one by one: a

@@ -78,7 +78,7 @@ def compare(
     device: torch.device,
     content: Tensor | None = None,
 ) -> list[list[int]]:
-    """Compare what must be equal on all ranks; all of them call, and all of them raise or none.
+    """Compare facts that must be equal on all ranks; all of them call, and all raise or none.
 
     Args:
         error: Error of this rank; None if all is well.

@@ -72,7 +72,7 @@ class Exchange:
         )
 
     def arrived(self, received: Tensor, shape: torch.Size) -> Tensor:
-        """Return all positions with this rank's heads of what was [s, H, ...] (`shape`)."""
+        """Return all positions with this rank's heads, from a tensor of [s, H, ...] (`shape`)."""
         return self._packing.arrived(received, shape, self.group.rank(), self.dims.seq)
 
     def launch_back(self, grad: Tensor, shape: torch.Size) -> Pending[Tensor]:

@@ -1,4 +1,4 @@
-"""Closed forms: schedules whose rows can be made one by one, and what their rows are made of.
+"""Closed forms: schedules whose rows can be made one by one, and helpers to make rows.
 
 A closed form says for every step in which order it runs on its rank and at which logical time it
 ends. Logical time is no duration, it is a proof: it grows along every row, and from the step that

@@ -1,4 +1,4 @@
-"""The registry of schedules: what each declares, and what follows from its rows.
+"""The registry of schedules: declared properties, and properties that follow from rows.
 
 A generator is a function of this package that returns a `ClosedForm`, with `schedule_kind` above
 it. Nothing else is needed for a schedule: the command's choices and options, the plans a search

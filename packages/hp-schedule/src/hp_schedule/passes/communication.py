@@ -201,7 +201,7 @@ def _flows(schedule: Schedule, times: Sequence[Sequence[float]]) -> list[_Flow]:
 def _posts(
     schedule: Schedule, position: int, flows: dict[tuple[int, int, int], _Flow]
 ) -> dict[int, _Post]:
-    """Return, for each kind and stage whose result goes to another rank, what notes the message.
+    """Return, for each kind and stage whose result goes to another rank, how to note the message.
 
     Args:
         schedule: Schedule whose placement and chains are read.
@@ -249,7 +249,7 @@ def _row(
 
 
 def _own_cells(row: list[int], finish: Sequence[float], number: int) -> Iterable[_Cell]:
-    """Return a rank's steps with their keys; what is no compute step has the next one's."""
+    """Return a rank's steps with their keys; other steps have the key of the next compute step."""
     if len(row) == len(finish):
         return zip(finish, repeat(number), repeat(0), row, strict=False)
     computed = 0

@@ -52,7 +52,7 @@ def add_recompute(schedule: Schedule, places: Places | None = None) -> Schedule:
 
 
 def add_offload(schedule: Schedule, places: Places | None = None, *, ahead: int = 1) -> Schedule:
-    """Let what forwards keep be copied to the host, and come back before their backward.
+    """Copy the saved tensors of forwards to the host, and back before their backward.
 
     An OFFLOAD stands right behind its forward and what that sends. The RELOAD stands `ahead`
     compute steps before the backward, so that the copy back goes on while those run.
@@ -84,7 +84,7 @@ def drop_retention(schedule: Schedule) -> Schedule:
 
 
 def _chosen(schedule: Schedule, places: Places | None) -> frozenset[int]:
-    """Return the codes of places, which are those of their forwards."""
+    """Return the codes of the forwards at some places."""
     codes = [leaf for row in schedule.steps for code in row.codes() for leaf in leaves(code)]
     taken = {code & _PLACE for code in codes if code >= 0 and code & KIND_MASK in RETENTION_KINDS}
     there = {code & _PLACE for code in codes if code >= 0 and code & KIND_MASK in {BWD, BWD_INPUT}}
@@ -118,7 +118,7 @@ def recomputing(row: list[int], chosen: AbstractSet[int]) -> list[int]:
 def offloading(
     row: list[int], chosen: AbstractSet[int], ahead: int, *, every: bool = False
 ) -> list[int]:
-    """Return a row in which what forwards keep is copied away and back; see `add_offload`.
+    """Return a row in which saved tensors of forwards are copied away and back; see `add_offload`.
 
     Args:
         row: Codes of a rank's steps.

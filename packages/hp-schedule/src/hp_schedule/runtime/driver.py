@@ -126,7 +126,7 @@ class StageDriver:
         )
 
     def ready(self, step_type: MetaStepType, stage_index: int, microbatch_index: int) -> bool:
-        """Say True: steps wait for their inputs themselves."""
+        """Return True: steps wait for their inputs themselves."""
         del step_type, stage_index, microbatch_index
         return True
 

@@ -224,7 +224,7 @@ class PointToPoint:
         self._transport.finish()
 
     def _exchange_requests(self) -> None:
-        """Tell the stages before this rank's what is expected.
+        """Tell the stages before this rank's which specs it expects.
 
         A stage with an `input_spec` tells the stage before it once, ahead of the first run, what it
         expects; its receives are posted where the schedule says. A stage without one gets a header

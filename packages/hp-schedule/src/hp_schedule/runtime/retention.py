@@ -212,7 +212,7 @@ class SavedTensors:
             self._back.record()
 
     def wait(self) -> None:
-        """Let what is computed from now on wait until everything is back."""
+        """Let later computations wait until everything is back."""
         if self._back is not None:
             self._back.wait()
 
@@ -243,7 +243,7 @@ def _unpack(packed: _Handle | Tensor) -> Tensor:
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the memory of a plain tensor; None for what is laid out or wrapped otherwise."""
+    """Return the memory of a plain tensor; None for other layouts and for wrappers."""
     is_plain = type(tensor) in {Tensor, nn.Parameter} and tensor.layout is torch.strided
     if not is_plain or tensor.is_conj() or tensor.is_neg():
         return None

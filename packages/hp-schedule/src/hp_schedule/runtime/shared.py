@@ -122,7 +122,7 @@ class SharedParameters:
 
     @contextmanager
     def of_stage(self, stage: int) -> Iterator[None]:
-        """Run what adds to the gradients of a stage inside, to have them apart from others'."""
+        """Keep the gradients that a stage computes inside apart from those of other stages."""
         mine = [
             (parameters[stage], apart)
             for parameters, copies, apart in zip(

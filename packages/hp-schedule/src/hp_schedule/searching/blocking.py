@@ -1,4 +1,4 @@
-"""Messages that hold up the rank which sends them, as part of what the steps take."""
+"""Messages that hold up the rank which sends them, as part of the durations of its steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from hp_schedule.searching.problem import Problem
 
 
 def while_sending(costs: Costs, stage_to_rank: Sequence[int], num_microbatches: int) -> Costs:
-    """Return costs in which a step lasts until what it sends has arrived, and messages no time.
+    """Return costs in which a step lasts until its message has arrived, and messages no time.
 
     Args:
         costs: Costs of the stages.

@@ -136,7 +136,7 @@ class _Construction:
         return Plan(starts, sequence, makespan) if len(sequence) == problem.num_steps else None
 
     def _choose(self, rank: int, now: float) -> int:
-        """Take out the step to start now; -1 if there is none, with the next wake-up set."""
+        """Pop the step to start now; -1 if there is none, with the next wake-up set."""
         ready, coming = self._ready[rank], self._coming[rank]
         moment = now + EPSILON
         while coming and coming[0][0] <= moment:
@@ -163,7 +163,7 @@ class _Construction:
         return step
 
     def _fill(self, rank: int, now: float, until: float, room: float) -> int:
-        """Take out the best step that ends by the arrival of a better one; -1 to wait for it."""
+        """Pop the best step that ends by the arrival of a better one; -1 to wait for it."""
         duration = self._problem.duration
         ready = self._ready[rank]
         time = until - now + EPSILON
@@ -210,7 +210,7 @@ class _Construction:
         return size + self._reserve[step % self._problem.part // self._problem.num_microbatches]
 
     def _hold(self, step: int, rank: int, more: float) -> None:
-        """Take memory for a step's stage, or give it back."""
+        """Allocate memory for a step's stage, or free it."""
         problem, held = self._problem, self._held_by
         self._held[rank] += more
         stage = step % problem.part // problem.num_microbatches

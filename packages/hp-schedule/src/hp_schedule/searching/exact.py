@@ -1,4 +1,4 @@
-"""Plans and bounds from a solver that proves what it finds: CP-SAT of `hp-schedule[exact]`.
+"""Plans and bounds from a solver with proofs: CP-SAT of `hp-schedule[exact]`.
 
 A plan is a start for every step: steps of a rank do not overlap, each comes after what it waits
 for, and what microbatches hold fits the memory at every time. Of a large plan a window in time is
@@ -181,7 +181,7 @@ class _Model:
         self._precede(keep_order)
 
     def border_on(self, rows: Rows) -> None:
-        """Let the steps of a window come after what stands before it, and count what follows."""
+        """Let the steps of a window come after those before it, and count those behind it."""
         before, lag, after = self._problem.chains()
         for row in rows.rows:
             ahead = [rows.end[step] for step in row if self._parts[step] == 0]

@@ -145,7 +145,7 @@ class _Ways:
         return now + max(self._chain.tail, left)
 
     def _next(self, counts: _Counts, way: _Way) -> Iterator[tuple[_Counts, _Way]]:
-        """Yield what each possible next step leads to."""
+        """Yield the state and the way after each possible next step."""
         chain, begin = self._chain, _FIXED
         for step in self._steps:
             waiting = counts[step - 1] - counts[step] if step else self._num - counts[step]
@@ -187,7 +187,7 @@ class _Ways:
         return now + max(0.0, needed + work)
 
     def _worked(self, counts: _Counts, way: _Way, start: float) -> float:
-        """Return what is done of W until a start, negated."""
+        """Return the work of W that is done until a start, negated."""
         now, work, *_ = way
         numbers = counts[self._stages :]
         most = sum(time * n for time, n in zip(self._weights, numbers, strict=True))

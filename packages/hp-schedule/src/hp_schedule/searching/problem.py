@@ -183,7 +183,7 @@ class Problem:
         return (part * self.num_stages + stage) * self.num_microbatches + place
 
     def chains(self) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
-        """Return what each step waits for but for the order of the microbatches.
+        """Return the steps that each step waits for, apart from the order of the microbatches.
 
         Returns:
             By step the step that it waits for, -1 for none; the time between the two; the steps
@@ -284,7 +284,7 @@ class Units(NamedTuple):
         )
 
     def apply(self, costs: Costs) -> Costs:
-        """Return costs in these units; those of sharded parameters, which no search needs, stay."""
+        """Return costs in these units, apart from the FSDP costs, which no search needs."""
         return replace(
             costs,
             forward=_divided(costs.forward, self.time),

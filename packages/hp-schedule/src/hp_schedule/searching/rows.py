@@ -1,4 +1,4 @@
-"""The rows of a plan: when their steps run, and what becomes of that if one of them moves."""
+"""The rows of a plan: the times of their steps, and the times after a step is moved."""
 
 from itertools import pairwise
 from math import inf
@@ -195,7 +195,7 @@ class Rows:
         self._held[rank] = held
 
     def _evaluate(self) -> bool:
-        """Work out when each step ends, and what must follow it; False if it cannot be run."""
+        """Compute the end of each step and the time after it; False if it cannot be run."""
         order: list[int] = []
         end = [-1.0] * len(self._duration)
         waiting: dict[int, int] = {}
@@ -259,7 +259,7 @@ class Rows:
         return place
 
     def _rest(self, step: int, rest: float) -> float:
-        """Return the time after the end of a step, told that of what follows it in its row."""
+        """Return the time after the end of a step, given the next step's time in its row."""
         duration, tail = self._duration, self.tail
         for follower, gap in self._after[step]:
             time = gap + duration[follower] + tail[follower]

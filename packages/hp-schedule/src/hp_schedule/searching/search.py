@@ -382,7 +382,7 @@ class _Spaces:
         return partial(space.vary, random)
 
     def solve(self, effort: float) -> bool:
-        """Let an exact engine shorten and bound what is open; return whether nothing is left."""
+        """Let an exact engine shorten and bound open spaces; return whether none is left."""
         spaces = self._open(math.inf)
         for space in spaces:
             if space in self._open(math.inf):

@@ -15,7 +15,7 @@ Action = Callable[[], None]
 
 
 class Clock:
-    """Runs actions in the order of their times; those of one time in the order they were asked for.
+    """Runs actions in the order of their times; actions of one time in the order of the calls.
 
     Attributes:
         now: The time of the action that runs, of the last one at the end.
@@ -188,7 +188,7 @@ def check_model(model: ChannelModel) -> None:
 
 
 def channel_of(model: ChannelModel, edge: Edge) -> Edge:
-    """Return what names the communicator that serves an edge."""
+    """Return the key of the communicator that serves an edge."""
     match model:
         case "edge":
             return edge

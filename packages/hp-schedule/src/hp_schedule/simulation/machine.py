@@ -37,7 +37,7 @@ from hp_schedule.timeline import Span
 
 
 class Machine:
-    """All ranks, and what they share.
+    """All ranks, with the channels and cores that they share.
 
     Args:
         schedule: What they run.
@@ -214,7 +214,7 @@ class _SimulatedRank:
         self._collective(step, self._machine.reduce_grad[stage_index])
 
     def moved(self, value: int) -> None:
-        """Take note that a message of this rank has arrived."""
+        """Record that a message of this rank has arrived."""
         step = self._transfers.pop(value, None)
         if step is not None:
             self._wait(step, self._machine.clock.now, self._machine.produced.get(value, 0.0))
@@ -222,7 +222,7 @@ class _SimulatedRank:
         self._machine.wake(self._rank)
 
     def close(self) -> None:
-        """Account for what the rank waits for after its last step.
+        """Account for the waits of the rank after its last step.
 
         Raises:
             DeadlockError: If that is a message which never comes.
@@ -268,7 +268,7 @@ class _SimulatedRank:
     recompute = partialmethod(_compute, RECOMPUTE)
 
     def overlap(self, step: MetaStep) -> None:
-        """Start a step, alone or in halves, and account for what it takes."""
+        """Start a step, alone or in halves, and account for its duration."""
         machine = self._machine
         codes = [pack(part) for part in step.leaves()]
         for code in codes:
@@ -315,7 +315,7 @@ class _SimulatedRank:
         self.peak = max(self.peak, self._held)
 
     def _wait_for_inputs(self, code: int) -> None:
-        """Account for the time since the rank was free, by what it stood waiting for."""
+        """Account for the time since the rank was free, by the step that it waited for."""
         machine = self._machine
         stage = code >> STAGE_SHIFT & STAGE_MASK
         value = machine.flow.value_read(code)

@@ -85,7 +85,7 @@ class Precedence:
         return max((ends[last] for last in self._last), default=0.0), self._path(ends, costs)
 
     def _path(self, ends: list[float], costs: Sequence[float]) -> Path:
-        """Follow what each step started after, from the last end back to the start."""
+        """Follow the step that each step started after, from the last end back to the start."""
         found: Counter[int] = Counter()
         at = max(self._last, key=ends.__getitem__, default=-1)
         while at >= 0:
@@ -189,7 +189,7 @@ def _walk(
 
 
 def _peaks(row: list[int], num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return what a row holds of each stage just before it lets go of something."""
+    """Return how many microbatches a row holds of each stage just before it frees one."""
     held = [0] * num_stages
     found: dict[tuple[int, ...], None] = {}
     grows = False

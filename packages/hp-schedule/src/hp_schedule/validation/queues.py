@@ -36,7 +36,7 @@ def queue_deadlock(schedule: Schedule, channels: ChannelModel) -> Finding | None
 
 
 def _explain(schedule: Schedule, machine: Machine, rank: int, position: int) -> Wait:
-    """Say what keeps a value from a rank, through the messages that stand before it."""
+    """Describe why a value does not reach a rank, through the messages that stand before it."""
     step = schedule.steps[rank][position]
     reads = map(machine.flow.value_read, leaves(pack(step)))
     value = next(v for v in reads if v >= 0 and (v, rank) not in machine.arrived)

@@ -104,7 +104,7 @@ class ValidationReport:
 
     @property
     def is_runnable(self) -> bool:
-        """Tell whether it trains as it stands, or does what the caller has said it is for."""
+        """Tell whether it trains as it stands, or fits the purpose that the caller has given."""
         return not self.findings and not self.lacking
 
     def raise_if_failed(self) -> None:

@@ -95,7 +95,7 @@ class RowCheck:
         self._rules = self._all_rules()
 
     def findings(self) -> Iterator[Finding]:
-        """Yield every broken rule, row by row, then what is missing."""
+        """Yield every broken rule, row by row, then missing steps."""
         for rank, row in enumerate(self._schedule.steps):
             yield from self._row(rank, row.codes())
         yield from self._missing()

@@ -109,7 +109,7 @@ class ShardingCheck:
         return None
 
     def _apply(self, kind: int, stage: int) -> str | None:
-        """Take an FSDP step; returns what is wrong with it."""
+        """Apply an FSDP step; return a description of its mistake, if it has one."""
         if kind == FSDP_REDUCE_GRAD:
             return self._reduce(stage)
         if stage not in self._managed:

@@ -15,7 +15,7 @@ class LayoutError(ValueError):
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        """Take the problems; at least one."""
+        """Store the problems; at least one."""
         self.problems = tuple(problems)
         lines = "".join(f"\n- {problem}" for problem in self.problems)
         super().__init__(f"bad layout, {len(self.problems)} problem(s):{lines}")

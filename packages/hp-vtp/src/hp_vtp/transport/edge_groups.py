@@ -63,7 +63,7 @@ def build_edge_groups(
 
 
 def _names(layout: PipelineLayout, name: str) -> dict[Edge, str]:
-    """Name edges so that those of one purpose whose ranks differ, in all domains, have one name."""
+    """Name edges; edges of one purpose with different ranks share a name over all domains."""
     found: dict[Edge, str] = {}
     taken: dict[str, set[int]] = {}
     for edge in layout.edges:

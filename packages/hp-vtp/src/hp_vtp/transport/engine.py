@@ -188,7 +188,7 @@ class EdgeEnd:
             handle.wait()
 
     def end_thread(self) -> None:
-        """End the thread, after what is queued."""
+        """End the thread after the queued jobs."""
         self._worker.close()
 
     def destroy_groups(self) -> None:

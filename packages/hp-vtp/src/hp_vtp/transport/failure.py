@@ -1,4 +1,4 @@
-"""One failure for all: what happens to a transport when one of its transfers goes wrong."""
+"""One failure for all: the end of a transport when one of its transfers goes wrong."""
 
 import re
 import threading
@@ -37,7 +37,7 @@ class TransferError(RuntimeError):
         peers: Sequence[int] = (),
         report: FailureReport | None = None,
     ) -> None:
-        """Take the message, which names the edge and the peers already."""
+        """Store the message, which names the edge and the peers already."""
         super().__init__(message)
         self.edge = edge
         self.peers = tuple(peers)
