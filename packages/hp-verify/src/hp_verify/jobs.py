@@ -136,7 +136,7 @@ def run(job: Sequence[str], reference: Sequence[str], options: argparse.Namespac
     say(report(comparison))
     if not comparison.num_compared:
         raise DifferenceError("nothing of the job could be laid beside its reference")
-    if comparison.first is not None:
+    if comparison.first is not None and not comparison.is_excused:
         raise DifferenceError(f"the jobs differ, first at {comparison.first}")
     return 0
 
@@ -195,7 +195,8 @@ def verify(
         comparison = compare(actual, expected, floor)
         if rules is not None:
             comparison.unaligned = _idle(rules, folder) | comparison.unaligned
-        if again and comparison.first is not None and comparison.first.phase != UPDATE:
+        first = None if comparison.is_excused else comparison.first
+        if again and first is not None and first.phase != UPDATE:
             from hp_verify.reproducing.locate import look_again  # noqa: PLC0415 - imports torch
 
             made = folder / "reproduction"
@@ -329,7 +330,11 @@ def report(comparison: Comparison) -> str:
         lines += [f"likely: {reason}" for reason in explain(comparison)]
         lines += _exactly(comparison)
     largest = ", ".join(f"{phase} {error:.1e}" for phase, error in comparison.largest.items())
-    state = "equal" if first is None else "NOT EQUAL"
+    if first is not None and comparison.flip is not None:
+        lines.append(f"first other choice: {comparison.flip}")
+    if comparison.is_excused:
+        lines.append("excused: it follows from that choice, which rounding decides")
+    state = "equal" if first is None or comparison.is_excused else "NOT EQUAL"
     lines.append(
         f"{state} over {comparison.num_steps} steps, {comparison.num_compared:,} tensors and "
         f"numbers: {largest}"

@@ -1,7 +1,9 @@
 """Two jobs side by side: the first number that differs by more than rounding explains."""
 
 import math
+import re
 import statistics
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from hp_verify.comparing.joined import Digests, Recording, Step, distance, numbers_of, size_of
 from hp_verify.comparing.repeated import matched
+from hp_verify.comparing.ties import Flip, excuses, first_flip
 from hp_verify.recording import events as ev
 
 _TIMES = 10.0
@@ -142,6 +145,9 @@ class Comparison:
             not come again.
         reproduction: A program that shows it; None: none was made.
         again: Reason why a second run gave no `exact` or no `reproduction`.
+        flip: First choice of a router that differs; None: none does.
+        is_excused: Whether `flip` is a tie that rounding may break, and comes before all
+            differences.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -154,6 +160,8 @@ class Comparison:
     exact: Exact | None = None
     reproduction: Reproduction | None = None
     again: str = ""
+    flip: Flip | None = None
+    is_excused: bool = False
 
     @property
     def first(self) -> Difference | None:
@@ -162,8 +170,8 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """True when something was compared, and nothing of it differs."""
-        return self.num_compared > 0 and not self.differences
+        """True when something was compared, and nothing of it differs, but by a tie."""
+        return self.num_compared > 0 and (not self.differences or self.is_excused)
 
 
 class Floor:
@@ -246,6 +254,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         earlier = actual.steps.get(index - 1), expected.steps.get(index - 1)
         _find_scaled(result, index, *earlier)
         _left(result, index, mine, actual.steps.get(index - 1, Step()))
+        result.flip = result.flip or first_flip(index, mine.choices, theirs.choices)
     for index in sorted(set(expected.steps) ^ set(actual.steps)):
         here = "the job" if index in actual.steps else "the reference"
         step = actual.steps.get(index) or expected.steps[index]
@@ -254,7 +263,29 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
             result.differences.append(Difference(index, UPDATE, "", 1.0, 0.0, note=note))
         else:
             result.unaligned[f"step {index}"] = f"only {here} has it"
+    result.is_excused = _is_excused(result, expected, floor)
     return result
+
+
+def _is_excused(result: Comparison, expected: Recording, floor: Floor) -> bool:
+    """Tell whether rounding decides the first choice that differs, and differences follow it."""
+    flip, first = result.flip, result.first
+    if flip is None or first is None:
+        return False
+    step = expected.steps[flip.step]
+    if first.step == flip.step:
+        if first.phase in (ev.START, ev.EVALUATION, ev.INPUT):
+            return False
+        modules = [re.split("[#:]", name)[0] for name in step.tensors.get(ev.FORWARD, {})]
+        name = re.split("[#:]", first.name)[0]
+        if first.phase == ev.FORWARD and flip.name in modules[modules.index(name) + 1 :]:
+            return False
+    choices = step.choices[flip.name].values()
+    dtype = max((c.dtype for c in choices), key=lambda dtype: _EPSILON.get(dtype, 0.0))
+    largest = max(abs(score) for c in choices for score in array("d", c.scores))
+    # However far outputs are apart once another choice has flipped in a run with other sums.
+    tie = min(floor.bound(flip.step, ev.FORWARD, "", dtype), _LEAST["bfloat16"]) * largest
+    return dtype != "float64" and excuses(flip, first.step, tie)
 
 
 def _left(result: Comparison, index: int, mine: Step, before: Step) -> None:

@@ -20,6 +20,7 @@ from hp_verify.recording.events import (
     TERMS,
     WEIGHT,
     Box,
+    Choice,
     Event,
     Piece,
     Rows,
@@ -90,6 +91,7 @@ class Step:
         states: Process -> generator of random numbers -> name of its state when the step began.
         drawn: Generators that the model used.
         updated: Processes that have weights after an update.
+        choices: Module -> choices of its tokens, by sample and first token.
     """
 
     tensors: dict[str, dict[str, Digests]] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class Step:
     states: dict[str, Mapping[str, str]] = field(default_factory=dict)
     drawn: set[str] = field(default_factory=set)
     updated: set[str] = field(default_factory=set)
+    choices: dict[str, dict[tuple[str, int], Choice]] = field(default_factory=dict)
 
     @property
     def is_update(self) -> bool:
@@ -165,6 +168,7 @@ def join(folder: Path) -> Recording:
     lines = {path.stem: list(read(path)) for path in files}
     events = [(who, line.event) for who, some in lines.items() for line in some if line.event]
     numbers = [(who, line.number) for who, some in lines.items() for line in some if line.number]
+    choices = [(who, line.choice) for who, some in lines.items() for line in some if line.choice]
     rows = rows_in(folder)
     steps: dict[int, Step] = defaultdict(Step)
     names = sample_names(rows)
@@ -177,6 +181,10 @@ def join(folder: Path) -> Recording:
     for who, event in events:
         if event.phase == WEIGHT:
             steps[event.step].updated.add(who)
+    for who, choice in choices:
+        sample = names.get((who, choice.step, choice.call, choice.row), choice.row)
+        by_token = steps[choice.step].choices.setdefault(choice.name, {})
+        by_token.setdefault((sample, choice.first), choice)
     for who, number in numbers:
         by_name = steps[number.step].numbers.setdefault(number.phase, {})
         by_name.setdefault(number.name, {}).setdefault(who, []).append(number.value)

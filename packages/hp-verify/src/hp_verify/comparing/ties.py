@@ -1,10 +1,11 @@
 """The rule of ties: rounding may decide which of two equal scores a top-k takes."""
 
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from hp_verify.recording.events import Choice
 
 CHOICES, SCORES = "expert choice", "expert score"
 """Quantities that explain other differences: what each token chose `[..., K]`, of the scores
@@ -49,40 +50,55 @@ def excuses(flip: Flip | None, first_step: int | None, tie: float) -> bool:
     return flip.step <= first_step and flip.margin < tie
 
 
+Choices = Mapping[tuple[str, int], Choice]
+"""Choices of a layer by sample and first token."""
+
+
 def first_flip(
-    step: int,
-    mine: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
-    scores: Mapping[str, Tensor],
+    step: int, mine: Mapping[str, Choices], theirs: Mapping[str, Choices]
 ) -> Flip | None:
     """Look for tokens that choose others, in the first layer that has any.
 
     Args:
         step: The step, counted from 1.
-        mine: Layer -> choices of the run that is judged, int64 `[..., K]`.
+        mine: Layer -> choices of the job.
         theirs: Layer -> choices of the reference, in the order in which layers are computed.
-        scores: Layer -> scores of the reference, `[..., E]`.
     """
-    for name in theirs:
-        if name not in mine or mine[name].shape != theirs[name].shape:
+    for name, expected in theirs.items():
+        ours = mine.get(name, {})
+        if all(key in expected and expected[key].chosen == ours[key].chosen for key in ours):
             continue
-        mine_TK, theirs_TK = mine[name].flatten(0, -2), theirs[name].flatten(0, -2)
-        differing = (mine_TK.sort(dim=-1).values != theirs_TK.sort(dim=-1).values).any(dim=-1)
-        tokens = differing.nonzero().flatten().tolist()
-        if tokens:
-            margin = math.inf
-            if name in scores:
-                scores_TE = scores[name].flatten(0, -2)
-                margin = max(_margin(scores_TE[t], mine_TK[t], theirs_TK[t]) for t in tokens)
-            return Flip(step, name, len(tokens), margin)
+        there = {token: known for key in expected for token, known in _tokens(key, expected[key])}
+        margins = [
+            _margin(set(chosen), there[token])
+            for key in ours
+            for token, (chosen, _) in _tokens(key, ours[key])
+            if token in there and chosen != there[token][0]
+        ]
+        if margins:
+            return Flip(step, name, len(margins), max(margins))
     return None
 
 
-def _margin(scores_E: Tensor, mine_K: Tensor, theirs_K: Tensor) -> float:
+_Known = tuple[list[int], dict[int, float]]
+"""Experts that a token chose, sorted; scores of these and of the next best, by expert."""
+
+
+def _tokens(key: tuple[str, int], choice: Choice) -> Iterator[tuple[tuple[str, int], _Known]]:
+    """Yield the tokens of a choice: sample and place, and what is known of each."""
+    row, first = key
+    chosen, scored = array("i", choice.chosen), array("i", choice.scored)
+    scores, k, n = array("d", choice.scores), choice.width, choice.num_scored
+    for at in range(len(chosen) // k):
+        span = slice(at * n, (at + 1) * n)
+        known = dict(zip(scored[span], scores[span], strict=True))
+        yield (row, first + at), (list(chosen[at * k : (at + 1) * k]), known)
+
+
+def _margin(ours: set[int], theirs: _Known) -> float:
     """Return how far the scores of experts that only one run took are apart."""
-    ours, others = set(mine_K.tolist()), set(theirs_K.tolist())
-    here, there = sorted(ours - others), sorted(others - ours)
-    if not here or not there:  # the same expert twice, or a dropped slot
-        return math.inf
-    values = scores_E.double()
-    return float((values[here][:, None] - values[there][None, :]).abs().max())
+    chosen, scores = theirs
+    here, there = ours - {*chosen}, {*chosen} - ours
+    if not here or not there or not (here | there) <= scores.keys():
+        return math.inf  # the same expert twice, a dropped slot, or none of the next best
+    return max(abs(scores[a] - scores[b]) for a in here for b in there)

@@ -154,6 +154,36 @@ class Randomness(msgspec.Struct, frozen=True, array_like=True):
     drawn: tuple[str, ...] = ()
 
 
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """Choices of a module that gives indices beside scores, of consecutive tokens of a sample.
+
+    Attributes:
+        step: Number of the next update of the weights, counted from 1.
+        name: Module, as the reference calls it.
+        call: Call of a root module in this step and process, counted from 0.
+        row: Name of the sample.
+        first: First of the tokens.
+        dtype: Dtype of the scores, without ``torch.``.
+        width: Number of choices of each token, K.
+        chosen: Indices `[tokens, K]` int32, sorted.
+        num_scored: Number of indices of each token whose scores are known, N.
+        scored: These, int32 `[tokens, N]`: those chosen, and the next best.
+        scores: Their scores, float64 `[tokens, N]`.
+    """
+
+    step: int
+    name: str
+    call: int
+    row: str
+    first: int
+    dtype: str
+    width: int
+    chosen: bytes
+    num_scored: int
+    scored: bytes
+    scores: bytes
+
+
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     """A line of a recording: one of its fields is there."""
 
@@ -161,10 +191,18 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     number: Number | None = None
     rows: Rows | None = None
     random: Randomness | None = None
+    choice: Choice | None = None
     facts: dict[str, str] | None = None
 
 
-_FIELDS = {Event: "event", Number: "number", Rows: "rows", Randomness: "random", dict: "facts"}
+_FIELDS = {
+    Event: "event",
+    Number: "number",
+    Rows: "rows",
+    Randomness: "random",
+    Choice: "choice",
+    dict: "facts",
+}
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Line)
 _LENGTH = struct.Struct("<Q")
 
@@ -187,7 +225,7 @@ class Log:
         self._folder, self._process = folder, process
         self._lines: list[Line] = []
 
-    def add(self, line: Event | Number | Rows | Randomness | dict[str, str]) -> None:
+    def add(self, line: Event | Number | Rows | Randomness | Choice | dict[str, str]) -> None:
         """Note a line down; it is written with the others at `flush`."""
         self._lines.append(msgspec.structs.replace(Line(), **{_FIELDS[type(line)]: line}))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hp_base.dtypes import dtype_name
 from hp_verify.recording import events as ev
 from hp_verify.recording.digests import Digest, digest_of, sum_of_digests
-from hp_verify.recording.events import Box, Event, Log, Number, Randomness, Rows
+from hp_verify.recording.events import Box, Choice, Event, Log, Number, Randomness, Rows
 from hp_verify.recording.launches import rank_here, ranks_here
 from hp_verify.recording.request import Request
 from hp_verify.recording.values import Part, StepRecorder, parts_of
@@ -152,7 +152,7 @@ class Notes:
         """Count numbers from 0 again."""
         self._numbers.clear()
 
-    def write(self, line: Event | Number | Rows | Randomness) -> None:
+    def write(self, line: Event | Number | Rows | Randomness | Choice) -> None:
         """Write a line at the next `flush`."""
         if self._log is None:
             self._log = log_of(self._folder, rank_here(), ranks_here())

@@ -46,7 +46,7 @@ from hp_verify.recording.launches import is_in_group
 from hp_verify.recording.notes import Noted, Notes
 from hp_verify.recording.parameters import ParameterRecorder, why
 from hp_verify.recording.request import Request
-from hp_verify.recording.samples import Made, Samples, batch_of
+from hp_verify.recording.samples import Made, Samples, batch_of, choices_in
 from hp_verify.recording.slices import dense, whole
 from hp_verify.recording.trees import is_compared, is_dtensor, tensors_in
 from hp_verify.recording.updates import optimizers_here, updated
@@ -218,6 +218,11 @@ class Recorder(ParameterRecorder):
 
     def _note_outputs(self, call: Call, name: str, output: object) -> None:
         """Note down all tensors that a module gives."""
+        if call.phase == ev.FORWARD and call.samples is not None:
+            for choice in choices_in(output, call.samples):
+                place = self._place(call.phase)
+                line = replace(choice, step=place, name=name, call=call.index)
+                self._notes.write(line)
         for path, tensor in tensors_in(output):
             if is_compared(tensor):
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)

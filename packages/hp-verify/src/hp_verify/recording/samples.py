@@ -1,7 +1,7 @@
 """Samples of a batch on a rank, and their places in a module's tensor."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hp_base.dtypes import dtype_name
 from hp_verify.recording.digests import Digest, digest_rows, digests_of_rows
-from hp_verify.recording.events import REAL, Box, Rows
+from hp_verify.recording.events import REAL, Box, Choice, Rows
 from hp_verify.recording.padding import Span, Unpadded, real_of
 from hp_verify.recording.slices import placed, whole
 from hp_verify.recording.trees import is_dtensor, tensors_in
@@ -254,6 +255,42 @@ class Samples:
         if values.ndim >= 1 and shape[0] == count * length:
             return values.unflatten(0, (count, length)), ()
         return None
+
+
+def choices_in(output: object, samples: Samples) -> Iterator[Choice]:
+    """Yield choices of a module that gives indices `[..., K]` beside scores `[..., E]`, by sample.
+
+    Args:
+        output: Output of the module.
+        samples: Samples of the call.
+    """
+    tensors = [t.detach() for _, t in tensors_in(output) if t.ndim >= 2 and not is_dtensor(t)]
+    found = next((t for t in tensors if t.dtype in (torch.int64, torch.int32)), None)
+    if found is None:
+        return
+    shape, width = found.shape[:-1], found.shape[-1]
+    of_floats = (t for t in tensors if t.is_floating_point() and t.shape[:-1] == shape)
+    scores = next((t for t in of_floats if t.shape[-1] > width), None)
+    if scores is None:
+        return
+    chosen = found.long().sort(dim=-1).values
+    inside = chosen.clamp(0, scores.shape[-1] - 1)
+    others = scores.double().scatter(-1, inside, -torch.inf)
+    near = others.topk(min(2, scores.shape[-1] - width), dim=-1).indices
+    scored = torch.cat((inside, near), dim=-1)
+    # One tensor, so that all of it is laid out alike: [..., K + 2 N] of float64 has all indices.
+    table = torch.cat((chosen.double(), scored.double(), scores.double().gather(-1, scored)), -1)
+    laid = samples.laid(table)
+    for part in laid[1] if laid is not None else ():
+        num = scored.shape[-1]
+        first = part.box[0][0] if len(part.box) > 1 else 0
+        for row, values in zip(part.rows, part.values.cpu().flatten(1, -2), strict=True):
+            cut = values.split((width, num, num), dim=-1)
+            indices = [some.int().contiguous().numpy().tobytes() for some in cut[:2]]
+            yield Choice(
+                *(0, "", 0, row, first, dtype_name(scores.dtype)),
+                *(width, indices[0], num, indices[1], cut[2].contiguous().numpy().tobytes()),
+            )
 
 
 def _some_of(values: Tensor) -> Tensor:
