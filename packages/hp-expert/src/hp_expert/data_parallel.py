@@ -41,8 +41,8 @@ def fully_shard_experts(
 
     Ranks only ever sum; see Note [Sums, scaled apart].
 
-    Call it after a style and before `fully_shard` of what is around. Parameters that a style made
-    DTensors must be so on another axis of the same root mesh.
+    Call it after a style and before `fully_shard` of the modules around the experts. Parameters
+    that a style made DTensors must be on another axis of the same root mesh.
 
     Args:
         module: `GroupedExperts`, a module that contains some, or a model that

@@ -30,8 +30,8 @@ class Form(NamedTuple):
     """An activation as the kernels take it: g * sigmoid(alpha * g) times u, or clamped times u + 1.
 
     Attributes:
-        limit: Bound of g from above, and of u on both sides, of which u + 1 is taken; 0: none, and
-            u is taken as it is.
+        limit: Bound of g from above, and of u on both sides, with a factor of u + 1; 0: no bounds,
+            and a factor of u.
         alpha: Steepness of the gate.
     """
 

@@ -72,7 +72,7 @@ def scan(  # noqa: PLR0917
 ) -> None:
     """Write the position of the first slot of each key: in each block, and in row B of all blocks.
 
-    `starts` is int32 [B + 1, N]: a block's numbers count from those of row B. `totals` is int64
+    `starts` is int32 [B + 1, N]: positions in a block are relative to row B. `totals` is int64
     [E + 2], `ends` has the ends of the experts, int32 [E].
     """
     keys = tl.arange(0, KEYS)
