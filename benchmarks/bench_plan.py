@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hp_plan.layouts import estimate
+from hp_plan import estimate
 from hp_plan.layouts.measure import measure
 from hp_trainer.config import Config
 from hp_trainer.config.options import checked_config, resolve, with_keys

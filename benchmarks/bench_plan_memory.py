@@ -13,7 +13,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from hp_plan.layouts import MACHINES, Estimate, estimate
+from hp_plan import MACHINES, Estimate, estimate
 from hp_train.cli import main as hp
 from hp_trainer.config.options import resolve
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from hp_base.data_sheets import REACHED, SHEETS
+from hp_plan import Spread, estimate
 from hp_plan.costs.machine import of_sheet
-from hp_plan.layouts import Spread, estimate
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hp_base.errors import ConfigError, HpError
-from hp_plan.layouts import MACHINES, Machine, estimate
+from hp_plan import MACHINES, Machine, estimate
 from hp_plan.layouts.measure import synchronize, time_link
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import resolve, to_toml, with_keys

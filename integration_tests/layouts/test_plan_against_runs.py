@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_plan.layouts import MACHINES, estimate
+from hp_plan import MACHINES, estimate
 from hp_plan.layouts.measure import measure
 from hp_plan.price.gather import planned
 from hp_platform import shutdown

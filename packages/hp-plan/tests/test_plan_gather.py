@@ -2,7 +2,7 @@
 
 import pytest
 
-from hp_plan.layouts import MACHINES, choose, estimate
+from hp_plan import MACHINES, choose, estimate
 from hp_plan.price.estimate import Plan
 from hp_plan.price.gather import ROOM, decided, fits, most_memory
 from hp_trainer.config import Config

@@ -11,6 +11,7 @@ import torch
 
 from hp_base.beside_tensors import GPU_MARGIN, Held
 from hp_base.dtypes import BYTES
+from hp_plan import MACHINES, Spread, estimate
 from hp_plan.costs.memory import (
     buffer_bytes,
     local_elements,
@@ -20,7 +21,6 @@ from hp_plan.costs.memory import (
 )
 from hp_plan.costs.modules import stage, whole_model
 from hp_plan.costs.work import Kernel, Kernels, Weight
-from hp_plan.layouts import MACHINES, Spread, estimate
 from hp_plan.layouts.report import as_dict, name
 from hp_plan.price.estimate import Plan
 from hp_plan.price.gather import planned

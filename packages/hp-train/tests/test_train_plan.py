@@ -11,7 +11,7 @@ from plan_layouts import enumerate_layouts
 
 from hp_base.beside_tensors import GPU_MARGIN, Held
 from hp_base.errors import ConfigError
-from hp_plan.layouts import MACHINES, Machine, Spread, choose, estimate
+from hp_plan import MACHINES, Machine, Spread, choose, estimate
 from hp_plan.layouts.branch_and_bound import BranchAndBound, is_duplicate
 from hp_plan.layouts.candidate import Candidate
 from hp_plan.layouts.choose import _identity, plan_axes

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from hp_plan.layouts.choose import Choice, choose
     from hp_plan.price.estimate import Estimate
     from hp_plan.price.gather import estimate
+    from hp_plan.price.traffic import Spread
 
 __all__ = [
     "MACHINES",
     "Choice",
     "Estimate",
     "Machine",
+    "Spread",
     "__version__",
     "choose",
     "estimate",
@@ -28,6 +30,7 @@ __getattr__ = lazily(
         "Estimate": "hp_plan.price.estimate",
         "MACHINES": "hp_plan.costs.machine",
         "Machine": "hp_plan.costs.machine",
+        "Spread": "hp_plan.price.traffic",
         "choose": "hp_plan.layouts.choose",
         "estimate": "hp_plan.price.gather",
     },
