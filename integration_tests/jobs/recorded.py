@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hp_platform.testing import run_distributed
 from hp_verify.comparing.compare import Comparison, compare, with_floor
-from hp_verify.comparing.joined import Recording, join
+from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.begin import recording
 from hp_verify.recording.request import Request
 

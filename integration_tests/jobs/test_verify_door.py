@@ -16,7 +16,7 @@ import pytest
 from hp_trainer.config import Config
 from hp_trainer.config.options import checked_config, resolve
 from hp_verify.comparing.compare import Comparison, Floor, compare
-from hp_verify.comparing.joined import Recording, join
+from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.request import Request, environment
 from integration_tests.jobs.test_verify_faults import SMALL
 from integration_tests.jobs.verify_door import MORE, PROGRAM

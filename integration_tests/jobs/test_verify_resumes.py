@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hp_verify.comparing.compare import Comparison, Floor, compare
-from hp_verify.comparing.joined import Recording
+from hp_verify.comparing.recordings import Recording
 from hp_verify.recording.request import Request
 from integration_tests.jobs.recorded import record
 from integration_tests.jobs.verify_resumes import LOST, train

@@ -11,7 +11,7 @@ import pytest
 
 from hp_verify.comparing.compare import Comparison, compare, with_floor
 from hp_verify.comparing.explain import explain
-from hp_verify.comparing.joined import Recording, distance
+from hp_verify.comparing.recordings import Recording, distance
 from hp_verify.recording.events import GRADIENT, OWN
 from hp_verify.recording.request import Focus, Request
 from hp_verify.reproducing.locate import look_again

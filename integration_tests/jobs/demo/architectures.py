@@ -12,7 +12,7 @@ from typing import Any
 
 from hp_verify.comparing.compare import Comparison, Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
-from hp_verify.comparing.joined import Recording
+from hp_verify.comparing.recordings import Recording
 from hp_verify.recording import events as ev
 from integration_tests.jobs.demo import by_hand, job
 from integration_tests.jobs.demo.cells import (

@@ -9,7 +9,7 @@ from typing import Any
 
 from hp_verify.comparing.compare import Comparison, Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
-from hp_verify.comparing.joined import Recording, join
+from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.begin import recording
 from hp_verify.recording.request import Request
 from integration_tests.jobs.demo.cells import Bred

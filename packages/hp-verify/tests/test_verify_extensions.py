@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from hp_verify import compare_checkpoints
 from hp_verify.comparing.compare import Floor, compare
-from hp_verify.comparing.joined import Recording, join
+from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.request import Request, environment
 
 # What a package of somebody's would install: a trainer, its recorder, and other names.

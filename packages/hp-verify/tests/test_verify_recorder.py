@@ -20,7 +20,7 @@ from hp_platform.testing import run_distributed
 from hp_verify.cli import main
 from hp_verify.comparing.compare import REDUCTION, Comparison, Floor, compare
 from hp_verify.comparing.explain import explain
-from hp_verify.comparing.joined import Digests, Recording, Step, distance, join
+from hp_verify.comparing.recordings import Digests, Recording, Step, distance, join
 from hp_verify.jobs import split
 from hp_verify.recording.begin import Disturbing
 from hp_verify.recording.digests import digest_of

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hp_platform.testing import run_distributed
-from hp_verify.comparing.joined import Recording, Step, join, numbers_of
+from hp_verify.comparing.recordings import Recording, Step, join, numbers_of
 from hp_verify.recording.begin import recording
 from hp_verify.recording.digests import digest_of
 from hp_verify.recording.events import EVALUATION, FORWARD, GRADIENT, NORM, OWN, START

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hp_platform.testing import run_distributed
 from hp_verify.comparing.compare import Comparison, Floor, compare
-from hp_verify.comparing.joined import Recording, join
+from hp_verify.comparing.recordings import Recording, join
 from hp_verify.jobs import report
 from hp_verify.recording.begin import recording
 from hp_verify.recording.request import Request

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
-from hp_verify.comparing.joined import Digests, Recording, Step, distance, numbers_of, size_of
+from hp_verify.comparing.recordings import Digests, Recording, Step, distance, numbers_of, size_of
 from hp_verify.comparing.repeated import matched
 from hp_verify.comparing.ties import Flip, excuses, first_flip
 from hp_verify.recording import events as ev

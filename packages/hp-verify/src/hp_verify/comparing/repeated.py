@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from hp_verify.comparing.joined import Digests, Step
+from hp_verify.comparing.recordings import Digests, Step
 from hp_verify.recording import events as ev
 
 Apart = Callable[[Digests, Digests], float]

@@ -17,7 +17,7 @@ from hp_platform._internals.modes import TorchDispatchMode
 from hp_platform.device.float64 import lift
 from hp_verify.recording.recorder import Recorder
 from hp_verify.recording.request import Request
-from hp_verify.recording.second_run import Keeper
+from hp_verify.recording.second_run import SecondRunRecorder
 
 _aten = torch.ops.aten
 _SEEDS = 1 << 32
@@ -47,7 +47,7 @@ def begin(request: Request) -> Recorder:
         lift()
     if request.disturb:
         disturb(request.disturb)
-    recorder = Recorder(request) if request.focus is None else Keeper(request)
+    recorder = Recorder(request) if request.focus is None else SecondRunRecorder(request)
     recorder.listen()
     return recorder
 

@@ -40,7 +40,7 @@ def module_of(name: str) -> str:
     return name.partition("#")[0].partition(":")[0]
 
 
-class Keeper(Recorder):
+class SecondRunRecorder(Recorder):
     """Keeps tensors of one step around a difference.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hp_base.errors import HpError
 from hp_verify.comparing.compare import Comparison, Difference, Exact, scales
-from hp_verify.comparing.joined import Recording, Step
+from hp_verify.comparing.recordings import Recording, Step
 from hp_verify.recording import events as ev
 from hp_verify.recording.request import Focus
 from hp_verify.recording.second_run import BEFORE, HELD, module_of
@@ -21,7 +21,7 @@ from hp_verify.reproducing.modules import CannotError, Pair
 from hp_verify.reproducing.reproduce import reproduce
 from hp_verify.reproducing.reproduce_module import parents_of
 from hp_verify.reproducing.reproduce_update import OF_NUMBERS, by_rank, parameter
-from hp_verify.reproducing.second_run_tensors import Kept
+from hp_verify.reproducing.second_run_tensors import SecondRun
 
 _OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
 
@@ -69,7 +69,7 @@ def look_again(
     actual, expected = recordings
     focus = focus_of(first, expected)
     try:
-        theirs, mine = (Kept(run(side, focus)) for side in ("reference", "job"))
+        theirs, mine = (SecondRun(run(side, focus)) for side in ("reference", "job"))
     except HpError as error:
         comparison.again = f"the second run failed: {error}"
         return
@@ -192,7 +192,7 @@ def _worst_of(ours: Sequence[Sequence[float]], expected: Sequence[float]) -> int
     return apart.index(max(apart))
 
 
-def _offsets(kept: Kept, first: Difference) -> dict[str, Tensor]:
+def _offsets(kept: SecondRun, first: Difference) -> dict[str, Tensor]:
     """Return vectors among the weights of a module."""
     held = {name: kept.whole(first.step, HELD, name) for name in kept.names(first.step, HELD)}
     return {name: w.values for name, w in held.items() if w is not None and w.values.ndim == 1}

@@ -12,7 +12,7 @@ from hp_verify.recording import events as ev
 from hp_verify.recording.second_run import HELD
 from hp_verify.recording.slices import index_of
 from hp_verify.recording.values import Part, Whole, whole_of
-from hp_verify.reproducing.second_run_tensors import Kept
+from hp_verify.reproducing.second_run_tensors import SecondRun
 
 
 class CannotError(Exception):
@@ -33,8 +33,8 @@ class Pair:
         float64: Whether both were lifted to it.
     """
 
-    expected: Kept
-    actual: Kept
+    expected: SecondRun
+    actual: SecondRun
     step: int
     phase: str
     bound: float
@@ -162,7 +162,7 @@ class ModuleSides:
         given = (e["names"] for e in outputs if (e["module"], e["call"], e["times"]) == key)
         return next(given, {})
 
-    def weights(self, kept: Kept) -> dict[str, Tensor]:
+    def weights(self, kept: SecondRun) -> dict[str, Tensor]:
         """Return the module's weights in a job; where one is incomplete, the reference's."""
         prefix = f"{self.module}." if self.module else ""
         found, step, expected = {}, self._pair.step, self._pair.expected

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hp_verify.comparing.compare import Difference
-from hp_verify.comparing.joined import Step
+from hp_verify.comparing.recordings import Step
 from hp_verify.recording import events as ev
 from hp_verify.recording.second_run import BEFORE
 from hp_verify.recording.slices import index_of
@@ -17,7 +17,7 @@ from hp_verify.recording.values import Part
 from hp_verify.reproducing import programs
 from hp_verify.reproducing.modules import CannotError, Pair, distance, farthest, index_of_largest
 from hp_verify.reproducing.programs import program
-from hp_verify.reproducing.second_run_tensors import Kept
+from hp_verify.reproducing.second_run_tensors import SecondRun
 
 OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 Made = tuple[str, dict[str, Any]]
@@ -178,7 +178,7 @@ def _other(mine: dict[str, Any], theirs: dict[str, Any], bound: float) -> dict[s
     return found
 
 
-def _options(kept: Kept, name: str) -> dict[str, Any]:
+def _options(kept: SecondRun, name: str) -> dict[str, Any]:
     for facts in kept.facts.values():
         if name in facts.get("updates", {}):
             found: dict[str, Any] = facts["updates"][name]

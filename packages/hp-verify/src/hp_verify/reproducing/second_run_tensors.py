@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hp_verify.comparing.joined import rows_in, sample_names
+from hp_verify.comparing.recordings import rows_in, sample_names
 from hp_verify.recording.events import FORWARD, OWN, REAL, Box
 from hp_verify.recording.values import Part, Whole, offset_of, whole_of
 
 
-class Kept:
+class SecondRun:
     """Tensors of a job's second run.
 
     Args:
