@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from hp_trainer.launch.heartbeats import Heartbeats
 from integration_tests.reliability.strangers import snapshot
@@ -243,6 +245,41 @@ def test_a_rank_of_torchrun_says_that_the_run_directory_is_gone(
     assert f"the run directory ({tmp_path / 'run'}) is gone: it was removed or" in output
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.sample
+def test_tokenising_may_take_longer_than_any_time_out(
+    tiny: dict[str, object], tmp_path: Path
+) -> None:
+    seconds, megabytes = 10, 100
+    words = [f"{number * number:x}" for number in range(5000)]
+    text = (" ".join(words) + "\n") * (megabytes * 10**6 // len(" ".join(words)))
+    (tmp_path / "text.txt").write_text(text)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(words, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    keys = {
+        "data.paths": str(tmp_path / "text.txt"),
+        "data.tokenizer": str(tmp_path / "tokenizer.json"),
+        "data.eval_fraction": 0.001,
+        "data.cache_gib": 0,
+        "launch.hang_seconds": seconds,
+        "launch.step_timeout_seconds": seconds,
+        "launch.max_restarts": 0,
+        "run.name": "tokenises",
+        "train.steps": 1,
+    }
+    status, output = finish(start([], **tiny | keys), timeout=1000)
+    assert status == 0, output
+    told = re.findall(r"tokenised (\d+) of 1\d\d MB, [\d.]+ MB/s, .* left", output)
+    # A line every five seconds: longer than the time-outs.
+    assert len(told) * 5 > seconds, output
+    assert list(map(int, told)) == sorted(map(int, told))
 
 
 def _at_work(process: subprocess.Popen[str], run: Path, *, steps: int) -> list[int]:

@@ -172,6 +172,18 @@ def test_text_cut_into_pieces_has_the_ids_of_the_whole(tmp_path: Path, usual: To
     assert (num_pieces <= 2) if is_counted else (num_pieces > 3)
 
 
+@pytest.mark.parametrize("between", [" ", "\n"])
+def test_text_without_letters_is_cut_as_well(
+    tmp_path: Path, usual: Tokenizer, between: str
+) -> None:
+    (tmp_path / "a.txt").write_text(between.join(str(number**2) for number in range(1000)))
+    whole = usual.encode((tmp_path / "a.txt").read_text()).tolist()
+    found, num_pieces = _ids(tmp_path / "a.txt", usual, 700)
+    assert found == [*whole, usual.separator]
+    # Not where words are counted from the beginning, nor where a line begins no word.
+    assert between == "\n" or "{1,7}" in Path(usual.path).read_text() or num_pieces > 3
+
+
 _PARTS = (
     "alpha",
     " beta",

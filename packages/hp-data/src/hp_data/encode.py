@@ -263,13 +263,15 @@ class _Helper:
         }
         if status not in takes:
             return DataError(f"a process that tokenises ended with status {status}")
-        of = "a few words"
+        of, why = "a few words", "a regular expression or a normalizer in it explodes"
         if self._given:
             piece = self._given[0]
             of = f"{printable(piece.source.path)} from byte {piece.begin} on"
+            if piece.source.kind != "jsonl":
+                why += ", or the text has no words: then give a line of JSON per document (.jsonl)"
         return ConfigError(
             f"data.tokenizer ({self._path}) must be another: for {of} it takes {takes[status]}; "
-            "a regular expression or a normalizer in it explodes"
+            f"{why}"
         )
 
 

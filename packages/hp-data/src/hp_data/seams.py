@@ -4,8 +4,9 @@ A tokenizer may begin a text with a space, join two newlines to one token, or ta
 one word. So a document is cut only at a place that is tested: `Tokenizer.joins` compares the ids of
 the text around it with those of both sides, from several beginnings, since a rule that counts
 characters could agree by chance with one. The places are those where usual tokenizers end a word:
-between a letter and a space before a letter, and at the beginning of a line. They depend on the
-file and the tokenizer alone. If none of them passes, the piece is extended, and memory grows with
+between a letter and a space before a letter, and at the beginning of a line; in text without such
+places, numbers for example, before any single space and at any line. They depend on the file and
+the tokenizer alone. If none of them passes, the piece is extended, and memory grows with
 it, up to a bound.
 """
 
@@ -25,7 +26,12 @@ _AROUND = 2048
 _BEGINNINGS = (_AROUND, 1021, 301)  # characters; no number above 1 divides all of them
 _SCAN_BYTES = 1 << 16
 _TRIED = 16
-_PLACES = (rb"[A-Za-z](?= [A-Za-z])", rb"(?<=\S)\n(?=[A-Za-z\xc3-\xf4])")
+_PLACES = (
+    rb"[A-Za-z](?= [A-Za-z])",
+    rb"(?<=\S)\n(?=[A-Za-z\xc3-\xf4])",
+    rb"\S(?= [!-~])",
+    rb"(?<=\S)\n(?=[!-~])",
+)
 
 
 def cut_text(piece: Piece, tokenizer: Tokenizer) -> tuple[int, bytes]:
