@@ -179,6 +179,7 @@ def run_pair(python: str, torch: str, packages: Iterable[str], results: Path) ->
         "UV_CACHE_DIR": str(scratch / "cache"),
         "PYTHONPYCACHEPREFIX": str(scratch / "bytecode"),
     }
+    env["PATH"] = os.pathsep.join((str(folder / "bin"), os.environ.get("PATH", "")))
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
