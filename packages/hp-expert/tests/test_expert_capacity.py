@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert import ExpertParallel, GroupedExperts, MoE, TopKRouter
-from hp_expert.routing.choice import DropPolicy
+from hp_expert.routing.capacity import DropPolicy
 from hp_platform.testing import compare, run_in_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_expert import TopKRouter
-from hp_expert.routing.choice import GroupScore
+from hp_expert.routing.router import GroupScore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

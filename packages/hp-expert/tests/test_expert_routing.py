@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_expert import TopKRouter, sequence_balance_loss
-from hp_expert.routing.choice import top_k_experts
-from hp_expert.routing.router import ScoreFunction
+from hp_expert.routing.router import ScoreFunction, top_k_experts
 from hp_platform import WeightGradQueue
 
 

@@ -56,7 +56,7 @@ class RowKernels(Protocol):
 
 def kernels_for(rows: Tensor) -> RowKernels:
     """Return the module for rows: Triton's if they are on CUDA and Triton is installed."""
-    if fuses(rows):
+    if rows.is_cuda and fuses(rows):
         return triton_rows
     return torch_rows
 

@@ -15,13 +15,10 @@ from torch import Tensor, nn
 from hp_expert.functions import Context, differentiable_once
 from hp_expert.kernels import fuses, triton_routing
 from hp_expert.kernels.triton_routing import Rule
-from hp_expert.routing.choice import (
+from hp_expert.routing.capacity import (
     DropPolicy,
-    GroupScore,
     expert_capacity,
     is_within_capacity,
-    limit_to_groups,
-    top_k_experts,
 )
 from hp_expert.routing.fused import route
 from hp_expert.routing.load import count_in_backward
@@ -29,6 +26,7 @@ from hp_expert.routing.recompute import decide, is_routing_saved
 from hp_platform import linear
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2_sum"]
 
 _WIDE: Final = torch.float32
 """The least dtype of logits, scores and correction biases."""
@@ -510,3 +508,64 @@ class _Normalized(torch.autograd.Function):
         if chosen is not None:
             grad = torch.addcmul(grad, grad, chosen, value=-1)
         return (grad.new_zeros(ctx.shape).scatter_add_(1, index, grad), *[None] * 5)
+
+
+@torch.no_grad()
+def top_k_experts(scores_TE: Tensor, top_k: int, *, is_softmax: bool = False) -> Tensor:
+    """Return the indices of the highest scores, best first; the lower index wins ties.
+
+    `torch.topk` breaks ties arbitrarily, and a stable sort takes twice the time of K maxima, each
+    of which finds the first of equal scores. The bits of fp32 numbers that are not negative are
+    whole numbers in the same order; with the index in lower bits no two keys are equal, so that
+    `torch.topk` has no ties.
+
+    Args:
+        scores_TE: Scores, finite, or -inf for no more than E - K experts [T, E].
+        top_k: Number of experts per token, K.
+        is_softmax: Whether scores are a softmax: none is negative, and NaN are all scores of a
+            token or none.
+
+    Returns:
+        Indices, int64 [T, K].
+    """
+    if is_softmax and top_k > 1 and scores_TE.dtype == torch.float32:
+        bits_TE = scores_TE.view(torch.int32)
+        last_first_E = torch.arange(scores_TE.shape[1] - 1, -1, -1, device=scores_TE.device)
+        return torch.add(last_first_E, bits_TE, alpha=1 << 32).topk(top_k, dim=-1).indices
+    left_TE = scores_TE.clone() if top_k > 1 else scores_TE
+    chosen = []
+    for choice in range(top_k):
+        best_T1 = left_TE.max(dim=-1, keepdim=True).indices
+        chosen.append(best_T1)
+        if choice < top_k - 1:
+            left_TE.scatter_(-1, best_T1, -math.inf)
+    return torch.cat(chosen, dim=-1)
+
+
+@torch.no_grad()
+def limit_to_groups(
+    scores_TE: Tensor, *, num_groups: int, num_limited_groups: int, group_score: GroupScore
+) -> Tensor:
+    """Return the scores, -inf outside of each token's best groups; the lower group wins ties.
+
+    Groups are equal runs of experts. The score of a group is that of its best expert ("max",
+    DeepSeek-V2, arXiv:2405.04434, section 2.2.2) or the sum of its best two ("top2_sum",
+    DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+
+    Args:
+        scores_TE: Finite scores [T, E].
+        num_groups: Number of groups, G, a divisor of E.
+        num_limited_groups: Number of groups that a token keeps.
+        group_score: Score of a group.
+
+    Returns:
+        Scores [T, E], of the dtype of `scores_TE`.
+    """
+    scores_TGM = scores_TE.view(-1, num_groups, scores_TE.shape[-1] // num_groups)
+    if group_score == "max":
+        groups_TG = scores_TGM.amax(dim=-1)
+    else:
+        groups_TG = scores_TGM.topk(2, dim=-1).values.sum(dim=-1)
+    best = top_k_experts(groups_TG, num_limited_groups)
+    is_out_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(-1, best, value=False)
+    return scores_TGM.masked_fill(is_out_TG.unsqueeze(-1), -math.inf).flatten(-2)

@@ -6,16 +6,18 @@ machines as well as their clocks are synchronised. On CUDA the times are those o
 mark the steps, so that recording never holds up the host; reading the timeline does.
 """
 
+import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
 from hp_schedule.ir import MetaStep
 from hp_schedule.timeline import Span, Timeline
 
-Mark = Callable[[], float]
-"""Returns seconds since the start of the run; on CUDA once the device has got there."""
+Mark: TypeAlias = float | torch.cuda.Event
+"""A moment: seconds of the monotonic clock on a host, an event on CUDA."""
 
 _READINGS = 5
 """How often the two clocks are compared; the earliest result was disturbed the least."""
@@ -35,7 +37,8 @@ class Recorder:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._spans: list[tuple[MetaStep, Mark, Mark]] = []
-        self.mark = _marks_of_device() if device.type == "cuda" else _marks_of_host()
+        self.mark: Callable[[], Mark] = _event if device.type == "cuda" else time.perf_counter
+        self._origin = self.mark()
 
     def add(self, step: MetaStep, start: Mark) -> None:
         """Record a span of a step that ends now.
@@ -50,44 +53,40 @@ class Recorder:
         """Return the spans so far; on CUDA wait until the device has got there."""
         if not self._spans:
             return Timeline()
-        epoch = min(self._origin_by_wall_clock() for _ in range(_READINGS))
+        nows, walls = self._read_clocks()
+        marks = [mark for _, *both in self._spans for mark in both]
+        seconds = _seconds_since(self._origin, [*nows, *marks])
+        # The origin by the wall clock: too late by however long this thread is kept waiting
+        # between two readings.
+        epoch = min(map(operator.sub, walls, seconds))
+        times = iter(seconds[_READINGS:])
         return Timeline(
             [
-                Span(self._rank, step, epoch + start(), epoch + end())
-                for step, start, end in self._spans
+                Span(self._rank, step, epoch + start, epoch + end)
+                for (step, *_), start, end in zip(self._spans, times, times, strict=True)
             ]
         )
 
-    def _origin_by_wall_clock(self) -> float:
-        """Read both clocks: too late by however long this thread waits between them."""
-        seconds = self.mark()()
-        return time.time() - seconds
+    def _read_clocks(self) -> tuple[list[Mark], list[float]]:
+        """Read both clocks several times: marks, and seconds since the epoch."""
+        nows, walls = list[Mark](), list[float]()
+        for _ in range(_READINGS):
+            nows.append(now := self.mark())
+            if isinstance(now, torch.cuda.Event):
+                now.synchronize()
+            walls.append(time.time())
+        return nows, walls
 
 
-def _marks_of_host() -> Callable[[], Mark]:
-    origin = time.perf_counter()
-
-    def mark() -> Mark:
-        seconds = time.perf_counter() - origin
-        return lambda: seconds
-
-    return mark
+def _seconds_since(origin: Mark, marks: Sequence[Mark]) -> list[float]:
+    """Return the seconds from a mark to others, which the device has passed."""
+    if isinstance(origin, torch.cuda.Event):
+        events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
+        return [float(origin.elapsed_time(event)) / 1e3 for event in events]
+    return [mark - origin for mark in marks if not isinstance(mark, torch.cuda.Event)]
 
 
-def _marks_of_device() -> Callable[[], Mark]:
-    def event() -> torch.cuda.Event:
-        made = torch.cuda.Event(enable_timing=True)
-        made.record()
-        return made
-
-    def mark() -> Mark:
-        now = event()
-
-        def seconds() -> float:
-            now.synchronize()
-            return float(origin.elapsed_time(now)) / 1e3
-
-        return seconds
-
-    origin = event()
-    return mark
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

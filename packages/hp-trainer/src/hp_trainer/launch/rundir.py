@@ -116,14 +116,14 @@ def finished(folder: Folder, config: Config, *, rank: int = 0, world_size: int =
     from hp_base.folder import DamageError  # noqa: PLC0415
     from hp_checkpoint.checkpoint import verify_entries  # noqa: PLC0415
     from hp_checkpoint.collective import share_of  # noqa: PLC0415
-    from hp_checkpoint.runs import directory, verify  # noqa: PLC0415
+    from hp_checkpoint.runs import directory, load  # noqa: PLC0415
 
     newest = next(iter(directory.complete_checkpoints(folder.path / CHECKPOINTS)), None)
     done = directory.parse_step_name(newest.name) if newest else None
     if newest is None or done is None or done[0] < config.train.steps:
         return None
     try:
-        manifest = verify.manifest_of_step(newest)
+        manifest = load.manifest_of_step(newest)
     except (DamageError, OSError):
         return None  # the ranks set it aside, and take the one before
     try:
