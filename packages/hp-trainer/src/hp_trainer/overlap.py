@@ -6,15 +6,20 @@ launched in an order that only the two halves decide. Ranks that share experts r
 the schedule, hence the same pairs, and so launch the same exchanges in the same order.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from hp_expert import AllToAllDispatcher, SpreadExperts
-from hp_overlap import CommComputeOverlap
 from hp_schedule import MetaStep, MetaStepType
 from hp_schedule.runtime import PipelineContext, PipelineScheduleRuntime
+
+if TYPE_CHECKING:
+    from hp_overlap import CommComputeOverlap
 
 __all__ = ["overlap_experts", "overlap_pairs"]
 

@@ -11,12 +11,11 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+import hp_vtp  # loads what is used, where stages have different numbers of ranks
 from hp_base.beside_tensors import Held
 from hp_base.dtypes import BYTES
 from hp_trainer.layout.ranks import Axis, Layout, StageLayout
 from hp_trainer.layout.schedules import KINDS, layers_of_stages, placement
-from hp_vtp import Edge, PipelineLayout, Sharded, StepKind, plan_edge
-from hp_vtp import StageLayout as ReplicaLayout
 
 if TYPE_CHECKING:
     from hp_trainer.config import Config, MeshConfig, ModelConfig
@@ -52,7 +51,7 @@ def partitions(layout: Layout) -> dict[str, list[list[int]]]:
     return found | {WORLD: [list(range(layout.world_size))]}
 
 
-def pipeline_layout(layout: Layout, stage_to_rank: Sequence[int]) -> PipelineLayout:
+def pipeline_layout(layout: Layout, stage_to_rank: Sequence[int]) -> hp_vtp.PipelineLayout:
     """Return a layout as hp-vtp has it: tensor-parallel ranks of stages, pipelines side by side.
 
     Args:
@@ -60,12 +59,12 @@ def pipeline_layout(layout: Layout, stage_to_rank: Sequence[int]) -> PipelineLay
         stage_to_rank: Pipeline rank of each stage.
     """
     stages = (
-        ReplicaLayout(tuple(map(tuple, stage.ranks("tp"))), Sharded(_POSITIONS))
+        hp_vtp.StageLayout(tuple(map(tuple, stage.ranks("tp"))), hp_vtp.Sharded(_POSITIONS))
         for stage in layout.stages
     )
     # Stages that follow each other on the same ranks hand over without a message.
     chain = tuple(rank for rank, _ in groupby(stage_to_rank))
-    return PipelineLayout(tuple(stages), chain)
+    return hp_vtp.PipelineLayout(tuple(stages), chain)
 
 
 def held(config: Config, rank: int, *, node_size: int) -> Held:
@@ -167,13 +166,14 @@ def _of_uneven_edges(config: _Run, layout: Layout, rank: int) -> Iterator[Sequen
             continue
         sources, destinations = edge.source_ranks, edge.destination_ranks
         across, inside = set[int](), set[int]()
-        for step in plan_edge(edge, shape, itemsize=itemsize).steps:
-            senders = destinations if step.kind is StepKind.SPREAD else sources
-            receivers = sources if step.kind is StepKind.COLLECT else destinations
+        for step in hp_vtp.plan_edge(edge, shape, itemsize=itemsize).steps:
+            is_spread = step.kind is hp_vtp.StepKind.SPREAD
+            senders = destinations if is_spread else sources
+            receivers = sources if step.kind is hp_vtp.StepKind.COLLECT else destinations
             for move in step.moves:
                 ends = {senders[move.sender], receivers[move.receiver]}
                 if rank in ends:
-                    (inside if step.kind is StepKind.SPREAD else across).update(ends)
+                    (inside if is_spread else across).update(ends)
         yield tuple(across)
         if rank in destinations and len(destinations) > 1:
             yield tuple(inside)
@@ -192,5 +192,5 @@ def _group(place: StageLayout, rank: int, *axes: Axis) -> Sequence[int]:
 
 
 @lru_cache(maxsize=64)
-def _edges(layout: Layout, stage_to_rank: tuple[int, ...]) -> Sequence[Edge]:
+def _edges(layout: Layout, stage_to_rank: tuple[int, ...]) -> Sequence[hp_vtp.Edge]:
     return pipeline_layout(layout, stage_to_rank).edges

@@ -21,10 +21,7 @@ from hp_platform import Runtime
 from hp_schedule import Schedule
 from hp_schedule import Transport as ScheduleTransport
 from hp_schedule.runtime import TorchTransport, build_edge_groups
-from hp_trainer.layout.communicators import pipeline_layout
 from hp_trainer.layout.mesh import Mesh
-from hp_vtp.pipeline import StageTransport
-from hp_vtp.transport import TensorMeta, Transport
 
 Messages = ScheduleTransport[tuple[Tensor, ...]]
 """Moves the messages of one schedule."""
@@ -45,24 +42,16 @@ class Edges:
     close: Callable[[], None]
 
 
-def build_edges(
-    schedule: Schedule, mesh: Mesh, runtime: Runtime, *, returns: bool, timeout: timedelta
-) -> Edges:
-    """Connect all stages. All ranks call this together.
+def even_edges(mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
+    """Connect stages of equally many ranks, each rank with one of the next stage.
+
+    All ranks call this together.
 
     Args:
-        schedule: Any schedule over the stages: on which pipeline ranks these are is what counts.
         mesh: Mesh of the run.
         runtime: Device and backend.
-        returns: Whether the chain of stages comes back to the first rank for one more.
         timeout: Time limit of every message.
     """
-    if mesh.layout.is_even and not returns:
-        return _even_edges(mesh, runtime, timeout)
-    return _uneven_edges(schedule, mesh, runtime, timeout)
-
-
-def _even_edges(mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
     pipelines = mesh.layout.pipelines()
     groups = build_edge_groups(pipelines, backend=runtime.backend, timeout=timeout)
     mine = next(ranks for ranks in pipelines if mesh.rank in ranks)
@@ -71,19 +60,3 @@ def _even_edges(mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
         transport=lambda schedule, *_: TorchTransport(schedule, rank_of=mine, groups=groups),
         close=lambda: None,  # nothing runs in the background
     )
-
-
-def _uneven_edges(schedule: Schedule, mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
-    edges = Transport(
-        pipeline_layout(mesh.layout, schedule.stage_to_rank),
-        name="pipeline",
-        backend=runtime.backend,
-        timeout=timeout,
-        device=runtime.device,
-    )
-
-    def transport(schedule: Schedule, shape: tuple[int, ...], dtype: torch.dtype) -> Messages:
-        metas = {p: [TensorMeta(shape, dtype)] for p in range(1, edges.layout.num_stages)}
-        return StageTransport(edges, schedule, metas=metas, domain=mesh.domain)
-
-    return Edges(transport, edges.close)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import hp_context
 from hp_context import (
     Contiguous,
     Deal,
@@ -19,7 +20,6 @@ from hp_context import (
     HeadTail,
     Mask,
     SequenceLayout,
-    deal_documents,
     local_positions,
     shard_sequence,
 )
@@ -82,7 +82,7 @@ class SequenceShare:
             heads: Ranks that share heads.
         """
         ranks = self.mesh.groups["cp"].size()
-        return self.of_deal(deal_documents(lengths, ranks, windows=windows, heads=heads))
+        return self.of_deal(hp_context.deal_documents(lengths, ranks, windows=windows, heads=heads))
 
     def of_deal(self, deal: Deal) -> "SequenceShare":
         """Return the positions of one rank of a sequence that is dealt out, of any length."""

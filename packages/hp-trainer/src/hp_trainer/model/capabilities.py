@@ -6,12 +6,13 @@ protocol's docstring says, or refuses the layout that needs it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context import ContextParallel
+if TYPE_CHECKING:
+    from hp_context import ContextParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Spreading(Protocol):
         """
         ...
 
-    def spread_attention(self, context: ContextParallel, group: ProcessGroup) -> None:
+    def spread_attention(self, context: "ContextParallel", group: ProcessGroup) -> None:
         """Let context-parallel ranks share sequences.
 
         Args:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context import ContextParallel
+import hp_context
+import hp_overlap
 from hp_expert import save_routing
-from hp_overlap import CommComputeOverlap, HookCoordinator
 from hp_platform import Runtime
 from hp_schedule import MetaStep, Schedule
 from hp_schedule.runtime import (
@@ -26,8 +26,9 @@ from hp_schedule.runtime import (
     PipelineStage,
     TensorSpec,
 )
+from hp_trainer import layout
 from hp_trainer.config import Config
-from hp_trainer.layout.edges import Edges, build_edges
+from hp_trainer.layout.edges import Edges, even_edges
 from hp_trainer.layout.mesh import Mesh, small_group
 from hp_trainer.layout.schedules import (
     KINDS,
@@ -85,7 +86,7 @@ class Pipeline:
     device: torch.device
     edges: Edges
     on_step: Callable[[MetaStep], None] | None = None
-    overlap: CommComputeOverlap | None = None
+    overlap: "hp_overlap.CommComputeOverlap | None" = None
     buffers: ExpertBuffers = NO_BUFFERS
 
     @property
@@ -230,7 +231,10 @@ def build_pipeline(
     )
     # Groups are made by all ranks in one order: edges, tied tables, then beside rows of experts.
     returns = KINDS[config.pipeline.schedule].returns
-    edges = build_edges(schedule, mesh, runtime, returns=returns, timeout=timeout)
+    if mesh.layout.is_even and not returns:
+        edges = even_edges(mesh, runtime, timeout)
+    else:
+        edges = layout.uneven_edges(schedule, mesh, runtime, timeout)
     tied, tied_ranks = tied_parameters(config.model), None
     if tied:
         stage_members = [stage.members for stage in mesh.layout.stages]
@@ -291,7 +295,7 @@ class _StageBuilder:
         vocab_size: int,
         sequence: SequenceShare,
         device: torch.device,
-        overlap: CommComputeOverlap | None,
+        overlap: "hp_overlap.CommComputeOverlap | None",
         beside_rows: ProcessGroup | None,
     ) -> None:
         self.num_stages, self.overlap = count_stages(config), overlap
@@ -300,7 +304,9 @@ class _StageBuilder:
         self._layers = layers_of_stages(config)
         self._by_block = config.mesh.gather == "block"
         degree, ring = config.mesh.heads_degree, config.mesh.cp_ring
-        self._context = ContextParallel(degree, ring=ring, layout=sequence.layout)
+        self._context = None
+        if config.mesh.cp > 1:
+            self._context = hp_context.ContextParallel(degree, ring=ring, layout=sequence.layout)
 
     def build(self, index: int) -> tuple[Stage, Mapping[str, Declared]]:
         """Build a stage without values; the order of what is done to it matters.
@@ -372,10 +378,10 @@ def _buffers(
     return ExpertBuffers.of(stages, mesh, factor=config.mesh.ep_buffer, slots=slots, device=device)
 
 
-def _overlap(timeout: timedelta) -> CommComputeOverlap:
+def _overlap(timeout: timedelta) -> "hp_overlap.CommComputeOverlap":
     # A collective that fails says more than a turn that does not come: let it be the first.
-    return CommComputeOverlap(
-        HookCoordinator(timeout=2 * timeout.total_seconds()),
+    return hp_overlap.CommComputeOverlap(
+        hp_overlap.HookCoordinator(timeout=2 * timeout.total_seconds()),
         strict=True,
         puts_off_weight_gradients=True,  # gradients are reduced when the schedule says so
     )

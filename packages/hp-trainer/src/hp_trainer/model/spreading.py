@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
 from hp_base.errors import ConfigError
-from hp_context import Attention, ContextParallel
+from hp_context import Attention
 from hp_expert import ExpertParallel, ExpertTensorParallel
 from hp_trainer.layout.mesh import Mesh
 from hp_trainer.layout.parameter import chunk
@@ -16,16 +17,24 @@ from hp_trainer.model.sharding import shard
 from hp_trainer.model.stage import Stage, experts_of
 from hp_trainer.model.tensor_parallel import cut_tensors
 
+if TYPE_CHECKING:
+    from hp_context import ContextParallel
+
 
 def spread(
-    stage: Stage, mesh: Mesh, context: ContextParallel, vocab_size: int, *, by_block: bool
+    stage: Stage,
+    mesh: Mesh,
+    context: "ContextParallel | None",
+    vocab_size: int,
+    *,
+    by_block: bool,
 ) -> None:
     """Cut a stage over the ranks of a mesh: matrices, then sequences, then experts, then shards.
 
     Args:
         stage: Stage on the meta device; changed in place.
         mesh: Mesh of the run.
-        context: How context-parallel ranks exchange keys and values.
+        context: How context-parallel ranks exchange keys and values; None: there are none.
         vocab_size: Tokens of the vocabulary.
         by_block: Whether FSDP gathers and reduces by itself, see Note [Units of FSDP].
 
@@ -39,6 +48,7 @@ def spread(
         cut(vocabulary_of(mesh, vocab_size), groups["tp"])
     if mesh.size("cp") > 1:
         share = partial(_spread_attention, stage) if own is None else own.spread_attention
+        assert context is not None
         share(context, groups["cp"])
     for part in stage.modules():
         if isinstance(part, Stage | Block) and mesh.size("sequence") > 1:
@@ -55,7 +65,7 @@ def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
     return chunk(range(vocab_size), mesh.size("tp"), mesh.index("tp"))
 
 
-def _spread_attention(stage: Stage, context: ContextParallel, group: ProcessGroup) -> None:
+def _spread_attention(stage: Stage, context: "ContextParallel", group: ProcessGroup) -> None:
     attentions = [part for part in stage.modules() if isinstance(part, Attention)]
     if not attentions:
         raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
