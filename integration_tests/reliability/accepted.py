@@ -53,9 +53,9 @@ _WITHOUT_EFFECT = (
     "_rotary: model.rope_factor",
     "_deal: mesh.cp_deal (true)",
     "mesh_rules: mesh.gather",
-    "_order: pipeline.retention",
-    "_order: pipeline.overlap",
-    "_layout: mesh.cp_deal",
+    "_order_of_plan: pipeline.retention",
+    "_order_of_plan: pipeline.overlap",
+    "_layout_of_plan: mesh.cp_deal",
     "_profile_rules: train.profile_ranks",
     "saving_rules: train.keep_every",
     "overlap_rules: {must_be_off} mesh.ep (1)",
@@ -75,14 +75,13 @@ _HARDLY_MEANT = (
     "_attention: model.num_kv_heads",
     "model_rules: data.seq_len",
     "model_rules: model.num_mtp_modules",
-    "model_rules: model.num_dense_layers",
     "part_rules: model.num_dense_layers",
     "batch_rules: data.documents",
     "_deal: {} must be",
 )
 _OTHERWISE = {
     "_expert_buffer: mesh.ep_buffer": "every step would be run again, as rows do not fit",
-    "_layout: mesh.stage_tp": "its price and its proof are of equal stages",
+    "_layout_of_plan: mesh.stage_tp": "its price and its proof are of equal stages",
     "retention_rules: pipeline.retention": "parameters would be copied away with what is kept",
     "overlap_rules: mesh.ep_buffer": "on a GPU nobody has seen a pair share the buffers",
     "_expert_ranks: {} must divide model.num_experts": "without experts there is nothing to divide",
@@ -93,13 +92,21 @@ _OTHERWISE = {
     "_context_ranks: data.seq_len": "where unequal shares can be computed, ranks wait for others",
     "_context_ranks: {key} must divide model.num_heads": "where unequal heads can be computed, "
     "ranks wait for others",
-    "_layout: train.compile": "graphs would be compiled for each length of a microbatch",
+    "_layout_of_plan: train.compile": "graphs would be compiled for each length of a microbatch",
     "gather_rules: {must_be} pipeline.overlap": "which of two threads comes first decides about it",
 }
 
 
 def _reasons(*tables: Mapping[str, str]) -> dict[str, str]:
-    """Reasons by the names of rules, of which tables have the beginnings."""
+    """Reasons by the names of rules, of which tables have the beginnings.
+
+    Raises:
+        LookupError: When no rule begins so: it was renamed, or is gone.
+    """
+    begins = [begin for table in tables for begin in table]
+    lost = [begin for begin in begins if not any(rule.startswith(begin) for rule in every_rule())]
+    if lost:
+        raise LookupError(f"no rule begins with {lost}")
     return {
         rule: why
         for table in tables
@@ -125,7 +132,7 @@ NO_EDGE = _reasons(
     ),
     {
         "mesh_rules: launch.num_processes": "it is about ranks that torchrun started",
-        "_layout: data.packing": "it is about models of one's own, which are not drawn",
+        "_layout_of_plan: data.packing": "it is about models of one's own, which are not drawn",
         "_experts: model.top_k ({}) must be at most model.num_experts": "the rule of groups holds "
         "wherever it does, and this one says it better",
     },

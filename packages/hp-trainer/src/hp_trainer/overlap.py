@@ -6,26 +6,24 @@ launched in an order that only the two halves decide. Ranks that share experts r
 the schedule, hence the same pairs, and so launch the same exchanges in the same order.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
+import hp_overlap
 from hp_expert import AllToAllDispatcher, SpreadExperts
 from hp_schedule import MetaStep, MetaStepType
 from hp_schedule.runtime import PipelineContext, PipelineScheduleRuntime
-
-if TYPE_CHECKING:
-    from hp_overlap import CommComputeOverlap
 
 __all__ = ["overlap_experts", "overlap_pairs"]
 
 
 def overlap_experts(
-    module: nn.Module, overlap: CommComputeOverlap, *, small_group: ProcessGroup | None = None
+    module: nn.Module,
+    overlap: "hp_overlap.CommComputeOverlap",
+    *,
+    small_group: ProcessGroup | None = None,
 ) -> None:
     """Let the exchanges of all experts in a module be overlapped.
 
@@ -43,7 +41,9 @@ def overlap_experts(
             part.dispatcher = overlap.wrap_dispatcher(dispatcher)
 
 
-def overlap_pairs(runtime: PipelineScheduleRuntime, overlap: CommComputeOverlap) -> None:
+def overlap_pairs(
+    runtime: PipelineScheduleRuntime, overlap: "hp_overlap.CommComputeOverlap"
+) -> None:
     """Have the runtime run the halves of OVERLAP_B_F and OVERLAP_F_B steps at the same time.
 
     Args:

@@ -6,13 +6,12 @@ protocol's docstring says, or refuses the layout that needs it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-if TYPE_CHECKING:
-    from hp_context import ContextParallel
+import hp_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class Spreading(Protocol):
         """
         ...
 
-    def spread_attention(self, context: "ContextParallel", group: ProcessGroup) -> None:
+    def spread_attention(self, context: "hp_context.ContextParallel", group: ProcessGroup) -> None:
         """Let context-parallel ranks share sequences.
 
         Args:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
+import hp_context
 from hp_base.errors import ConfigError
 from hp_context import Attention
 from hp_expert import ExpertParallel, ExpertTensorParallel
@@ -17,14 +17,11 @@ from hp_trainer.model.sharding import shard
 from hp_trainer.model.stage import Stage, experts_of
 from hp_trainer.model.tensor_parallel import cut_tensors
 
-if TYPE_CHECKING:
-    from hp_context import ContextParallel
-
 
 def spread(
     stage: Stage,
     mesh: Mesh,
-    context: "ContextParallel | None",
+    context: "hp_context.ContextParallel | None",
     vocab_size: int,
     *,
     by_block: bool,
@@ -65,7 +62,9 @@ def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
     return chunk(range(vocab_size), mesh.size("tp"), mesh.index("tp"))
 
 
-def _spread_attention(stage: Stage, context: "ContextParallel", group: ProcessGroup) -> None:
+def _spread_attention(
+    stage: Stage, context: "hp_context.ContextParallel", group: ProcessGroup
+) -> None:
     attentions = [part for part in stage.modules() if isinstance(part, Attention)]
     if not attentions:
         raise ConfigError("mesh.cp must be 1 for a model without hp_context.Attention")
