@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hp_platform.testing import run_distributed
-from hp_verify.comparing.compare import Comparison, compare, with_floor
+from hp_verify.comparing.compare import compare, with_floor
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.begin import recording
 from hp_verify.recording.request import Request

@@ -15,7 +15,8 @@ import pytest
 
 from hp_trainer.config import Config
 from hp_trainer.config.options import checked_config, resolve
-from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.compare import Floor, compare
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.request import Request, environment
 from integration_tests.jobs.test_verify_faults import SMALL

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from hp_base.session import last_lines, status_of
-from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.files.checkpoints import compare as compare_checkpoints
 from hp_verify.files.sources import opened_source

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.compare import Floor, compare
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording
 from hp_verify.recording.request import Request
 from integration_tests.jobs.recorded import record

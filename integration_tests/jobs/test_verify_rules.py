@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.compare import Floor, compare
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording
 from hp_verify.recording.request import Request
 from integration_tests.jobs.recorded import record

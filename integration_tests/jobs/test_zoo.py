@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hp_verify.comparing.compare import Comparison, compare, with_floor
+from hp_verify.comparing.compare import compare, with_floor
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, distance
 from hp_verify.recording.events import GRADIENT, OWN
 from hp_verify.recording.request import Focus, Request

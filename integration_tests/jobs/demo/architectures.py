@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hp_verify.comparing.compare import Comparison, Floor, compare, with_floor
+from hp_verify.comparing.compare import Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording
 from hp_verify.recording import events as ev
 from integration_tests.jobs.demo import by_hand, job

@@ -7,8 +7,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hp_verify.comparing.compare import Comparison, Floor, compare, with_floor
+from hp_verify.comparing.compare import Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.begin import recording
 from hp_verify.recording.request import Request

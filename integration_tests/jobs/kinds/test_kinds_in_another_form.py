@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_verify.comparing.compare import Comparison
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import Comparison
 from integration_tests.jobs.kinds import losses, padded
 from integration_tests.jobs.kinds.job import STEPS, by_name, train
 from integration_tests.jobs.recorded import beside_one

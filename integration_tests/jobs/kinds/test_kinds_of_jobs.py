@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_verify.comparing.compare import Comparison
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import Comparison
 from hp_verify.recording import events as ev
 from integration_tests.jobs.kinds import (
     again,

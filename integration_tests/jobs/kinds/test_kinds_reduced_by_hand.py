@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_verify.comparing.compare import REDUCTION, Comparison
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import REDUCTION, Comparison
 from integration_tests.jobs.kinds import again, compiled, models, optimizers, wrappers
 from integration_tests.jobs.kinds.job import STEPS, Job, by_name, train
 from integration_tests.jobs.recorded import beside_one

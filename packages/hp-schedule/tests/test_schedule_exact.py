@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 
 class Chooser(Protocol):
-    """What takes one of some values: `Random.choice`, or a draw of Hypothesis."""
+    """Takes one of some values: `Random.choice`, or a draw of Hypothesis."""
 
     def __call__(self, values: Sequence[Value], /) -> Value:
         """Return one of them."""

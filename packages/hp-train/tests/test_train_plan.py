@@ -127,7 +127,7 @@ def test_the_best_layout_is_the_best_of_all(num: int) -> None:
 
 
 def test_the_next_best_are_found_as_well_where_ranks_share_a_core() -> None:
-    """What their steps take at least is known before they are simulated, and not in which order."""
+    """Compare with every layout, of which few are simulated."""
     config = with_keys(config_of(), {"train.global_batch_size": 4})
     machine, axes = MACHINES["cpu"].with_values(cores=1), plan_axes(config, 2)
     layouts = enumerate_layouts(config, num_processes=range(2, 3), axes=axes)

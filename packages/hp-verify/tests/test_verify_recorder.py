@@ -18,8 +18,9 @@ from hp_base.errors import ConfigError
 from hp_platform.device.float64 import Lifting
 from hp_platform.testing import run_distributed
 from hp_verify.cli import main
-from hp_verify.comparing.compare import REDUCTION, Comparison, Floor, compare
+from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import REDUCTION, Comparison
 from hp_verify.comparing.recordings import Digests, Recording, Step, distance, join
 from hp_verify.jobs import split
 from hp_verify.recording.begin import Disturbing

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hp_verify.comparing.compare import REDUCTION, Comparison, Difference, Exact, Floor, compare
+from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import REDUCTION, Comparison, Difference, Exact
 from hp_verify.comparing.recordings import Digests, Recording, Step
 from hp_verify.recording.begin import seed
 from hp_verify.recording.events import BACKWARD, FORWARD, GRADIENT, OWN

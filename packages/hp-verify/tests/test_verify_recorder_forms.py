@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Digests, Recording, Step
 from hp_verify.recording.events import BACKWARD, FORWARD, GRADIENT, INPUT, LOSS, REAL
 from hp_verify.recording.samples import Samples

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hp_platform.testing import run_distributed
-from hp_verify.comparing.compare import Comparison, Floor, compare
+from hp_verify.comparing.compare import Floor, compare
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.jobs import report
 from hp_verify.recording.begin import recording

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
-    from hp_verify.comparing.compare import Comparison, Difference, Exact, Reproduction
     from hp_verify.comparing.compare_values import RunComparison, compare_runs
+    from hp_verify.comparing.findings import Comparison, Difference, Exact, Reproduction
     from hp_verify.files.checkpoints import (
         CheckpointComparison,
         TensorDifference,
@@ -51,13 +51,13 @@ __getattr__ = lazily(
     __name__,
     {
         "CheckpointComparison": "hp_verify.files.checkpoints",
-        "Comparison": "hp_verify.comparing.compare",
+        "Comparison": "hp_verify.comparing.findings",
         "CurveComparison": "hp_verify.files.noise",
-        "Difference": "hp_verify.comparing.compare",
-        "Exact": "hp_verify.comparing.compare",
+        "Difference": "hp_verify.comparing.findings",
+        "Exact": "hp_verify.comparing.findings",
         "JobFailedError": "hp_verify.jobs",
         "Part": "hp_verify.recording.values",
-        "Reproduction": "hp_verify.comparing.compare",
+        "Reproduction": "hp_verify.comparing.findings",
         "RunComparison": "hp_verify.comparing.compare_values",
         "TensorDifference": "hp_verify.files.checkpoints",
         "ValueRecorder": "hp_verify.recording.values",

@@ -17,8 +17,9 @@ from hp_base.errors import ConfigError, DifferenceError, HpError
 from hp_base.numbers import real, whole
 from hp_base.session import last_lines, status_of
 from hp_base.signals import ending
-from hp_verify.comparing.compare import UPDATE, Comparison, Difference, Floor, compare, with_floor
+from hp_verify.comparing.compare import Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
+from hp_verify.comparing.findings import UPDATE, Comparison, Difference
 from hp_verify.comparing.recordings import NothingRecordedError, Recording, join
 from hp_verify.recording.request import Focus, Request, environment
 from hp_verify.recording.rules import read_rules

@@ -59,7 +59,7 @@ class Agreed(NamedTuple):
         cpu_seconds: CPU time of all ranks since the step before.
         flags: Ranks by what they have found out.
         squares: Squared gradient norms by entry, fp64 [entries] on the CPU.
-        memory: Of each figure the largest of any rank.
+        memory: Memory figures in bytes, each the largest of any rank.
     """
 
     losses: Losses

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hp_verify.comparing.compare import Difference
+from hp_verify.comparing.findings import Difference
 from hp_verify.comparing.ties import CHOICES, SCORES, Flip, excuses
 from hp_verify.recording.values import RecordedStep, read_steps
 

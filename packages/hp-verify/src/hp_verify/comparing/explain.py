@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from hp_verify.comparing.compare import REDUCTION, UPDATE, Comparison, Difference
+from hp_verify.comparing.findings import REDUCTION, UPDATE, Comparison, Difference
 from hp_verify.recording import events as ev
 
 _ALONE = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hp_base.dtypes import dtype_name
-from hp_verify.comparing.compare import Exact
+from hp_verify.comparing.findings import Exact
 from hp_verify.recording.events import Box
 from hp_verify.recording.slices import index_of
 from hp_verify.recording.values import Part

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hp_base.errors import HpError
-from hp_verify.comparing.compare import Comparison, Difference, Exact, scales
+from hp_verify.comparing.compare import scales
+from hp_verify.comparing.findings import Comparison, Difference, Exact
 from hp_verify.comparing.recordings import Recording, Step
 from hp_verify.recording import events as ev
 from hp_verify.recording.request import Focus

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hp_verify.comparing.compare import Difference, Reproduction
+from hp_verify.comparing.findings import Difference, Reproduction
 from hp_verify.comparing.recordings import Step
 from hp_verify.recording import events as ev
 from hp_verify.reproducing.module_programs import blames_inputs

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_verify.comparing.compare import Difference
+from hp_verify.comparing.findings import Difference
 from hp_verify.recording.second_run import module_of
 from hp_verify.reproducing.module_programs import (
     OWN_CLASSES,
