@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from integration_tests.documents.stand_ins import python
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / "packages"
 DOCS = ROOT / "docs"
-
-
-def python(folder: Path, *arguments: str) -> str:
-    """Run Python where the packages of `folder` come before the installed ones."""
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def blocks(page: Path, language: str) -> list[str]:

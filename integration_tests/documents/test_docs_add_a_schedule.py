@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+
+from integration_tests.documents.stand_ins import python
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "packages" / "hp-schedule"
 PAGE = ROOT / "docs" / "how-to" / "add-a-schedule.md"
 NAME = "one_at_a_time"
 COMMAND = ("-m", "hp_schedule.cli")
-
-
-def python(folder: Path, *arguments: str) -> str:
-    """Run Python where the package of `folder` comes before the installed one."""
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
