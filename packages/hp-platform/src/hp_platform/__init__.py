@@ -204,7 +204,7 @@ _HOMES = {
 if not TYPE_CHECKING:  # type checkers know the names from above
 
     def __getattr__(name: str) -> object:
-        """Load the module of a public name.
+        """Load the module of a public name, as `hp_base.lazy` does; hp-platform needs torch alone.
 
         Raises:
             AttributeError: When there is no such name.

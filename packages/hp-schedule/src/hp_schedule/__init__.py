@@ -210,7 +210,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Load the module of a public name when it is first used.
+    """Load the module of a public name, as `hp_base.lazy` does; hp-schedule needs no package.
 
     Raises:
         AttributeError: If there is no such name.
