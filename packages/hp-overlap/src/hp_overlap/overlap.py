@@ -112,7 +112,7 @@ class CommComputeOverlap:
 
     @property
     def trace(self) -> list[TraceEntry]:
-        """The hooks of the current or last pair as (side, hook, section), in launch order."""
+        """Return the hooks of the current or last pair, in the order they were passed."""
         return self._coordinator.trace
 
     def wrap_dispatch(self, fn: Callable[P, R]) -> Callable[P, R]:

@@ -62,7 +62,7 @@ class OverlapReport:
 
     @property
     def fraction(self) -> float:
-        """Share of the communication that is hidden; 1 where there is none."""
+        """Return the share of the communication that is hidden; 1 where there is none."""
         return self.hidden / self.total if self.total else 1.0
 
 

@@ -112,7 +112,7 @@ class Executor:
 
     @property
     def step(self) -> MetaStep | None:
-        """The step at `position`; None at the end."""
+        """Return the step at `position`; None at the end."""
         return self._row[self.position] if self.position < len(self._codes) else None
 
     def advance(self) -> bool:

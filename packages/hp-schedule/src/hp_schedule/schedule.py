@@ -150,17 +150,17 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, one row each."""
+        """Return the number of ranks, one row each."""
         return len(self.steps)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all chains together."""
+        """Return the number of stages of all chains together."""
         return len(self.stage_to_rank)
 
     @cached_property
     def upstream(self) -> tuple[int, ...]:
-        """For each stage the one whose output it reads, -1 at the start of a chain."""
+        """Return for each stage the one whose output it reads, -1 at the start of a chain."""
         result = [-1] * self.num_stages
         for chain in self.chains:
             for before, after in pairwise(chain):
@@ -169,7 +169,7 @@ class Schedule:
 
     @cached_property
     def downstream(self) -> tuple[int, ...]:
-        """For each stage the one that reads its output, -1 at the end of a chain."""
+        """Return for each stage the one that reads its output, -1 at the end of a chain."""
         result = [-1] * self.num_stages
         for stage, before in enumerate(self.upstream):
             if before >= 0:
@@ -178,7 +178,7 @@ class Schedule:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Directed pairs of different ranks (source, destination) that messages travel, sorted."""
+        """Return the pairs of ranks (source, destination) between which messages travel, sorted."""
         place = self.stage_to_rank
         pairs = {
             (place[before], place[stage])
@@ -207,12 +207,12 @@ class Schedule:
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) that a RECOMPUTE step runs again."""
+        """Return the (stage, microbatch) that a RECOMPUTE step runs again."""
         return self._places(packing.RECOMPUTE)
 
     @cached_property
     def offloaded(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) whose activations an OFFLOAD step copies away."""
+        """Return the (stage, microbatch) whose activations an OFFLOAD step copies away."""
         return self._places(packing.OFFLOAD)
 
     def _places(self, kind: int) -> frozenset[tuple[int, int]]:
@@ -225,7 +225,7 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[int]:
-        """The kinds (see `hp_schedule.packing`) of all steps."""
+        """Return the kinds (see `hp_schedule.packing`) of all steps."""
         mask = packing.KIND_MASK
         return frozenset(code & mask for row in self.steps for code in row.codes() if code >= 0)
 

@@ -42,27 +42,27 @@ class Timeline(tuple[Span, ...]):
 
     @property
     def num_ranks(self) -> int:
-        """One more than the highest rank with a span."""
+        """Return one more than the highest rank with a span."""
         return 1 + max((span.rank for span in self), default=-1)
 
     @property
     def start(self) -> float:
-        """The earliest start, 0 without spans."""
+        """Return the earliest start, 0 without spans."""
         return min((span.start for span in self), default=0.0)
 
     @property
     def end(self) -> float:
-        """The latest end, 0 without spans."""
+        """Return the latest end, 0 without spans."""
         return max((span.end for span in self), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end."""
+        """Return the seconds from the first start to the last end."""
         return self.end - self.start
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """For each rank the share of the makespan in which it computed nothing, 0 to 1."""
+        """Return for each rank the share of the makespan in which it computed nothing, 0 to 1."""
         busy = [0.0] * self.num_ranks
         for span in self:
             if span.step.type.is_compute:

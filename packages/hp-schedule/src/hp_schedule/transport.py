@@ -45,7 +45,7 @@ class Message:
 
     @property
     def edge(self) -> tuple[int, int]:
-        """Source and destination."""
+        """Return source and destination."""
         return self.source, self.destination
 
     def __str__(self) -> str:

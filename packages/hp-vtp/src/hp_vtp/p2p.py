@@ -35,10 +35,10 @@ class Timer(Protocol):
     """Counts the time between `start` and `stop`."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start counting."""
 
     def stop(self) -> None:
-        """End."""
+        """Stop counting."""
 
 
 class Timers(Protocol):

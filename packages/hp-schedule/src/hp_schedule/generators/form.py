@@ -65,7 +65,7 @@ class ClosedForm(ABC):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all ranks, one more in a U."""
+        """Return the number of stages of all ranks, one more in a U."""
         return self.num_ranks * self.num_stages_per_rank + (self.style == "u")
 
     def row(self, rank: int, *, communication: bool = True) -> Row:

@@ -59,18 +59,18 @@ class ScheduleKind:
 
     @cached_property
     def options(self) -> dict[str, object]:
-        """The keywords of `generate` but `num_microbatches`, each with its annotation."""
+        """Return the keywords of `generate` but `num_microbatches`, each with its annotation."""
         parameters = [*inspect.signature(self.form, eval_str=True).parameters.values()]
         return {parameter.name: parameter.annotation for parameter in parameters[2:]}
 
     @cached_property
     def stages_per_rank(self) -> int:
-        """The only number of stages per rank that it takes; 0: any."""
+        """Return the only number of stages per rank that it takes; 0: any."""
         return 0 if "num_stages_per_rank" in self.options else self._small.num_stages_per_rank
 
     @cached_property
     def style(self) -> PlacementStyle:
-        """Placement of the stages; in a ``u`` the first rank has the first stage and the last."""
+        """Return the placement; in a ``u`` the first rank has the first stage and the last."""
         return self._small.style
 
     @property

@@ -125,13 +125,13 @@ class Rounds(ClosedForm):
 
     @cached_property
     def _early(self) -> list[int]:
-        """The place in time of each column with a forward."""
+        """Return the place in time of each column with a forward."""
         turn = self._hop * (self.num_ranks - 1) // _COLUMN + 1
         return self._places(1 if self._turns_early else turn)
 
     @cached_property
     def _late(self) -> list[int]:
-        """The place in time of each backward that has no forward beside it."""
+        """Return the place in time of each backward that has no forward beside it."""
         return self._places(2 * self.num_ranks)
 
     def _places(self, turn: int) -> list[int]:

@@ -201,7 +201,7 @@ def _flows(schedule: Schedule, times: Sequence[Sequence[float]]) -> list[_Flow]:
 def _posts(
     schedule: Schedule, position: int, flows: dict[tuple[int, int, int], _Flow]
 ) -> dict[int, _Post]:
-    """Return, for each kind and stage whose result goes to another rank, how to note the message.
+    """Return by kind and stage, where a result goes to another rank, how to note its message.
 
     Args:
         schedule: Schedule whose placement and chains are read.

@@ -111,12 +111,12 @@ class PipelineResult:
 
     @property
     def output(self) -> Any:
-        """The outputs of all microbatches in one; None where there are none."""
+        """Return the outputs of all microbatches in one; None where there are none."""
         return concat_outputs(self.outputs, dim=self._concat_dim)
 
     @property
     def timeline(self) -> Timeline:
-        """This rank's spans, in seconds since the epoch; empty if nothing was recorded.
+        """Return this rank's spans, in seconds since the epoch; empty if nothing was recorded.
 
         On CUDA the first look waits until the device has got to the end of the run.
         """

@@ -158,7 +158,7 @@ class PipelineSchedule(PipelineScheduleRuntime):
 
     @property
     def num_stages_per_rank(self) -> int:
-        """Stages on every rank.
+        """Return the number of stages on every rank.
 
         Raises:
             ValueError: If they are not equally many.

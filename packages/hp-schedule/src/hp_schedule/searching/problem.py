@@ -101,7 +101,7 @@ class Problem:
 
     @cached_property
     def mirror(self) -> "Problem":
-        """The problem with time running backwards: its schedules are this one's, mirrored.
+        """Return the problem with time running backwards: its schedules are this one's, mirrored.
 
         Backwards, W takes memory and F gives it back; microbatches pass a stage's steps in the
         opposite order. A rank's stages take a microbatch's memory in their order, which nothing

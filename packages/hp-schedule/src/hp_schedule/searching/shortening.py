@@ -93,6 +93,6 @@ def _steps_of(problem: Problem, code: int) -> tuple[int, ...]:
 
 
 def _order_of(schedule: Schedule) -> list[int]:
-    """The microbatches in the order in which the first stage takes them."""
+    """Return the microbatches in the order in which the first stage takes them."""
     codes, forward = schedule.steps[schedule.stage_to_rank[0]].codes(), encode(FWD, 0)
     return [code >> MICROBATCH_SHIFT for code in codes if code & PLACE_MASK == forward]

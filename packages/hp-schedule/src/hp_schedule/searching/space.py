@@ -157,17 +157,17 @@ class Space:
 
     @property
     def best(self) -> Candidate:
-        """The shortest candidate so far."""
+        """Return the shortest candidate so far."""
         return self._pool[0]
 
     @property
     def bound(self) -> float:
-        """No plan of the space is shorter; 0 if a plan is, for then the bound was wrong."""
+        """Return a time that no plan of the space is below; 0 if one is: the bound was wrong."""
         return self._bound if self.best.makespan >= self._bound - EPSILON else 0.0
 
     @property
     def mean_latency(self) -> float:
-        """The mean latency of a message, in units of a mean step; 0 if steps take no time."""
+        """Return the mean latency of a message in units of a mean step; 0 if steps take no time."""
         lags = [lag for lag in self._problem.lag if lag > 0]
         step = sum(self._problem.duration) / self._problem.num_steps
         return sum(lags) / len(lags) / step if lags and step > 0 else 0.0

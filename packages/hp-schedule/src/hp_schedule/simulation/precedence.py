@@ -60,7 +60,7 @@ class Precedence:
         self.peaks = tuple(_peaks(row, schedule.num_stages) for row in rows)
 
     def flat(self, costs: Costs) -> list[float]:
-        """Costs as paths and steps look them up.
+        """Return costs as paths and steps look them up.
 
         Raises:
             ValueError: If they do not fit the schedule, or differ between microbatches.
@@ -74,7 +74,7 @@ class Precedence:
         return [*found, 0.0]  # of what has no message
 
     def longest(self, costs: Sequence[float]) -> tuple[float, Path]:
-        """The time that the schedule takes with costs from `flat`, and a path that takes as long.
+        """Return the time that the schedule takes with costs from `flat`, and a path as long as it.
 
         The time is `simulate`'s makespan, but for the last bits.
         """

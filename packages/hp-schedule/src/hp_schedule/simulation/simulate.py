@@ -41,7 +41,7 @@ class Simulation:
 
     @property
     def timeline(self) -> Timeline:
-        """Every compute step, and every wait for a message or a collective.
+        """Return every compute step, and every wait for a message or a collective.
 
         Simulates once more when it is read: most callers, searches above all, want the numbers.
         """

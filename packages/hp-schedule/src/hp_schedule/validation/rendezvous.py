@@ -102,7 +102,7 @@ def message_mismatch(schedule: Schedule) -> Finding | None:
 
 
 def message_values(schedule: Schedule) -> list[list[int]]:
-    """Return, for each rank, the values of its sends and receives in the order of its row."""
+    """Return for each rank the values of its sends and receives in the order of its row."""
     flow = dataflow(schedule)
     base = {
         encode(kind, stage): (flow.reads if kind in {FWD_SEND, BWD_SEND} else flow.writes)[kind][

@@ -252,7 +252,7 @@ def _absent(bits: int, stage: int, microbatch: int, rank: int) -> Iterator[Findi
 
 
 def memory_findings(schedule: Schedule, costs: Costs, limit: float) -> Iterator[Finding]:
-    """Yield, for each rank that holds too much at once, the first cell at which it does.
+    """Yield for each rank that holds too much at once the first cell at which it does.
 
     What OFFLOAD moves counts as gone from then on: a rank short of memory waits for the copy.
     """

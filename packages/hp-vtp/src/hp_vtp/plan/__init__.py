@@ -90,7 +90,7 @@ class TransferPlan:
 
     @property
     def dim(self) -> int | None:
-        """Dimension along which units are counted; None: units are elements, flattened."""
+        """Return the dimension along which units are counted; None: units are elements."""
         for placement in (self.source, self.destination):
             if isinstance(placement, Sharded):
                 return placement.dim
@@ -98,44 +98,44 @@ class TransferPlan:
 
     @property
     def extent(self) -> int:
-        """Number of units."""
+        """Return the number of units."""
         return prod(self.shape) if self.dim is None else self.shape[self.dim]
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit."""
+        """Return the bytes of one unit."""
         return 0 if self.extent == 0 else self.total_bytes // self.extent
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Return the bytes of the whole tensor."""
         return prod(self.shape) * self.itemsize
 
     @property
     def lanes(self) -> int:
-        """Independent links that the cut offers."""
+        """Return the number of independent links that the cut offers."""
         return min(self.source_lanes, self.destination_lanes)
 
     @property
     def bound_bytes(self) -> int:
-        """Lower bound of the bytes on the busiest link of the cut, to the next whole unit."""
+        """Return a lower bound of the bytes on the busiest link of the cut, in whole units."""
         return -(-self.extent // self.lanes) * self.unit_bytes
 
     @property
     def num_messages(self) -> int:
-        """Messages that cross the cut."""
+        """Return the number of messages that cross the cut."""
         return sum(len(step.moves) for step in self.steps if step.kind == StepKind.HOP)
 
     def source_range(self, index: int) -> tuple[int, int]:
-        """Units that a source rank holds at the start."""
+        """Return the units that a source rank holds at the start."""
         return _owned(self.source, self.num_sources, index, self.extent)
 
     def destination_range(self, index: int) -> tuple[int, int]:
-        """Units that a destination rank holds at the end."""
+        """Return the units that a destination rank holds at the end."""
         return _owned(self.destination, self.num_destinations, index, self.extent)
 
     def workspace_range(self, index: int, *, at_destination: bool) -> tuple[int, int]:
-        """Units that a rank needs room for: its own and those that it passes on."""
+        """Return the units that a rank needs room for: its own and those that it passes on."""
         own = self.destination_range(index) if at_destination else self.source_range(index)
         touched = [own]
         for step in self.steps:
@@ -150,19 +150,19 @@ class TransferPlan:
         return min(start for start, _ in touched), max(stop for _, stop in touched)
 
     def range_shape(self, start: int, stop: int) -> tuple[int, ...]:
-        """Shape of the tensor that holds a range of units; 1-D where units are elements."""
+        """Return the shape of the tensor that holds some units; 1-D where units are elements."""
         if self.dim is None:
             return (stop - start,)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
     def source_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of the tensor that a source rank holds."""
+        """Return the shape of the tensor that a source rank holds."""
         if isinstance(self.source, Replicated):
             return self.shape
         return self.range_shape(*self.source_range(index))
 
     def destination_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of the tensor that a destination rank gets."""
+        """Return the shape of the tensor that a destination rank gets."""
         if isinstance(self.destination, Replicated):
             return self.shape
         return self.range_shape(*self.destination_range(index))

@@ -34,7 +34,7 @@ class Message(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the whole message."""
+        """Return the bytes of the whole message."""
         last = self.pieces[-1]
         return last.offset + last.size
 

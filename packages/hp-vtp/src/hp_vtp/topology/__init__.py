@@ -109,22 +109,22 @@ class PipelineLayout:
 
     @property
     def num_stages(self) -> int:
-        """Number of logical stages: how often a microbatch changes stage, plus one."""
+        """Return the number of logical stages: how often a microbatch changes stage, plus one."""
         return len(self.chain)
 
     @property
     def num_domains(self) -> int:
-        """Number of data-parallel pipelines."""
+        """Return the number of data-parallel pipelines."""
         return max(len(stage.replicas) for stage in self.stages)
 
     @property
     def tp_sizes(self) -> tuple[int, ...]:
-        """Ranks of one replica of each physical stage."""
+        """Return the number of ranks in one replica of each physical stage."""
         return tuple(stage.tp_size for stage in self.stages)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """All directed edges in one order: by chain position, forward first, then by domain."""
+        """Return all directed edges: by chain position, forward first, then by domain."""
         return tuple(
             self._edge(source, destination, domain)
             for first in range(self.num_stages - 1)

@@ -76,7 +76,7 @@ class StageLayout:
 
     @property
     def tp_size(self) -> int:
-        """Number of ranks that share each layer."""
+        """Return the number of ranks that share each layer."""
         return len(self.replicas[0])
 
 
@@ -109,7 +109,7 @@ class Edge:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ascending global ranks of both ends."""
+        """Return the global ranks of both ends, ascending."""
         return tuple(sorted(self.source_ranks + self.destination_ranks))
 
     @property

@@ -42,7 +42,7 @@ class EdgeGroups:
 
     @property
     def distinct(self) -> list[ProcessGroup]:
-        """Each group once."""
+        """Return each group once."""
         groups = [self.cross, self.local, self.control]
         return list({id(group): group for group in groups if group is not None}.values())
 

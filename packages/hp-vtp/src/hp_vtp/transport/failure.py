@@ -71,12 +71,12 @@ class Failure:
 
     @property
     def reason(self) -> str | None:
-        """The reason of the first rank to fail, as far as this rank knows; None if all is well."""
+        """Return the reason of the first rank to fail; None if this rank knows of no failure."""
         return None if self._first is None else str(self._first)
 
     @property
     def of_another(self) -> FailureReport | None:
-        """The first failure, if it is known and another rank's."""
+        """Return the first failure, if it is known and another rank's."""
         first = self._first
         return first if first is not None and first.rank != dist.get_rank() else None
 

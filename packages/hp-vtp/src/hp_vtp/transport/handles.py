@@ -91,16 +91,16 @@ class EngineHandle(Handle[T]):
         self._result: tuple[T] | None = None
 
     def done(self) -> bool:
-        """See `Handle.done`."""
+        """Tell whether `wait` would return at once; see `Handle.done`."""
         return self._ended.is_set() and (self._event is None or self._event.query())
 
     @property
     def failed(self) -> bool:
-        """See `Handle.failed`."""
+        """Tell whether the transfer is known to have failed; see `Handle.failed`."""
         return self._error is not None
 
     def wait(self, timeout: float | None = None) -> T:
-        """See `Handle.wait`."""
+        """Wait for the transfer and return what it brought; see `Handle.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(_pause(deadline)):
             if self._failure.look() is not None:
