@@ -61,7 +61,12 @@ TEXT_TESTS = tuple(
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
 LIBRARIES_TEST = "integration_tests/jobs/test_verify_libraries.py"
 # The half of the integration tests that is a session of its own.
-COMPARING = ("jobs/**/test_*.py", "layouts/test_verify_*.py", "layouts/test_planned_steps.py")
+COMPARING = (
+    "jobs/**/test_*.py",
+    "layouts/pairs/test_*.py",
+    "layouts/test_verify_*.py",
+    "layouts/test_planned_steps.py",
+)
 COMPARING_TESTS = [f for f in files_of("integration_tests", COMPARING) if f != LIBRARIES_TEST]
 # Of each package, the tests that need transformers; elsewhere they are skipped.
 TRANSFORMERS_TESTS = {
@@ -213,8 +218,9 @@ def verify(session: nox.Session) -> None:
     only_pairs = session.posargs[:1] == ["pairs"]
     if only_pairs or not session.posargs:
         kept = ("--results", str(SCRATCH / "verify-pairs.jsonl"), "--data", str(text))
-        model, more = "integration_tests/layouts/pairs.toml", session.posargs[1:]
-        session.run("hp", "verify", model, "--generate", "pairs", *kept, *more)
+        model = "integration_tests/layouts/pairs/model.toml"
+        command = ("python", "-m", "integration_tests.layouts.pairs", model)
+        session.run(*command, *kept, *session.posargs[1:])
     if not only_pairs:
         defaults = ("--generate", "150", "--steps", "20", "--data", str(text))
         model = "integration_tests/verify.toml"

@@ -210,16 +210,7 @@ def test_families_are_what_must_be_bitwise_equal() -> None:
         ("verify --generate 3 --part 4/3", "--part (4/3) must be like 1/3"),
         ("verify --generate 3 --part 0/3", "--part (0/3) must be like 1/3"),
         ("verify --generate 3 --part third", "--part (third) must be like 1/3"),
-        (
-            "verify --generate 3 --list pairs.txt",
-            "--list (pairs.txt) is of the configs of --generate pairs",
-        ),
-        ("verify --results a", "--results (a) is of the configs of --generate pairs"),
         ("verify --generate pair", "--generate (pair) must be a whole number"),
-        (
-            "verify --generate pairs --processes 2:4",
-            "--processes (2:4) must begin with 1: pairs need few",
-        ),
         ("verify --part 1/3", "--part (1/3) is of the layouts of --generate"),
         ("verify --generate 3 --processes 7:7", "no layout of 7 to 7 processes is allowed"),
         ("verify --train.stepz 3", "unknown key train.stepz"),

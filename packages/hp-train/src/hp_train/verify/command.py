@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hp_base.atomic_write import replace_file
-from hp_base.command_line import require_files, say, scratch
+from hp_base.command_line import say, scratch
 from hp_base.environment import require_unstarted
 from hp_base.errors import ConfigError, DifferenceError
 from hp_base.messages import shown
 from hp_base.numbers import real, whole
 from hp_plan.layouts.space import sample_layouts
-from hp_train.verify.covering import Design, cover
 from hp_train.verify.pairs import (
     BOUNDS,
     ORACLE,
@@ -45,10 +43,7 @@ LOOKS = (
     "tokens and targets, losses, gradients, their norm, learning rate, Adam's moments, weights, "
     "correction biases, evaluation, what is saved and what is loaded"
 )
-PAIRS = "pairs"
-"""What `--generate` takes besides a number."""
-_STEPS, _STEPS_OF_PAIRS = 8, 2
-_PROCESSES, _PROCESSES_OF_PAIRS = "2:8", "1:4"
+_PROCESSES = "2:8"
 _MOST_RANKS = 1024
 
 
@@ -63,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=whole("--steps", least=1),
-        help=f"updates of the weights (default: {_STEPS}, of pairs {_STEPS_OF_PAIRS})",
+        default=8,
+        help="updates of the weights (default: 8)",
     )
     parser.add_argument(
         "--dtype", choices=list(BOUNDS), default="float64", help="to compute in (default: float64)"
@@ -81,10 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--generate",
-        type=_number_or_pairs,
+        type=whole("--generate", least=1),
         metavar="N",
-        help="verify N layouts that the config allows; or pairs: models and layouts that have "
-        "every pair of a feature of the model and a setting",
+        help="verify N layouts that the config allows",
     )
     parser.add_argument(
         "--seed", type=whole("--seed", least=0), default=0, help="of those layouts (default: 0)"
@@ -92,16 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes",
         metavar="A:B",
-        help=f"of those layouts (default: {_PROCESSES}, of pairs {_PROCESSES_OF_PAIRS})",
+        default=_PROCESSES,
+        help=f"of those layouts (default: {_PROCESSES})",
     )
     parser.add_argument(
         "--part", metavar="K/N", default="1/1", help="only the Kth of N parts of those layouts"
-    )
-    parser.add_argument(
-        "--list", metavar="FILE", help="only write every pair: where it is, or the rule against it"
-    )
-    parser.add_argument(
-        "--results", metavar="FILE", help="keep what is found of configs of pairs, and go on there"
     )
     parser.add_argument(
         "--keep", metavar="DIR", help="keep what the ranks recorded, in a new folder"
@@ -124,8 +114,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     """
     require_unstarted("hp verify")
     _refuse_combinations(options)
-    is_of_pairs = options.generate == PAIRS
-    program = Program(steps=options.steps or (_STEPS_OF_PAIRS if is_of_pairs else _STEPS))
+    program = Program(steps=options.steps)
     config = checked_config(resolved.config, dtype=options.dtype)
     others = [] if options.generate else _others(config, options)
     for other in others:
@@ -134,8 +123,6 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     if options.shrink:
         configs = shrink(configs)
     config, *others = map(program.applied_to, configs)
-    if is_of_pairs:
-        return _verify_pairs(config, program, options)
     if options.generate:
         others = _generated(config, options)
     num_runs = 1 + len(others)
@@ -162,15 +149,7 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     return 0
 
 
-def _number_or_pairs(text: str) -> int | str:
-    return text if text == PAIRS else whole("--generate", least=1)(text)
-
-
 def _refuse_combinations(options: argparse.Namespace) -> None:
-    for name in ("list", "results"):
-        if options.generate != PAIRS and (file := getattr(options, name)) is not None:
-            raise ConfigError(f"--{name} ({file}) is of the configs of --generate {PAIRS}")
-    require_files(options, "list")
     if options.generate is None:
         if options.part != "1/1":
             raise ConfigError(f"--part ({options.part}) is of the layouts of --generate")
@@ -220,7 +199,7 @@ def _given(options: argparse.Namespace) -> Config:
 
 
 def _generated(config: Config, options: argparse.Namespace) -> list[Config]:
-    processes = _processes(options.processes or _PROCESSES)
+    processes = _processes(options.processes)
     part, num_parts = _part(options)
     sample = sample_layouts(config, options.generate, seed=options.seed, num_processes=processes)
     if not sample.layouts:
@@ -290,46 +269,6 @@ def _verify_all(runs: "Runs", layouts: Sequence[Config], *, has_oracle: bool) ->
     failed = [verdict for verdict in verdicts if not verdict.ok]
     if failed:
         raise DifferenceError(f"{len(failed)} of {len(verdicts)} comparisons failed")
-
-
-def _verify_pairs(config: Config, program: Program, options: argparse.Namespace) -> int:
-    """Verify, or only list, the configs that have every pair; see Note [Pairs]."""
-    part, num_parts = _part(options)
-    processes = _processes(options.processes or _PROCESSES_OF_PAIRS)
-    if processes[0] > 1:
-        raise ConfigError(f"--processes ({options.processes}) must begin with 1: pairs need few")
-    design = cover(config, num_processes=processes[-1], seed=options.seed)
-    say(_shown_design(design))
-    if options.list is not None:
-        replace_file(Path(options.list), "".join(f"{line}\n" for line in design.lines()).encode())
-        return 0
-    say(f"looks at {LOOKS}")
-    say(f"{len(design.configs)} configs beside one process each: {program}")
-    from hp_train.verify.designed import Designed  # noqa: PLC0415 - imports torch
-
-    sys.path.insert(0, str(Path.cwd()))
-    results = None if options.results is None else Path(options.results)
-    equal, failed = set(), 0
-    with scratch("hp-verify-", options.keep) as folder:
-        designed = Designed(design, program, folder, options.job or TRAINER, results)
-        for index, row in designed.rows(part, num_parts):
-            say(f"config {index + 1}: {row}")
-            equal |= {index} if row.ok else set()
-            failed += not row.ok
-    covered = [where for where in design.pairs.values() if isinstance(where, int)]
-    num_equal = sum(where in equal for where in covered)
-    say(f"{num_equal} of {len(covered)} pairs are in {len(equal)} configs that are equal")
-    if failed:
-        raise DifferenceError(f"{failed} of {failed + len(equal)} configs differ")
-    return 0
-
-
-def _shown_design(design: Design) -> str:
-    reasons = Counter(design.refused.values())
-    refused = (f"  {number} refused: {why}" for why, number in reasons.most_common())
-    kinds = Counter(design.left_out.values())
-    left = (f"  {number} keys or values left out: {why}" for why, number in kinds.most_common())
-    return "\n".join([str(design), *refused, *left])
 
 
 def summary(verdicts: Sequence["Verdict"]) -> str:

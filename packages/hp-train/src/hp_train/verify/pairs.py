@@ -1,5 +1,6 @@
 """Rules for two configs that are compared, and bounds on their errors. No torch."""
 
+import fnmatch
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -7,12 +8,17 @@ import msgspec
 
 from hp_base.errors import ConfigError
 from hp_base.messages import shown
-from hp_train.verify.covering import WITHOUT_EFFECT, is_one_of
 from hp_trainer.config import Config, to_dict
 from hp_trainer.config.options import one_process, with_keys
 from hp_trainer.config.schema import fields
 from hp_trainer.layout.schedules import layers_of_stages, placement
 
+WITHOUT_EFFECT = (
+    "launch.* run.output_dir run.name run.resume run.tensorboard data.cache_gib train.*_every "
+    "train.eval_batches train.async_save train.keep_checkpoints train.profile* "
+    "train.max_skipped_steps train.not_finite train.sample_*"
+)
+"""Keys that have no effect on what is trained."""
 EXACT = (
     "pipeline.schedule",
     "pipeline.overlap",
@@ -39,6 +45,11 @@ SLACK = {"weight": 100.0, "saved": 100.0, "loaded": 100.0, "second moment": 4.0}
 """Factors of these bounds in less than fp64: AdamW divides tiny gradients by their own size."""
 TIE = 1e-6
 """Scores of experts closer than this are a tie that rounding may break, in less than fp64."""
+
+
+def is_one_of(key: str, patterns: str) -> bool:
+    """Say if a key is one of some, which may end in a star and stand with spaces between them."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns.split())
 
 
 def differing_keys(config: Config, other: Config) -> list[str]:

@@ -4,15 +4,13 @@ Keys, their bounds and their lists of values come from the schema, the values of
 :data:`hp_plan.layouts.space.AXES`, and what goes together from the rules, so that a new key is
 paired without being told. No torch.
 
-Note [Pairs]. A *feature* is a value of a key of the model, a *setting* a value of any other key
-that has an effect on what is trained. A config has a pair if it has both and each does something in
-it: a width of latent attention does nothing where attention is grouped (`ONLY_WITH`). A pair is
-refused if the rules refuse every config that is found for it: from the config that has the pair and
-nothing else, keys that a broken rule names are changed, one after the other, as long as that leads
-on.
+A *feature* is a value of a key of the model, a *setting* a value of any other key that has an
+effect on what is trained. A config has a pair if it has both and each does something in it: a width
+of latent attention does nothing where attention is grouped (`ONLY_WITH`). A pair is refused if the
+rules refuse every config that is found for it: from the config that has the pair and nothing else,
+keys that a broken rule names are changed, one after the other, as long as that leads on.
 """
 
-import fnmatch
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,16 +24,11 @@ from typing import Any, Final, NamedTuple
 from hp_base.errors import ConfigError
 from hp_base.messages import shown
 from hp_plan.layouts.space import AXES
+from hp_train.verify.pairs import WITHOUT_EFFECT, is_one_of
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import with_keys
 from hp_trainer.config.schema import Field, convert, fields
 
-WITHOUT_EFFECT: Final = (
-    "launch.* run.output_dir run.name run.resume run.tensorboard data.cache_gib train.*_every "
-    "train.eval_batches train.async_save train.keep_checkpoints train.profile* "
-    "train.max_skipped_steps train.not_finite train.sample_*"
-)
-"""Keys that have no effect on what is trained."""
 LEFT_OUT: Final = MappingProxyType(
     {
         WITHOUT_EFFECT: "has no effect on what is trained",
@@ -105,7 +98,7 @@ class Setting(NamedTuple):
 
     @property
     def is_feature(self) -> bool:
-        """Tell whether it is one of the model; see Note [Pairs]."""
+        """Tell whether it is one of the model; see the top of this file."""
         return self.key.startswith("model.")
 
     @property
@@ -252,11 +245,6 @@ def _value_left_out(setting: Setting, num_processes: int) -> str:
     return next((why for keys, why in LEFT_OUT.items() if str(setting) in keys.split()), "")
 
 
-def is_one_of(key: str, patterns: str) -> bool:
-    """Say if a key is one of some, which may end in a star and stand with spaces between them."""
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns.split())
-
-
 def _candidates(field: Field, kept: Any) -> Sequence[object]:
     """Return other values of a key: all of its list, else the nearest numbers, and 0 or none."""
     if field.choices or field.base is bool:
@@ -304,7 +292,7 @@ class _Covering:
         seed: int,
     ) -> None:
         self.base, self.num_processes = base, num_processes
-        self.random = Random(seed)  # noqa: S311 - nothing is secret
+        self.random = Random(seed)
         self.values, self.left_out = values_of(base, num_processes)
         for key in list(self.values):
             self.values[key] = list(self._reached(key))

@@ -8,18 +8,20 @@ import pytest
 import torch
 
 from hp_base.errors import ConfigError
-from hp_train.cli import main
-from hp_train.verify import covering
-from hp_train.verify.covering import Design, Setting, changes, cover, values_of
 from hp_train.verify.oracle import Oracle, Rows
+from hp_train.verify.pairs import WITHOUT_EFFECT
 from hp_trainer.config import Config, rules, to_dict
 from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.config.schema import fields
 from hp_trainer.model import TransformerStage
 from hp_trainer.model.initialization import initialize_parameters
 from hp_trainer.model.parameters import named_parameters
+from integration_tests.layouts.pairs import covering
+from integration_tests.layouts.pairs.__main__ import main
+from integration_tests.layouts.pairs.covering import Design, Setting, changes, cover, values_of
 
-PAIRS = Path(__file__).parents[3] / "integration_tests" / "layouts" / "pairs.toml"
+ROOT = Path(__file__).parents[3]
+MODEL = Path(__file__).with_name("model.toml")
 SOME = [
     Setting("mesh.tp", 2),
     Setting("mesh.etp", 2),
@@ -32,7 +34,7 @@ SOME = [
 
 @pytest.fixture(scope="module")
 def base() -> Config:
-    return resolve(str(PAIRS), env={}).config
+    return resolve(str(MODEL), env={}).config
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def test_every_key_of_a_config_is_paired_or_left_out_with_a_reason(base: Config)
     kept = ("model.", "mesh.", "pipeline.")
     files = {key for key, why in left_out.items() if why.startswith(covering.OF_FILES)}
     assert {key for key in whole if key.startswith(kept)} <= files
-    assert not covering.WITHOUT_EFFECT.count("model.")
+    assert not WITHOUT_EFFECT.count("model.")
 
 
 def test_a_key_that_nothing_is_known_of_is_refused(
@@ -127,8 +129,7 @@ def test_the_same_arguments_give_the_same_configs(design: Design) -> None:
 @pytest.mark.sample  # whose design of all settings takes 10 s
 def test_the_command_writes_every_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pairs.txt"
-    arguments = ["--generate", "pairs", "--processes", "1:2", "--list", str(file)]
-    assert main(["verify", str(PAIRS), *arguments]) == 0
+    assert main([str(MODEL), "--processes", "2", "--list", str(file)]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     lines = [line.split("\t") for line in file.read_text().splitlines()]
     refused = [what for *_, what in lines if what.startswith("refused: ")]
@@ -177,5 +178,27 @@ def test_every_feature_changes_what_is_trained(base: Config) -> None:
 
 
 def test_configs_are_found_without_torch() -> None:
-    code = "import sys, hp_train.verify.covering; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    name = covering.__name__
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, check=False, timeout=60, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "the following arguments are required: CONFIG"),
+        ("quickstart --processes 1", "--processes (1) must be at least 2"),
+        ("quickstart --part 4/3", "--part (4/3) must be like 1/3"),
+        ("quickstart --part third", "--part (third) must be like 1/3"),
+        ("quickstart --train.stepz 3", "unknown key train.stepz"),
+        ("quickstart --list no/where", "--list (no/where) must be a file that can be written"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == ConfigError.exit_code
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.verify.covering import Design, Setting, changes, cover
-from hp_train.verify.designed import Designed, fewest, read_rows
 from hp_train.verify.program import Program
 from hp_trainer.config import Config
 from hp_trainer.config.options import checked_config, resolve, with_keys
+from integration_tests.layouts.pairs.covering import Design, Setting, changes, cover
+from integration_tests.layouts.pairs.designed import Designed, fewest, read_rows
 
-ROOT = Path(__file__).parent
+MODEL = Path(__file__).with_name("model.toml")
 PROGRAM = Program(steps=1)
 AXES = [
     Setting(f"mesh.{axis}", 2)
@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": f"{i}+{i * i}"}) + "\n" for i in range(400)))
     keys = {**SMALL, "data.paths": [str(path)]}
-    config = resolve(str(ROOT / "pairs.toml"), keys.items(), env={}).config
+    config = resolve(str(MODEL), keys.items(), env={}).config
     return PROGRAM.applied_to(checked_config(config, dtype="float64"))
 
 

@@ -1,8 +1,8 @@
-"""Every pair of a feature of a model and a setting, in configs that have many of them each.
+"""Comparisons of configs that have many pairs of a feature of a model and a setting each.
 
-See Note [Pairs]. Each config is compared with one process, and that with the oracle where it knows
-such a training. One that fails is cut down: changes of the base that it consists of are taken out,
-half of them, then a quarter, as long as what is left fails, until the pair is named.
+`covering` finds them. Each config is compared with one process, and that with the oracle where it
+knows such a training. One that fails is cut down: changes of the base that it consists of are taken
+out, half of them, then a quarter, as long as what is left fails, until the pair is named.
 """
 
 import shutil
@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from hp_base.errors import ConfigError
-from hp_train.verify.covering import Design, Setting, changes
 from hp_train.verify.program import TRAINER, Program
 from hp_train.verify.runs import Runs, Verdict
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import one_process, with_keys
+from integration_tests.layouts.pairs.covering import Design, Setting, changes
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ def read_rows(results: Path | None) -> dict[tuple[str, ...], Row]:
     try:
         rows = [msgspec.json.decode(line, type=Row) for line in results.read_bytes().splitlines()]
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"--results ({results}) must be of --generate pairs: {error}") from None
+        raise ConfigError(f"--results ({results}) must be of this command: {error}") from None
     return {tuple(row.config): row for row in rows}
 
 
