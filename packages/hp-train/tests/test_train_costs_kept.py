@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ def _never() -> RowCosts:
     raise AssertionError("it was kept")
 
 
-def test_what_was_kernels_is_taken_and_what_was_damaged_is_kernels_again(folder: Path) -> None:
+def test_what_was_learned_is_taken_and_what_was_damaged_is_learned_again(folder: Path) -> None:
     learned = RowCosts({})
     assert cached([1, "a"], RowCosts, lambda: learned) is learned
     assert cached([1, "a"], RowCosts, _never) == learned
@@ -45,7 +46,7 @@ def test_what_was_kernels_is_taken_and_what_was_damaged_is_kernels_again(folder:
         assert cached([1, "a"], RowCosts, _never) == learned
 
 
-def test_what_others_have_written_into_an_entry_is_kernels_again(folder: Path) -> None:
+def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -> None:
     key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16", 1, 1)
     _model.cache_clear()
     learned = StoredModel.of(_model(key))
@@ -104,6 +105,13 @@ def test_a_source_that_was_changed_is_not_answered_for(
         cached([1], RowCosts, _never)
     monkeypatch.undo()
     module._code.cache_clear()
+
+
+def test_the_sources_of_every_package_that_costs_are_learned_by_are_looked_at() -> None:
+    files = [*Path(module.__file__).parent.glob("*.py")]
+    pattern = re.compile(r"^(?:from|import) (hp_\w+)", re.MULTILINE)
+    imported = {name for file in files for name in pattern.findall(file.read_text())}
+    assert {"hp_dry", "hp_expert", "hp_trainer"} <= imported <= set(module._SOURCES)
 
 
 def test_a_folder_that_others_may_write_is_left_alone(folder: Path) -> None:

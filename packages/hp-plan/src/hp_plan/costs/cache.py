@@ -27,7 +27,9 @@ from hp_base.own_caches import make_own, opened_own, user_cache
 
 FOLDER = "hp-plan"
 _SOURCES = (
+    "hp_base",
     "hp_context",
+    "hp_dry",
     "hp_expert",
     "hp_plan",
     "hp_platform",
