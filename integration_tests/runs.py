@@ -25,7 +25,7 @@ from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
 from hp_trainer.model.loss import loss_of
 from hp_trainer.model.parameters import Parameter
-from hp_trainer.training.agreement import Losses
+from hp_trainer.training.gradients import Losses
 from hp_trainer.training.trainer import Trainer
 
 BASE: dict[str, dict[str, Any]] = {

@@ -105,7 +105,7 @@ def _count_calls(encoded: bytes, directory: str, address: str) -> list[float]:
     assert info is not None
     runtime = initialize(info, device_type="cpu", init_method=address)
     clock = SimpleNamespace(process_time=count().__next__, perf_counter=time.perf_counter)
-    with patch("hp_trainer.training.agreement.time", clock):
+    with patch("hp_trainer.training.gradients.time", clock):
         trainer = Trainer(config, worker_of(info, Path(directory)), runtime, load_tokenizer(""))
         seconds = [trainer.train_step()[0].cpu_seconds for _ in range(2)]
     trainer.close()

@@ -16,7 +16,7 @@ from hp_platform.testing import STAND_IN, run_distributed, watch_devices
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
 from hp_trainer.training import optimizer
-from hp_trainer.training.gradients import clip_gradients
+from hp_trainer.training.optimizer import clip_gradients
 from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, prepare_run, worker_of
 

@@ -23,8 +23,7 @@ from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
 from hp_trainer.model import DocumentTrial, DropoutKey, Microbatch, Stage
 from hp_trainer.model.compiled import compile_blocks
-from hp_trainer.model.declared import declared
-from hp_trainer.model.parameters import Parameter, named_parameters
+from hp_trainer.model.parameters import Parameter, declared, named_parameters
 from hp_trainer.model.recompute import Recompute
 from hp_trainer.model.stage import experts_of
 from hp_trainer.model.transformer import build_stage

@@ -24,7 +24,7 @@ from hp_trainer.config.options import CONFIG, to_toml
 from hp_trainer.config.schema import fields
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
-from hp_trainer.training.agreement import Losses
+from hp_trainer.training.gradients import Losses
 from hp_trainer.training.startup import connect
 from hp_trainer.training.trainer import Trainer
 from hp_transformers.families.command import export_hf

@@ -18,8 +18,7 @@ from hp_platform.testing import LiveBytes, run_distributed, watch_operators
 from hp_trainer.config import Config
 from hp_trainer.config.options import with_keys
 from hp_trainer.layout import vocabulary
-from hp_trainer.layout.parameter import chunk
-from hp_trainer.layout.ranks import StageLayout
+from hp_trainer.layout.ranks import StageLayout, chunk
 from hp_trainer.layout.vocabulary import LogitTile, logit_tile
 from hp_trainer.model import Microbatch, TransformerStage, linear_cross_entropy
 from hp_trainer.model.initialization import initialize_parameters

@@ -15,7 +15,7 @@ from hp_trainer.config import Config, ModelConfig
 from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.layout.parameter import ParameterSpec
 from hp_trainer.model import declare
-from hp_trainer.model.declared import declared
+from hp_trainer.model.parameters import declared
 from hp_trainer.model.transformer import build_stage
 
 MODULE = """

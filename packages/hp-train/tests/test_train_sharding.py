@@ -18,9 +18,8 @@ from hp_trainer.config.options import resolve
 from hp_trainer.layout.mesh import Mesh, build_mesh
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.model import DropoutKey, Microbatch, TransformerStage
-from hp_trainer.model.declared import declared
-from hp_trainer.model.parameters import Parameter, named_parameters
-from hp_trainer.model.sharding import shard
+from hp_trainer.model.parameters import Parameter, declared, named_parameters
+from hp_trainer.model.spreading import shard
 
 VOCABULARY, POSITIONS = 32, 8
 KEYS = {"model.num_layers": 2, "model.num_experts": 4, "model.top_k": 2}

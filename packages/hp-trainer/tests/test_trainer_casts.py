@@ -12,9 +12,9 @@ from hp_platform import WeightGradQueue
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import resolve
 from hp_trainer.model import Microbatch, TransformerStage
-from hp_trainer.model.casts import forget_casts, share_casts
 from hp_trainer.model.initialization import initialize_parameters
 from hp_trainer.model.parameters import named_parameters
+from hp_trainer.model.stage import forget_casts, share_casts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY, LENGTH, MICROBATCHES = 32, 16, 3

@@ -15,12 +15,11 @@ from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import resolve
 from hp_trainer.model import Ahead, DropoutKey, Microbatch, Stage, TransformerStage, look_ahead
 from hp_trainer.model.block import Block
-from hp_trainer.model.declared import declared
 from hp_trainer.model.initialization import initialize_parameters
-from hp_trainer.model.parameters import named_parameters
+from hp_trainer.model.parameters import declared, named_parameters
 from hp_trainer.model.prediction import PredictionModule
 from hp_trainer.model.rotary import rotation
-from hp_trainer.model.tensor_parallel import cut_tensors
+from hp_trainer.model.spreading import cut_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

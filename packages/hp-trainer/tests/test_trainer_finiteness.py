@@ -4,7 +4,7 @@ import pytest
 
 from hp_base.errors import NumericsError
 from hp_trainer.config import TrainConfig
-from hp_trainer.training.finiteness import Skips
+from hp_trainer.training.gradients import Skips
 
 SKIPPING = TrainConfig(not_finite="skip", max_skipped_steps=2)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hp_platform.testing import watch_operators
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.options import resolve
-from hp_trainer.layout.parameter import chunk
+from hp_trainer.layout.ranks import chunk
 from hp_trainer.model import TransformerStage, initialization
 from hp_trainer.model.initialization import TILE, initialize_parameters
 from hp_trainer.model.parameters import Parameter, named_parameters

@@ -6,9 +6,8 @@ import pytest
 from torch.distributed import ProcessGroup
 
 from hp_trainer.config import MeshConfig
-from hp_trainer.layout.communicators import GROUPS, partitions
 from hp_trainer.layout.mesh import Mesh
-from hp_trainer.layout.ranks import GRIDS, Axis, Layout
+from hp_trainer.layout.ranks import GRIDS, GROUPS, Axis, Layout, partitions
 
 EVEN = [
     MeshConfig(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp)

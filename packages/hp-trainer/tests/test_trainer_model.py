@@ -16,10 +16,9 @@ from hp_trainer.layout.ranks import StageLayout
 from hp_trainer.layout.schedules import split_layers
 from hp_trainer.model import DropoutKey, Microbatch, TransformerStage, add_loss
 from hp_trainer.model.block import Block
-from hp_trainer.model.declared import declared
 from hp_trainer.model.initialization import initialize_parameters
 from hp_trainer.model.layers import RMSNorm, _RMSNormAgain, _RMSNormOnCPU, dropout
-from hp_trainer.model.parameters import named_parameters
+from hp_trainer.model.parameters import declared, named_parameters
 from hp_trainer.model.recompute import Recompute
 from hp_trainer.training.optimizer import changed_rate, learning_rate
 

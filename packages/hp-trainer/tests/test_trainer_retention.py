@@ -18,7 +18,7 @@ from hp_trainer.config import Config, PipelineConfig, rules
 from hp_trainer.config.options import one_process, resolve
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.schedules import KINDS, compute_schedule, training_schedule
-from hp_trainer.model import Microbatch, casts
+from hp_trainer.model import Microbatch, stage
 from hp_trainer.model.block import Block
 from hp_trainer.model.recompute import recomputed_but_products
 from hp_trainer.model.rotary import rotation
@@ -51,7 +51,7 @@ def test_a_step_has_the_same_bits_whatever_stages_do_with_microbatches(
     started: tuple[Runtime, Tokenizer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(casts, "_SMALL", 0)
+    monkeypatch.setattr(stage, "_SMALL", 0)
     found: dict[tuple[str, str, str], tuple[object, list[torch.Tensor]]] = {}
     for dtype in ("float32", "bfloat16"):
         for retention in ("keep", "recompute", "offload"):

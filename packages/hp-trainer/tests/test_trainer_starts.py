@@ -21,10 +21,9 @@ from hp_platform.launch import RankInfo
 from hp_schedule.runtime import build_edge_groups
 from hp_trainer.config import MeshConfig
 from hp_trainer.layout.communicators import pipeline_layout
-from hp_trainer.layout.mesh import build_mesh
+from hp_trainer.layout.mesh import build_mesh, tied_group
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.schedules import KINDS
-from hp_trainer.model.tied import tied_group
 from hp_vtp.transport.edge_groups import build_edge_groups as build_uneven_edge_groups
 
 MOST = 20

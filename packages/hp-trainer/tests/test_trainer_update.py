@@ -20,15 +20,13 @@ from hp_platform import new_group
 from hp_platform.testing import run_distributed, run_in_threads, watch_operators
 from hp_trainer.config import MeshConfig, TrainConfig
 from hp_trainer.config.options import resolve
-from hp_trainer.layout.communicators import GROUPS
 from hp_trainer.layout.mesh import Mesh
-from hp_trainer.layout.ranks import Layout
+from hp_trainer.layout.ranks import GROUPS, Layout
 from hp_trainer.model import TransformerStage
-from hp_trainer.model.declared import declared
 from hp_trainer.model.initialization import initialize_parameters
-from hp_trainer.model.parameters import Parameter, named_parameters
-from hp_trainer.training.gradients import GradientNorm, clip_gradients, reduce_gradients
-from hp_trainer.training.optimizer import build_optimizer
+from hp_trainer.model.parameters import Parameter, declared, named_parameters
+from hp_trainer.training.gradients import GradientNorm, reduce_gradients
+from hp_trainer.training.optimizer import build_optimizer, clip_gradients
 
 VIEWS = {
     *("aten::view", "aten::_unsafe_view", "aten::split_with_sizes", "aten::detach"),

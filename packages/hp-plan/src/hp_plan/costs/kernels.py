@@ -31,9 +31,8 @@ from hp_trainer.config import ModelConfig
 from hp_trainer.model import DropoutKey, Microbatch, look_ahead
 from hp_trainer.model.block import Block
 from hp_trainer.model.capabilities import Countable, Spreading
-from hp_trainer.model.casts import share_casts
 from hp_trainer.model.loss import loss_of
-from hp_trainer.model.stage import Stage, experts_of
+from hp_trainer.model.stage import Stage, experts_of, share_casts
 from hp_trainer.model.transformer import build_stage
 
 BEFORE, LOSS = "before", "loss"

@@ -27,7 +27,7 @@ from hp_trainer.layout.vocabulary import WIDE_BYTES, logit_tile
 ACTIVE_STAGES = 3
 """Number of stages whose parameters are gathered at once: the default of hp-schedule's pass."""
 _ENDS = ("embedding.weight", "output.weight")
-"""Parameters that FSDP shards as units of their own; see `hp_trainer.model.sharding`."""
+"""Parameters that FSDP shards as units of their own; see `hp_trainer.model.spreading`."""
 _BLOCK = re.compile(r"layers\.\d+\.|mtp\.\d+\.block\.")
 _STEP_BYTES = 4
 """AdamW counts its steps in one fp32 number per parameter."""

@@ -44,11 +44,10 @@ from hp_trainer.model.capabilities import (
     Exchanges,
     Spreading,
 )
-from hp_trainer.model.casts import share_casts
-from hp_trainer.model.declared import Declared, declared
 from hp_trainer.model.layers import WeightCasts, cast_linear
 from hp_trainer.model.loss import loss_of, tiled_cross_entropy
-from hp_trainer.model.stage import Stage
+from hp_trainer.model.parameters import Declared, declared
+from hp_trainer.model.stage import Stage, share_casts
 from hp_trainer.model.transformer import build_stage
 
 _SEQUENCES = 2

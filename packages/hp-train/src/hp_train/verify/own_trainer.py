@@ -30,8 +30,8 @@ from hp_trainer.launch.task import Worker
 from hp_trainer.model import DropoutKey, Microbatch
 from hp_trainer.model.block import Block
 from hp_trainer.model.parameters import Parameter
-from hp_trainer.training.agreement import Losses
 from hp_trainer.training.batches import Batches, PlannedStep, Share
+from hp_trainer.training.gradients import Losses
 from hp_trainer.training.metrics import StepMetrics
 from hp_trainer.training.startup import connect, prepare_data
 from hp_trainer.training.state import checkpoint_buffers

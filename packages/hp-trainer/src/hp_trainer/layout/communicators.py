@@ -1,12 +1,8 @@
-"""The process groups that a run makes, and the number that a rank is in. No torch.
-
-Every axis has groups of its own even where the ranks coincide; only axes of one rank, along which
-nothing is ever sent, share one, as every group costs threads, memory and time to start.
-"""
+"""The communicators that a rank is in, and what they hold of a device. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,41 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import hp_vtp  # loads what is used, where stages have different numbers of ranks
 from hp_base.beside_tensors import Held
 from hp_base.dtypes import BYTES
-from hp_trainer.layout.ranks import Axis, Layout, StageLayout
+from hp_trainer.layout.ranks import GROUPS, Axis, Layout, StageLayout
 from hp_trainer.layout.schedules import KINDS, layers_of_stages, placement
 
 if TYPE_CHECKING:
     from hp_trainer.config import Config, MeshConfig, ModelConfig
 
-GROUPS: Mapping[str, tuple[Axis, ...]] = {
-    "dp_replicate": ("dp_replicate",),
-    "fsdp": ("dp_shard", "cp"),
-    "cp": ("cp",),
-    "tp": ("tp",),
-    "expert_replicate": ("expert_replicate",),
-    "expert_shard": ("expert_shard",),
-    "ep": ("ep",),
-    "etp": ("etp",),
-    "sequence": ("cp", "tp"),
-    "tokens": ("dp_replicate", "dp_shard", "cp", "tp"),
-}
-"""Each group, and the axes along which its ranks differ. None of them reaches beyond a stage."""
 
-ALONE, WORLD = "alone", "world"
 _POSITIONS = 1
 """The dim of positions in what travels between stages, [sequences, positions, width]."""
-
-
-def partitions(layout: Layout) -> dict[str, list[list[int]]]:
-    """Rank lists of all groups by name, in the order in which all ranks make them.
-
-    Axes that have one rank in every stage stand under :data:`ALONE`, all ranks under :data:`WORLD`.
-    """
-    found: dict[str, list[list[int]]] = {}
-    for name, axes in GROUPS.items():
-        ranks = layout.ranks(*axes)
-        found.setdefault(name if max(map(len, ranks)) > 1 else ALONE, ranks)
-    return found | {WORLD: [list(range(layout.world_size))]}
 
 
 def pipeline_layout(layout: Layout, stage_to_rank: Sequence[int]) -> hp_vtp.PipelineLayout:

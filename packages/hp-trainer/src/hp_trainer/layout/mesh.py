@@ -1,19 +1,40 @@
-"""The process groups that a rank belongs to.
+"""The process groups that a rank belongs to, and its edges to the stages of other ranks.
 
-All ranks build those of all stages in one order, whatever the sizes of these.
+All ranks build the groups of all stages in one order, whatever the sizes of these.
+
+Where all stages have the same number of ranks, each rank talks to the one of its own place in other
+stages. Where they differ, or the chain of stages comes back to the first ranks for one more, hp-vtp
+plans who sends what: between layers the tensor-parallel ranks of a stage have a slice of the
+positions each, and slices of different lengths have to meet. Neither the schedule nor the stages
+know the difference.
+
+Shape symbols: B sequences of a microbatch, S positions that attention sees on a rank, D width of
+what travels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import Runtime, mesh_of, new_group
-from hp_trainer.layout.communicators import ALONE, GROUPS, WORLD, partitions
-from hp_trainer.layout.ranks import GRIDS, Layout, StageLayout
+from hp_schedule import Schedule
+from hp_schedule import Transport as ScheduleTransport
+from hp_schedule.runtime import TorchTransport, build_edge_groups
+from hp_trainer.layout.ranks import (
+    ALONE,
+    GRIDS,
+    GROUPS,
+    WORLD,
+    Layout,
+    StageLayout,
+    chunk,
+    partitions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +44,7 @@ class Mesh:
     Attributes:
         layout: The arithmetic of all stages.
         rank: Global rank.
-        groups: Process groups by name, see :data:`hp_trainer.layout.communicators.GROUPS`.
+        groups: Process groups by name, see :data:`hp_trainer.layout.ranks.GROUPS`.
         world: All ranks, for the step's scalars.
         device_type: ``"cpu"`` or ``"cuda"``.
         pp_index: Position in its pipeline.
@@ -68,6 +89,10 @@ class Mesh:
     def index(self, name: str) -> int:
         """Return the position of this rank in a group."""
         return self._places[name][1]
+
+    def share(self, whole: range, name: str) -> range:
+        """Return the part of some indices that this rank has, of those that a group shares out."""
+        return chunk(whole, *self._places[name])
 
     def submesh(self, *names: str) -> DeviceMesh:
         """Return a mesh whose axes are some groups of one grid, outermost first, in any order."""
@@ -140,3 +165,67 @@ def small_group(mesh: Mesh, runtime: Runtime, *, timeout: timedelta) -> ProcessG
         timeout=timeout,
         high_priority=True,
     )
+
+
+Messages = ScheduleTransport[tuple[Tensor, ...]]
+"""Moves the messages of one schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Connects the stages of this rank with those of others, for any number of schedules.
+
+    Attributes:
+        transport: Gives what moves the messages of a schedule over the chain of stages for which
+            the edges were made; takes it, shape and dtype of the activations, [B, S, D], of which
+            the tensor-parallel ranks of a stage have a slice each.
+        close: Ends what runs in the background. All ranks call it, after all transports are done.
+    """
+
+    transport: Callable[[Schedule, tuple[int, ...], torch.dtype], Messages]
+    close: Callable[[], None]
+
+
+def even_edges(mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
+    """Connect stages of equally many ranks, each rank with one of the next stage.
+
+    All ranks call this together.
+
+    Args:
+        mesh: Mesh of the run.
+        runtime: Device and backend.
+        timeout: Time limit of every message.
+    """
+    pipelines = mesh.layout.pipelines()
+    groups = build_edge_groups(pipelines, backend=runtime.backend, timeout=timeout)
+    mine = next(ranks for ranks in pipelines if mesh.rank in ranks)
+    return Edges(
+        # Each end knows its own part of the activations, and both have the same.
+        transport=lambda schedule, *_: TorchTransport(schedule, rank_of=mine, groups=groups),
+        close=lambda: None,  # nothing runs in the background
+    )
+
+
+def tied_group(
+    places: Sequence[int],
+    members: Sequence[Sequence[int]],
+    *,
+    backend: str,
+    timeout: timedelta,
+) -> ProcessGroup | None:
+    """Build the groups of ranks that have copies of an embedding. All ranks call it together.
+
+    Args:
+        places: Place in the pipeline of the rank of each stage.
+        members: Global ranks of each place; the first and the last one have as many of each axis.
+        backend: Backend of the groups.
+        timeout: Time limit of their collectives.
+
+    Returns:
+        This rank's; None if it has no copy, or the only one.
+    """
+    ends = sorted({places[0], places[-1]})
+    if len(ends) == 1:
+        return None
+    pairs = list(zip(*(members[place] for place in ends), strict=True))
+    return new_group(pairs, name="tied embeddings", backend=backend, timeout=timeout)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hp_trainer.layout.ranks import Axis, StageLayout
+from hp_trainer.layout.ranks import Axis, StageLayout, chunk
 
 Kind = Literal["matrix", "norm", "bias"]
 """What a parameter is for, whatever its number of dims. A matrix is drawn at random and decays, a
@@ -42,12 +42,6 @@ class ParameterSpec:
     def cuts(self) -> dict[Axis, int | None]:
         """Return the dim that ranks of an axis share out, before FSDP; None: they have copies."""
         return {"ep": 0, "etp": self.hidden_dim} if self.is_expert else {"tp": self.tp_dim}
-
-
-def chunk(whole: range, num_chunks: int, index: int) -> range:
-    """Return a chunk of consecutive indices as `torch.chunk` makes it; the last may be empty."""
-    size = -(-len(whole) // num_chunks)
-    return whole[size * index : size * (index + 1)]
 
 
 def local_shape(

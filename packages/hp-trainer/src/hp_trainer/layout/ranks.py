@@ -7,12 +7,15 @@ that tensor-parallel neighbours are neighbours on a node. Experts see the same r
 ``expert_replicate x expert_shard x ep x etp``: the ranks that share out one set of experts are
 neighbours too, and what remains of the stage holds copies of that set. Copies inside one dense
 replica are sharded, others are replicated.
+
+Every axis has groups of ranks of its own even where the ranks coincide; only axes of one rank,
+along which nothing is ever sent, share one, as every group costs threads, memory and time to start.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal, get_args
@@ -25,6 +28,21 @@ DenseAxis = Literal["dp_replicate", "dp_shard", "cp", "tp"]
 ExpertAxis = Literal["expert_replicate", "expert_shard", "ep", "etp"]
 Axis = DenseAxis | ExpertAxis
 GRIDS: tuple[tuple[Axis, ...], ...] = (get_args(DenseAxis), get_args(ExpertAxis))
+
+GROUPS: Mapping[str, tuple[Axis, ...]] = {
+    "dp_replicate": ("dp_replicate",),
+    "fsdp": ("dp_shard", "cp"),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "expert_replicate": ("expert_replicate",),
+    "expert_shard": ("expert_shard",),
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "sequence": ("cp", "tp"),
+    "tokens": ("dp_replicate", "dp_shard", "cp", "tp"),
+}
+"""Each group, and the axes along which its ranks differ. None of them reaches beyond a stage."""
+ALONE, WORLD = "alone", "world"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +228,24 @@ class Layout:
             sizes = [self.pp] if axis == "pp" else [getattr(stage, axis) for stage in self.stages]
             if max(sizes) > 1:
                 yield f"{axis} {sizes[0] if len(set(sizes)) == 1 else sizes}"
+
+
+def partitions(layout: Layout) -> dict[str, list[list[int]]]:
+    """Rank lists of all groups by name, in the order in which all ranks make them.
+
+    Axes that have one rank in every stage stand under :data:`ALONE`, all ranks under :data:`WORLD`.
+    """
+    found: dict[str, list[list[int]]] = {}
+    for name, axes in GROUPS.items():
+        ranks = layout.ranks(*axes)
+        found.setdefault(name if max(map(len, ranks)) > 1 else ALONE, ranks)
+    return found | {WORLD: [list(range(layout.world_size))]}
+
+
+def chunk(whole: range, num_chunks: int, index: int) -> range:
+    """Return a chunk of consecutive indices as `torch.chunk` makes it; the last may be empty."""
+    size = -(-len(whole) // num_chunks)
+    return whole[size * index : size * (index + 1)]
 
 
 @lru_cache(maxsize=1024)  # schedules and batches of one mesh ask for the same

@@ -7,8 +7,7 @@ import torch
 from hp_platform import Runtime
 from hp_schedule import Schedule
 from hp_trainer.layout.communicators import pipeline_layout
-from hp_trainer.layout.edges import Edges, Messages
-from hp_trainer.layout.mesh import Mesh
+from hp_trainer.layout.mesh import Edges, Mesh, Messages
 from hp_vtp.pipeline import StageTransport
 from hp_vtp.transport import TensorMeta, Transport
 

@@ -12,9 +12,9 @@ from hp_trainer.model.capabilities import (
     Exchanges,
     Spreading,
 )
-from hp_trainer.model.declared import declare
 from hp_trainer.model.layers import DropoutKey, Embedding, Lender, Linear, RMSNorm
 from hp_trainer.model.loss import linear_cross_entropy
+from hp_trainer.model.parameters import declare
 from hp_trainer.model.stage import Stage
 from hp_trainer.model.transformer import TransformerStage, count_parameters, model_shapes
 

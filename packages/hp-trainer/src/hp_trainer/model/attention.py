@@ -18,8 +18,8 @@ from hp_context import Attention, Causal, EachSequence, Mask, SlidingWindow
 from hp_platform import doing, outside_graph
 from hp_trainer.config import ModelConfig
 from hp_trainer.layout.parameter import ParameterSpec
-from hp_trainer.model.declared import declare
 from hp_trainer.model.layers import Linear, RMSNorm
+from hp_trainer.model.parameters import declare
 from hp_trainer.model.rotary import Rotation, softmax_growth
 
 Limits = tuple[Mask, ...] | None

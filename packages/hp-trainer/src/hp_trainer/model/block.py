@@ -26,8 +26,8 @@ from hp_trainer.config import ModelConfig
 from hp_trainer.model.ahead import Ahead
 from hp_trainer.model.attention import Limits, make_attention
 from hp_trainer.model.capabilities import Exchanges
-from hp_trainer.model.declared import declare
 from hp_trainer.model.layers import DropoutKey, FeedForward, RMSNorm, dropout
+from hp_trainer.model.parameters import declare
 from hp_trainer.model.recompute import Recompute, recomputed, recomputed_but_products
 from hp_trainer.model.rotary import Rotation
 

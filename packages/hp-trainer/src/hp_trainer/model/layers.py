@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hp_base.seeds import derive_seed
 from hp_platform import linear, submit_weight_grad
 from hp_trainer.layout.parameter import ParameterSpec
-from hp_trainer.model.declared import declare
+from hp_trainer.model.parameters import declare
 from hp_trainer.model.randomness import uniform
 
 

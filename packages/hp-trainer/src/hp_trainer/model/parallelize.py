@@ -28,8 +28,7 @@ from hp_schedule.runtime import (
 )
 from hp_trainer import layout
 from hp_trainer.config import Config
-from hp_trainer.layout.edges import Edges, even_edges
-from hp_trainer.layout.mesh import Mesh, small_group
+from hp_trainer.layout.mesh import Edges, Mesh, even_edges, small_group, tied_group
 from hp_trainer.layout.schedules import (
     KINDS,
     count_microbatches,
@@ -42,20 +41,24 @@ from hp_trainer.layout.schedules import (
 from hp_trainer.layout.sequence import SequenceShare
 from hp_trainer.model.buffers import NO_BUFFERS, ExpertBuffers
 from hp_trainer.model.capabilities import DocumentTrial, Spreading
-from hp_trainer.model.casts import (
+from hp_trainer.model.compiled import compile_blocks
+from hp_trainer.model.parameters import (
+    Declared,
+    Parameter,
+    declared,
+    merge_copies,
+    named_parameters,
+    share_tables,
+)
+from hp_trainer.model.spreading import LastBackward, is_sharded, spread, vocabulary_of
+from hp_trainer.model.stage import (
+    Stage,
     forget_casts,
     gather_narrow,
     is_activation,
     share_casts,
     split_weight_gradients,
 )
-from hp_trainer.model.compiled import compile_blocks
-from hp_trainer.model.declared import Declared, declared
-from hp_trainer.model.parameters import Parameter, named_parameters
-from hp_trainer.model.sharding import LastBackward, is_sharded
-from hp_trainer.model.spreading import spread, vocabulary_of
-from hp_trainer.model.stage import Stage
-from hp_trainer.model.tied import merge_copies, share_tables, tied_group
 from hp_trainer.model.transformer import build_stage, tied_parameters
 from hp_trainer.overlap import overlap_experts, overlap_pairs
 

@@ -1,24 +1,137 @@
-"""The parameters of the whole model, and which part of each is on this rank."""
+"""The parameters of a model: what modules declare of them, and what of each is on this rank.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+Initialisation, weight decay, tensor parallelism, FSDP, checkpoints, conversion and `hp plan` read
+declarations, and never what a parameter is called here.
+
+A table may be the embedding and the output matrix, on two stages. Both have it under its one global
+name, so it starts the same on both, is cut the same and is one tensor in a checkpoint. On two
+ranks, each has a copy; the gradients of both are summed over the pair, last of all sums, so that
+both add the same two numbers and the copies stay equal bit for bit. On one rank, as in schedules
+that go there and back, both stages have the same memory, or, where FSDP shards each stage by
+itself, a copy that is written after every update. There too each stage has a gradient of its own,
+and they are added when all microbatches are done: whose turn comes when is the schedule's, and sums
+in another order are other numbers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
+from hp_base.errors import ConfigError
+from hp_expert import GroupedExperts, TopKRouter
 from hp_trainer.layout.mesh import Mesh
-from hp_trainer.layout.parameter import ParameterSpec, chunk
-from hp_trainer.model.declared import Declared, declared
+from hp_trainer.layout.parameter import ParameterSpec
+
+M = TypeVar("M", bound=nn.Module)
+
+_EXPERTS = {
+    name: ParameterSpec(
+        "bias" if name.startswith("b") else "matrix",
+        is_expert=True,
+        hidden_dim=dim,
+        is_residual=name == "w2",
+    )
+    for name, dim in GroupedExperts.hidden_dims.items()
+}
+_MATRIX = {"weight": ParameterSpec(), "bias": ParameterSpec("bias")}
+_NORM = {"weight": ParameterSpec("norm"), "bias": ParameterSpec("bias")}
+_KNOWN: dict[type[nn.Module], dict[str, ParameterSpec]] = {
+    GroupedExperts: _EXPERTS,
+    TopKRouter: _MATRIX,
+    nn.Linear: _MATRIX,
+    nn.Embedding: _MATRIX,
+    nn.LayerNorm: _NORM,
+    nn.RMSNorm: _NORM,
+}
+"""Modules of hp-expert and torch, which cannot say it themselves."""
+
+
+class Declared(NamedTuple):
+    """A parameter or buffer of a whole model.
+
+    Attributes:
+        shape: Shape of the whole of it.
+        spec: What it is.
+        published: Name in files of transformers, as most families have it.
+    """
+
+    shape: tuple[int, ...]
+    spec: ParameterSpec
+    published: str
+
+
+def declare(module: M, published: str | None = None, **specs: ParameterSpec) -> M:
+    """Say what the parameters of a module are.
+
+    Modules that need not: `torch.nn`'s Linear, Embedding, LayerNorm and RMSNorm, those of hp-expert
+    and those of `hp_trainer.model`.
+
+    Args:
+        module: Module whose own parameters, not those of its children, are described.
+        published: Its path in published files, from that of the module around it; None: leave it.
+        specs: What each parameter is, by its name in the module.
+
+    Returns:
+        The module.
+    """
+    module.__dict__.setdefault("parameter_specs", {}).update(specs)
+    if published is not None:
+        module.__dict__["published_path"] = published
+    return module
+
+
+def declared(model: nn.Module) -> dict[str, Declared]:
+    """Return everything that a model, or a stage of a model, has declared, by global name.
+
+    Args:
+        model: Whole: neither cut nor sharded yet.
+
+    Returns:
+        Parameters first, in the order of `torch.nn.Module.named_parameters`, then buffers.
+
+    Raises:
+        hp_base.errors.ConfigError: When a parameter is not declared.
+    """
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    found: dict[str, Declared] = {}
+    for path, published, module in _modules(model):
+        of_kind = next((specs for kind, specs in _KNOWN.items() if isinstance(module, kind)), {})
+        known = of_kind | module.__dict__.get("parameter_specs", {})
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for leaf, tensor in own:
+            name = f"{path}.{leaf}".lstrip(".")
+            if name not in parameters and name not in buffers:
+                continue  # tied to one that was listed
+            spec = known.get(leaf, ParameterSpec("bias") if name in buffers else None)
+            if spec is None:
+                raise ConfigError(
+                    f"parameter {name} of the model must be declared: "
+                    f"hp_trainer.model.declare(module, {leaf}=ParameterSpec(...))"
+                )
+            found[name] = Declared(tuple(tensor.shape), spec, f"{published}.{leaf}".lstrip("."))
+    return {name: found[name] for name in (*parameters, *buffers)}
+
+
+def _modules(
+    module: nn.Module, path: str = "", published: str = ""
+) -> Iterator[tuple[str, str, nn.Module]]:
+    """Return all modules with their path here and in published files."""
+    published = f"{published}.{module.__dict__.get('published_path', '')}".strip(".")
+    yield path, published, module
+    for name, child in module.named_children():
+        yield from _modules(child, f"{path}.{name}".lstrip("."), published)
 
 
 class Cut(NamedTuple):
     """One cut of a parameter over the ranks of a group.
 
     Attributes:
-        group: Name, see :data:`hp_trainer.layout.communicators.GROUPS`.
+        group: Name, see :data:`hp_trainer.layout.ranks.GROUPS`.
         dim: Dim that is cut, in chunks as `torch.chunk` makes them.
     """
 
@@ -101,31 +214,6 @@ class Parameter:
         )
 
 
-def collect_gradients(parameters: Iterable[Parameter]) -> None:
-    """Let each ``local`` have what backward left on the module; zeros where that is nothing.
-
-    An expert that nobody chose has no gradient. Nothing is called for a parameter that is whole.
-    """
-    for parameter in parameters:
-        module_has, local = parameter.tensor, parameter.local
-        found, module_has.grad = module_has.grad, None
-        if isinstance(found, DTensor):
-            found = found.to_local()
-        for twin in parameter.tied_copies:
-            found = _added(found, twin)
-        local.grad = torch.zeros_like(local) if found is None else found
-
-
-def _added(total: Tensor | None, twin: nn.Parameter) -> Tensor | None:
-    """Take the gradient of a copy and add it."""
-    found, twin.grad = twin.grad, None
-    if isinstance(found, DTensor):
-        found = found.to_local()
-    if total is None or found is None:
-        return found if total is None else total
-    return total + found
-
-
 def named_parameters(
     stage: nn.Module,
     whole: Mapping[str, Declared] | None = None,
@@ -199,5 +287,71 @@ def _span(
     parts = [range(size) for size in shape]
     for group, dim in cuts:
         assert mesh is not None
-        parts[dim] = chunk(parts[dim], mesh.size(group), mesh.index(group))
+        parts[dim] = mesh.share(parts[dim], group)
     return tuple([(part.start, part.stop) for part in parts])
+
+
+def share_tables(first: nn.Module, last: nn.Module, names: Iterable[str]) -> None:
+    """Let two stages of one rank have tables in one memory, unless FSDP shards each by itself.
+
+    Args:
+        first: First stage.
+        last: Last stage.
+        names: Global names of the tables.
+    """
+    for name in names:
+        table, copy = first.get_parameter(name), last.get_parameter(name)
+        if isinstance(table, DTensor):
+            continue
+        shared = nn.Parameter(table.detach())
+        for module in last.modules():
+            for leaf, parameter in [*module.named_parameters(recurse=False)]:
+                if parameter is copy:  # wherever a module has it
+                    setattr(module, leaf, shared)
+
+
+def merge_copies(
+    parameters: Iterable[Parameter], tied: Iterable[str], tied_ranks: ProcessGroup | None
+) -> list[Parameter]:
+    """List every parameter of a rank once, however many of its stages have it.
+
+    Args:
+        parameters: Parameters of all stages.
+        tied: Global names of what the first and the last stage both have.
+        tied_ranks: Ranks with copies of it.
+    """
+    known: dict[str, Parameter] = {}
+    for parameter in parameters:
+        first = known.setdefault(parameter.name, parameter)
+        if parameter.tensor is not first.tensor:
+            known[parameter.name] = replace(
+                first, tied_copies=(*first.tied_copies, parameter.tensor)
+            )
+    for name in known.keys() & {*tied}:
+        known[name] = replace(known[name], tied_ranks=tied_ranks)
+    return list(known.values())
+
+
+def collect_gradients(parameters: Iterable[Parameter]) -> None:
+    """Let each ``local`` have what backward left on the module; zeros where that is nothing.
+
+    An expert that nobody chose has no gradient. Nothing is called for a parameter that is whole.
+    """
+    for parameter in parameters:
+        module_has, local = parameter.tensor, parameter.local
+        found, module_has.grad = module_has.grad, None
+        if isinstance(found, DTensor):
+            found = found.to_local()
+        for twin in parameter.tied_copies:
+            found = _added(found, twin)
+        local.grad = torch.zeros_like(local) if found is None else found
+
+
+def _added(total: Tensor | None, twin: nn.Parameter) -> Tensor | None:
+    """Take the gradient of a copy and add it."""
+    found, twin.grad = twin.grad, None
+    if isinstance(found, DTensor):
+        found = found.to_local()
+    if total is None or found is None:
+        return found if total is None else total
+    return total + found

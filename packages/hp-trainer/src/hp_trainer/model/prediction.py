@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.attention import Limits
 from hp_trainer.model.block import Block, Microbatch
-from hp_trainer.model.declared import declare
 from hp_trainer.model.layers import Linear, RMSNorm
+from hp_trainer.model.parameters import declare
 from hp_trainer.model.rotary import Rotation
 
 

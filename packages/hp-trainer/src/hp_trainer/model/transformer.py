@@ -21,8 +21,8 @@ from hp_base.errors import ConfigError
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.block import Block, Microbatch, add_loss
 from hp_trainer.model.capabilities import Exchanges
-from hp_trainer.model.declared import Declared, declared
 from hp_trainer.model.layers import Embedding, Linear, RMSNorm, dropout
+from hp_trainer.model.parameters import Declared, declared
 from hp_trainer.model.prediction import PredictionModule, prediction_loss
 from hp_trainer.model.recompute import Recompute
 from hp_trainer.model.rotary import Rotation, rotation

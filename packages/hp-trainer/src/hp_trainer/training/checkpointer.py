@@ -17,7 +17,7 @@ class Checkpointer:
     """Saves the state of a run, at once or behind the training, and finds it again.
 
     All ranks call every method together. See Note [one agreed step] in
-    `hp_trainer.training.agreement`: a save behind the training is over at the step at whose end all
+    `hp_trainer.training.gradients`: a save behind the training is over at the step at whose end all
     ranks know theirs to be.
 
     Args:

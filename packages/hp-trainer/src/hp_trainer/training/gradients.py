@@ -1,17 +1,37 @@
-"""Gradients of the whole model: summed over the ranks, one norm, one clip."""
+"""Gradients of the whole model: summed over the ranks, one norm, and what all ranks agree on.
+
+Note [one agreed step]: whatever one rank learns on its own (a stop was requested, a gradient is
+not finite) goes into the vector that all ranks sum at the end of every step, so that all of them
+act on it at the same step. No rank ever decides alone.
+
+Note [skipped step]: a step whose loss or gradient norm is not finite changes nothing but the
+position of the run. Its gradients and the loads of its routers are dropped: weights, Adam's
+moments, Adam's count of updates and correction biases are bit for bit what they were. The step is
+counted, its sequences are not read again, and the learning rate goes on. So the number of updates
+is the number of steps minus that of skipped ones, and both are saved. See also
+docs/how-to/stop-and-resume.md.
+"""
 
 import math
+import re
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hp_base.errors import NumericsError
 from hp_platform import all_gather_json, float64_norms
+from hp_platform.host_reads import arrived
+from hp_trainer.config import TrainConfig
 from hp_trainer.layout.mesh import Mesh
 from hp_trainer.layout.parameter import SIDE_BY_SIDE
 from hp_trainer.model.parameters import Parameter, collect_gradients
+from hp_trainer.training.metrics import MemoryUse
 
 
 def reduce_gradients(parameters: Sequence[Parameter], mesh: Mesh) -> list[Tensor]:
@@ -138,9 +158,183 @@ def _entry_names(parameter: Parameter) -> list[str]:
     return [f"{parameter.name}[{expert}]" for expert in parameter.experts]
 
 
-@torch.no_grad()
-def clip_gradients(parameters: Sequence[Parameter], norm: float, max_norm: float) -> None:
-    """Scale all gradients so that the whole model's norm is at most ``max_norm`` (0: never)."""
-    if max_norm > 0 and norm > max_norm:
-        gradients = [p.local.grad for p in parameters if p.local.grad is not None]
-        torch._foreach_mul_(gradients, max_norm / norm)
+class Losses(NamedTuple):
+    """The terms of a step's loss: one rank's share of each, or the sum over all ranks.
+
+    Attributes:
+        tokens: Mean cross-entropy of the next token.
+        balance: The load-balancing term, as it is added.
+        prediction: Mean cross-entropy of all modules of multi-token prediction; `model.mtp_weight`
+            times that is added.
+    """
+
+    tokens: float
+    balance: float
+    prediction: float
+
+
+class Flags(NamedTuple):
+    """Findings of one rank in a step, 0 or 1; summed, the number of ranks that have found so.
+
+    Attributes:
+        stop: A stop was requested.
+        is_saved: A save behind the training is written.
+        is_gone: The run directory is gone.
+        overflowed: Rows for experts did not fit their buffers.
+    """
+
+    stop: float
+    is_saved: float
+    is_gone: float
+    overflowed: float
+
+
+class Agreed(NamedTuple):
+    """The sums of a step over all ranks, the same on each.
+
+    Attributes:
+        losses: Losses of the whole step.
+        busy: Sum of the ranks' shares of time in the pipeline that they computed in.
+        cpu_seconds: CPU time of all ranks since the step before.
+        flags: Ranks by what they have found out.
+        squares: Squared gradient norms by entry, fp64 [entries] on the CPU.
+        memory: Memory figures in bytes, each the largest of any rank.
+    """
+
+    losses: Losses
+    busy: float
+    cpu_seconds: float
+    flags: Flags
+    squares: Tensor
+    memory: MemoryUse
+
+
+class Agreement:
+    """Sums what ranks know of a step; see Note [one agreed step].
+
+    Args:
+        mesh: Mesh of the run.
+        norm: Squared gradient norms of this rank.
+        device: Device on which ranks sum.
+    """
+
+    def __init__(self, mesh: Mesh, norm: GradientNorm, *, device: torch.device) -> None:
+        self._mesh, self._norm, self._device = mesh, norm, device
+        self._num_ranks = mesh.world.size()
+        self._cpu_before = self._cpu_last = time.process_time()
+
+    def sum(self, losses: Losses, busy: float, flags: Flags) -> Agreed:
+        """Sum over all ranks, which call this together.
+
+        Args:
+            losses: This rank's share of the losses.
+            busy: Share of the pipeline's wall time that this rank spent computing.
+            flags: What this rank has found out.
+        """
+        self._cpu_last = time.process_time()
+        scalars = [*losses, busy, self._cpu_last - self._cpu_before, *flags]
+        values, squares, memory = self._sum_over_ranks(scalars)
+        summed, (busy, seconds), told = values[:3], values[3:5], values[5:]
+        return Agreed(Losses(*summed), busy, seconds, Flags(*told), squares, memory)
+
+    def end_step(self) -> None:
+        """Count CPU time from the last sum on: a step that is run again counts as one."""
+        self._cpu_before = self._cpu_last
+
+    def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, MemoryUse]:
+        """Return sums of scalars and squared norms, and of memory the largest of any rank."""
+        mine = torch.tensor(MemoryUse.of(self._device).known, dtype=torch.float64)
+        memory = torch.zeros(self._num_ranks, len(mine), dtype=torch.float64)
+        memory[self._mesh.rank] = mine
+        head = torch.cat((torch.tensor(scalars, dtype=torch.float64), memory.flatten()))
+        vector = torch.cat((head.to(self._device), self._norm.local_squares(self._device)))
+        dist.all_reduce(vector, group=self._mesh.world)
+        values, memories, squares = vector.cpu().split(
+            [len(scalars), memory.numel(), len(self._norm.sizes)]
+        )
+        squares = arrived(squares, purpose="squared gradient norms")
+        largest = memories.view_as(memory).amax(dim=0)
+        return values.tolist(), squares, MemoryUse(*map(int, largest.tolist()))
+
+
+@dataclass
+class Skips:
+    """Steps that changed nothing; see Note [skipped step].
+
+    Attributes:
+        total: Skipped steps of the whole run.
+        in_a_row: Skipped steps in a row, up to now.
+    """
+
+    total: int = 0
+    in_a_row: int = 0
+
+    def done(self) -> None:
+        """Note that a step was not skipped."""
+        self.in_a_row = 0
+
+    def add(self, problem: str, config: TrainConfig) -> None:
+        """Count a step that is to be skipped.
+
+        Args:
+            problem: Step and what is wrong with it; the same on all ranks.
+            config: Says whether steps are skipped, and how many.
+
+        Raises:
+            NumericsError: When it must not be skipped.
+        """
+        if config.not_finite == "stop":
+            raise NumericsError(problem)
+        if self.in_a_row == config.max_skipped_steps:
+            raise NumericsError(f"{problem}, after {self.in_a_row} skipped steps in a row")
+        self.total += 1
+        self.in_a_row += 1
+
+
+def describe_not_finite(
+    *,
+    loss: float,
+    share: float,
+    bad: Sequence[str],
+    before: Sequence[Tensor],
+    parameters: Iterable[Parameter],
+    group: ProcessGroup,
+) -> str:
+    """Name the parameter and the ranks where a value is not finite. All ranks call together.
+
+    A value that is not finite spreads: through sums to the ranks that hold the same parameter,
+    through backward to all layers before. So of several parameters the one nearest to the output is
+    named, and the ranks are those on which it was so before gradients were summed over copies.
+
+    Args:
+        loss: Loss of the whole step.
+        share: This rank's part of it.
+        bad: Entries of the gradient norm that are not finite, the same on all ranks.
+        before: Norms of what this rank gave to sums over copies.
+        parameters: This rank's, with their gradients.
+        group: CPU group.
+
+    Returns:
+        A clause for a message, the same on all ranks.
+    """
+    mine = not math.isfinite(share)
+    if math.isfinite(loss):
+        alone = [p.local.grad for p in parameters if not p.has_copies and p.local.grad is not None]
+        mine = not all(bool(part.isfinite().all()) for part in (*before, *alone))
+    everyone = all_gather_json(mine, of=bool, group=group)
+    ranks = [str(rank) for rank, is_source in enumerate(everyone) if is_source]
+    source = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" if ranks else ""
+    if not math.isfinite(loss):
+        return f"the loss ({loss}) is not finite{source}"
+    if not bad:  # finite one by one, infinite in sum
+        return "the norm of the gradients is not finite"
+    more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
+    return f"the gradient of {_nearest_to_output(bad)}{more} is not finite{source}"
+
+
+def _nearest_to_output(names: Sequence[str]) -> str:
+    def depth(name: str) -> tuple[int, list[int], str]:
+        place = {"embedding": 0, "layers": 1}.get(name.partition(".")[0], 2)
+        return place, [int(number) for number in re.findall(r"\.(\d+)\.", name)], name
+
+    return max(names, key=depth)

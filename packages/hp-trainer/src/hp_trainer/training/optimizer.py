@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and the update of a step."""
+"""The update of a step: gradients clipped, AdamW, and its learning-rate schedule."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +14,6 @@ from hp_trainer.config import Config, TrainConfig
 from hp_trainer.layout.mesh import Mesh
 from hp_trainer.model.parameters import Parameter
 from hp_trainer.model.stage import Stage
-from hp_trainer.training.gradients import clip_gradients
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """What Adam averages of each parameter."""
@@ -210,3 +209,11 @@ def changed_rate(saved: Mapping[str, Any], train: TrainConfig, step: int) -> lis
         "--train.min_learning_rate_ratio 1 --train.warmup_steps 0"
     )
     return [line]
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[Parameter], norm: float, max_norm: float) -> None:
+    """Scale all gradients so that the whole model's norm is at most ``max_norm`` (0: never)."""
+    if max_norm > 0 and norm > max_norm:
+        gradients = [p.local.grad for p in parameters if p.local.grad is not None]
+        torch._foreach_mul_(gradients, max_norm / norm)

@@ -31,11 +31,18 @@ from hp_trainer.model.compiled import CompileCost
 from hp_trainer.model.loss import loss_of
 from hp_trainer.model.parallelize import build_pipeline
 from hp_trainer.plugins import weights_of
-from hp_trainer.training.agreement import Agreed, Agreement, Flags, Losses
 from hp_trainer.training.batches import Batches, PlannedStep, Share, StepSource, step_source
 from hp_trainer.training.checkpointer import Checkpointer
-from hp_trainer.training.finiteness import Skips, describe_not_finite
-from hp_trainer.training.gradients import GradientNorm, reduce_gradients
+from hp_trainer.training.gradients import (
+    Agreed,
+    Agreement,
+    Flags,
+    GradientNorm,
+    Losses,
+    Skips,
+    describe_not_finite,
+    reduce_gradients,
+)
 from hp_trainer.training.metrics import StepMetrics, Utilization
 from hp_trainer.training.optimizer import Update, changed_rate, learning_rate
 from hp_trainer.training.profiler import Profiler

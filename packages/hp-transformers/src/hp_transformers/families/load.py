@@ -17,7 +17,7 @@ from hp_checkpoint import Box, Part
 from hp_checkpoint.safetensors import FileTensor, opened_tensors
 from hp_checkpoint.weight_files import first_of, weight_files
 from hp_trainer.config import ModelConfig
-from hp_trainer.model.declared import Declared
+from hp_trainer.model.parameters import Declared
 from hp_trainer.model.transformer import model_shapes, model_tensors
 from hp_transformers.families.config import family_of, model_config, read_config
 from hp_transformers.families.copies import is_beside, require_copies

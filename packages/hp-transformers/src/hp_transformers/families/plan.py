@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hp_checkpoint import Box
 from hp_trainer.config import ModelConfig
-from hp_trainer.model.declared import Declared
+from hp_trainer.model.parameters import Declared
 from hp_transformers.families.family import Family, Stacking
 
 Shape = tuple[int, ...]

@@ -24,7 +24,7 @@ from hp_base.errors import ConfigError
 from hp_context import Documents
 from hp_context.hugging_face.mixers import Comparison, length_of_trial
 from hp_trainer.model import Microbatch, Stage
-from hp_trainer.model.casts import forget_casts
+from hp_trainer.model.stage import forget_casts
 from hp_transformers.stages.model import CausalModel
 
 _LENGTHS = (61, 31, 13, 7)
