@@ -10,7 +10,6 @@ from msgspec import structs
 
 from hp_base.errors import HpError
 from hp_verify.recording.events import (
-    BATCHES,
     EVALUATION,
     FORWARD,
     NUM_SIGNS,
@@ -22,9 +21,13 @@ from hp_verify.recording.events import (
     Box,
     Choice,
     Event,
+    Line,
+    Number,
     Piece,
+    Randomness,
     Rows,
     read,
+    rows_in,
 )
 
 
@@ -165,10 +168,6 @@ def join(folder: Path) -> Recording:
             "sets it anew), with hp-verify installed? Updates by hand inside of a graph of "
             "torch.compile are not seen"
         )
-    lines = {path.stem: list(read(path)) for path in files}
-    events = [(who, line.event) for who, some in lines.items() for line in some if line.event]
-    numbers = [(who, line.number) for who, some in lines.items() for line in some if line.number]
-    choices = [(who, line.choice) for who, some in lines.items() for line in some if line.choice]
     rows = rows_in(folder)
     steps: dict[int, Step] = defaultdict(Step)
     names = sample_names(rows)
@@ -177,34 +176,34 @@ def join(folder: Path) -> Recording:
             steps[row.step].rows.update(
                 names.get((who, row.step, row.call, r), r).removeprefix(REAL) for r in row.rows
             )
+    facts: list[Mapping[str, str]] = []
+    events: list[tuple[str, Event]] = []
+    for who, line in ((path.stem, line) for path in files for line in read(path)):
+        if isinstance(line, dict):
+            facts.append(line)
+            continue
+        if isinstance(line, Event):
+            events.append((who, line))
+        _add_line(steps[line.step], who, line, names)
     _add_tensors(steps, events, names)
-    for who, event in events:
-        if event.phase == WEIGHT:
-            steps[event.step].updated.add(who)
-    for who, choice in choices:
-        sample = names.get((who, choice.step, choice.call, choice.row), choice.row)
-        by_token = steps[choice.step].choices.setdefault(choice.name, {})
-        by_token.setdefault((sample, choice.first), choice)
-    for who, number in numbers:
-        by_name = steps[number.step].numbers.setdefault(number.phase, {})
-        by_name.setdefault(number.name, {}).setdefault(who, []).append(number.value)
-        steps[number.step].dtypes.setdefault(number.phase, set()).add(number.dtype)
-    for who, some in lines.items():
-        for random in (line.random for line in some if line.random):
-            steps[random.step].states[who] = random.states
-            steps[random.step].drawn.update(random.drawn)
-    facts = [line.facts for some in lines.values() for line in some if line.facts]
     return Recording(dict(sorted(steps.items())), facts)
 
 
-def rows_in(folder: Path) -> list[tuple[str, Rows]]:
-    """Return what root modules of a job were given: process, samples."""
-    return [
-        (path.stem.replace(BATCHES, TENSORS), line.rows)
-        for path in sorted(folder.glob(f"{BATCHES}-*{SUFFIX}"))
-        for line in read(path)
-        if line.rows
-    ]
+def _add_line(step: Step, who: str, line: Line, names: "Mapping[Sample, str]") -> None:
+    """Take in what a line tells of its step, but for the values of tensors."""
+    match line:
+        case Event(phase=phase) if phase == WEIGHT:
+            step.updated.add(who)
+        case Choice():
+            sample = names.get((who, line.step, line.call, line.row), line.row)
+            step.choices.setdefault(line.name, {}).setdefault((sample, line.first), line)
+        case Number():
+            by_name = step.numbers.setdefault(line.phase, {})
+            by_name.setdefault(line.name, {}).setdefault(who, []).append(line.value)
+            step.dtypes.setdefault(line.phase, set()).add(line.dtype)
+        case Randomness():
+            step.states[who] = line.states
+            step.drawn.update(line.drawn)
 
 
 Sample = tuple[str, int, int, str]

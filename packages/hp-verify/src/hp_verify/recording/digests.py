@@ -16,9 +16,8 @@ from torch import Tensor
 
 from hp_verify.recording.events import NUM_SIGNS, Box, Piece
 
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Of splitmix64 (Steele, Lea and Flood 2014)."""
-_WRAP = 1 << 64
+_MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+"""Of splitmix64 (Steele, Lea and Flood 2014), as signed numbers of 64 bits."""
 _NOT_FINITE = 7.25
 
 
@@ -81,15 +80,15 @@ def digest_rows(parts: Tensor, box: Box, rows: tuple[str, ...]) -> Digest:
         values = _finite(values.double())
     if values.ndim == 1:
         return Digest(box, rows, values[:, None].repeat(1, NUM_SIGNS), norms)  # not a view of them
-    num_dims = values.ndim - 1
+    num_dims, kind = values.ndim - 1, (values.dtype, values.device)
     if num_dims == 1:
-        return Digest(box, rows, values @ _signs(0, box[0], values), norms)
+        return Digest(box, rows, values @ _signs(0, box[0], *kind), norms)
     # The first dim is summed over first, from the left: a product with four columns is six times
     # as slow as one with four rows, and of a short step that of all parameters is most of the cost.
-    lead = _signs(0, box[0], values).T.expand(len(values), -1, -1)
+    lead = _signs(0, box[0], *kind).T.expand(len(values), -1, -1)
     sums = torch.bmm(lead, values.flatten(2)).unflatten(2, values.shape[2:])
     for dim in range(num_dims - 1, 0, -1):
-        signs = _signs(dim, box[dim], values).T  # [NUM_SIGNS, indices]
+        signs = _signs(dim, box[dim], *kind).T  # [NUM_SIGNS, indices]
         sums = (sums * signs.view(NUM_SIGNS, *(1,) * (dim - 1), -1)).sum(-1)
     return Digest(box, rows, sums, norms)
 
@@ -124,17 +123,13 @@ def digests_of_rows(rows: Tensor, *, num_bytes: int) -> list[bytes]:
     return [hashlib.blake2b(row.data, digest_size=num_bytes).digest() for row in raw]
 
 
-def _signs(dim: int, span: tuple[int, int], like: Tensor) -> Tensor:
-    """Return signs of a dim's indices, `[indices, NUM_SIGNS]`."""
-    return _made_signs(dim, span, like.dtype, str(like.device))
-
-
 @lru_cache(maxsize=4096)
-def _made_signs(dim: int, span: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
+def _signs(dim: int, span: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return signs of a dim's indices, `[indices, NUM_SIGNS]`."""
     index = torch.arange(*span, dtype=torch.int64)[:, None] * NUM_SIGNS + torch.arange(NUM_SIGNS)
-    mixed = (index + dim * 0x51ED270B) * _signed(_MIX[0])
+    mixed = (index + dim * 0x51ED270B) * _MIX[0]
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
     bits = _shifted(mixed, 31) & 1
     return (1 - 2 * bits).to(dtype).to(device)
 
@@ -142,7 +137,3 @@ def _made_signs(dim: int, span: tuple[int, int], dtype: torch.dtype, device: str
 def _shifted(values: Tensor, by: int) -> Tensor:
     """Shift bits to the right as of unsigned numbers."""
     return (values >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - _WRAP if value >= _WRAP // 2 else value

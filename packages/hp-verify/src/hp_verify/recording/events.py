@@ -4,6 +4,7 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -65,7 +66,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     row: str = ""
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
+class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A tensor that a process has computed, or the part of it that this process has.
 
     Attributes:
@@ -92,7 +93,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     may_add: bool = False
 
 
-class Number(msgspec.Struct, frozen=True, array_like=True):
+class Number(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A number that a process has computed.
 
     Attributes:
@@ -100,7 +101,6 @@ class Number(msgspec.Struct, frozen=True, array_like=True):
         phase: One of `PHASES`.
         name: Which of several.
         value: The number.
-        call: Which of this process's, counted from 0.
         dtype: Dtype that it was computed in, without ``torch.``.
     """
 
@@ -108,11 +108,10 @@ class Number(msgspec.Struct, frozen=True, array_like=True):
     phase: str
     name: str
     value: float
-    call: int = 0
     dtype: str = "float32"
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
+class Rows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Samples that a call of a root module was given.
 
     Attributes:
@@ -140,7 +139,7 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
         return not any("." in row for row in self.rows)
 
 
-class Randomness(msgspec.Struct, frozen=True, array_like=True):
+class Randomness(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Random numbers of a process.
 
     Attributes:
@@ -154,7 +153,7 @@ class Randomness(msgspec.Struct, frozen=True, array_like=True):
     drawn: tuple[str, ...] = ()
 
 
-class Choice(msgspec.Struct, frozen=True, array_like=True):
+class Choice(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Choices of a module that gives indices beside scores, of consecutive tokens of a sample.
 
     Attributes:
@@ -184,26 +183,10 @@ class Choice(msgspec.Struct, frozen=True, array_like=True):
     scores: bytes
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of a recording: one of its fields is there."""
-
-    event: Event | None = None
-    number: Number | None = None
-    rows: Rows | None = None
-    random: Randomness | None = None
-    choice: Choice | None = None
-    facts: dict[str, str] | None = None
-
-
-_FIELDS = {
-    Event: "event",
-    Number: "number",
-    Rows: "rows",
-    Randomness: "random",
-    Choice: "choice",
-    dict: "facts",
-}
-_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Line)
+Line: TypeAlias = Event | Number | Rows | Randomness | Choice | dict[str, str]
+"""A line of a recording; a dict holds facts about the process."""
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Line] = msgspec.msgpack.Decoder(Line)
 _LENGTH = struct.Struct("<Q")
 
 
@@ -225,14 +208,14 @@ class Log:
         self._folder, self._process = folder, process
         self._lines: list[Line] = []
 
-    def add(self, line: Event | Number | Rows | Randomness | Choice | dict[str, str]) -> None:
+    def add(self, line: Line) -> None:
         """Note a line down; it is written with the others at `flush`."""
-        self._lines.append(msgspec.structs.replace(Line(), **{_FIELDS[type(line)]: line}))
+        self._lines.append(line)
 
     def flush(self) -> None:
         """Write what was noted down."""
         for kind in (BATCHES, TENSORS):
-            lines = [line for line in self._lines if (line.rows is not None) == (kind == BATCHES)]
+            lines = [line for line in self._lines if isinstance(line, Rows) == (kind == BATCHES)]
             texts = [_ENCODER.encode(line) for line in lines]
             with (self._folder / f"{kind}-{self._process}{SUFFIX}").open("ab") as file:
                 file.write(b"".join(_LENGTH.pack(len(text)) + text for text in texts))
@@ -245,19 +228,24 @@ def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
     Of those that are padded the part that is not is there as well, by a name of its own.
     """
     known: dict[int, dict[str, tuple[int, ...]]] = {}
-    for path in folder.glob(f"{BATCHES}-*{SUFFIX}"):
-        for line in read(path):
-            if line.rows is not None:
-                tokens = line.rows.tokens or ((),) * len(line.rows.rows)
-                pairs = zip(line.rows.rows, tokens, strict=True)
-                here = known.setdefault(line.rows.step, {})
-                here.update(pairs)
-                for row, given, (first, last) in zip(
-                    line.rows.rows, tokens, line.rows.real, strict=False
-                ):
-                    if 0 < last - first < len(given):
-                        here[REAL + row] = given[first:last]
+    for _, batch in rows_in(folder):
+        tokens = batch.tokens or ((),) * len(batch.rows)
+        here = known.setdefault(batch.step, {})
+        here.update(zip(batch.rows, tokens, strict=True))
+        for row, given, (first, last) in zip(batch.rows, tokens, batch.real, strict=False):
+            if 0 < last - first < len(given):
+                here[REAL + row] = given[first:last]
     return known
+
+
+def rows_in(folder: Path) -> list[tuple[str, Rows]]:
+    """Return what root modules of a job were given: process, samples."""
+    return [
+        (path.stem.replace(BATCHES, TENSORS), line)
+        for path in sorted(folder.glob(f"{BATCHES}-*{SUFFIX}"))
+        for line in read(path)
+        if isinstance(line, Rows)
+    ]
 
 
 def read(path: Path) -> Iterator[Line]:

@@ -3,42 +3,20 @@
 import math
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from hp_base.dtypes import dtype_name
 from hp_verify.recording import events as ev
 from hp_verify.recording.digests import Digest, digest_of, sum_of_digests
-from hp_verify.recording.events import Box, Choice, Event, Log, Number, Randomness, Rows
+from hp_verify.recording.events import Box, Event, Line, Log, Number, Piece
 from hp_verify.recording.launches import rank_here, ranks_here
 from hp_verify.recording.request import Request
 from hp_verify.recording.values import Part, StepRecorder, parts_of
-
-
-@dataclass(slots=True)
-class Noted:
-    """A tensor to be written down when the step ends.
-
-    Attributes:
-        step, phase, name, shape, call, note, may_add: As of an `Event`.
-        dtype: Dtype of the tensor; None: it is no tensor.
-        digests: Digests of the parts.
-    """
-
-    step: int
-    phase: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    digests: list[Digest]
-    call: int = 0
-    note: str = ""
-    may_add: bool = False
 
 
 def log_of(folder: Path, rank: int, ranks: int) -> Log:
@@ -126,13 +104,17 @@ class Notes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._log: Log | None = None
-        self._tensors: list[Noted] = []
+        self._tensors: list[tuple[Event, Sequence[Digest]]] = []
         self._own: dict[tuple[str, Box], tuple[tuple[int, ...], torch.dtype, list[Digest]]] = {}
-        self._numbers: Counter[str] = Counter()
 
-    def add(self, tensor: Noted) -> None:
-        """Note a tensor down."""
-        self._tensors.append(tensor)
+    def add(self, event: Event, digests: Sequence[Digest] = ()) -> None:
+        """Note a tensor down, to be written when the step ends.
+
+        Args:
+            event: The tensor, without its pieces.
+            digests: Digests of the parts that are here; none where it could not be recorded.
+        """
+        self._tensors.append((event, digests))
 
     def own(self, key: tuple[str, Box], like: tuple[tuple[int, ...], torch.dtype]) -> list[Digest]:
         """Return the list of a gradient's terms before its reduction, one a backward, to append to.
@@ -143,16 +125,7 @@ class Notes:
         """
         return self._own.setdefault(key, (*like, []))[-1]
 
-    def number(self, step: int, phase: str, value: float, dtype: torch.dtype) -> None:
-        """Note down one of the numbers of a phase."""
-        self.write(Number(step, phase, "", value, self._numbers[phase], dtype_name(dtype)))
-        self._numbers[phase] += 1
-
-    def begin_step(self) -> None:
-        """Count numbers from 0 again."""
-        self._numbers.clear()
-
-    def write(self, line: Event | Number | Rows | Randomness | Choice) -> None:
+    def write(self, line: Line) -> None:
         """Write a line at the next `flush`."""
         if self._log is None:
             self._log = log_of(self._folder, rank_here(), ranks_here())
@@ -164,35 +137,16 @@ class Notes:
         Args:
             step: The step that gradients before their reduction are of.
         """
-        for noted in [*self._tensors, *self._own_tensors(step)]:
-            by_shape: dict[tuple[int, ...], list[Digest]] = {}
-            for digest in noted.digests:
-                by_shape.setdefault(digest.shape or noted.shape, []).append(digest)
-            for shape, digests in (by_shape or {noted.shape: []}).items():
-                self._write_tensor(noted, shape, digests)
+        for (name, _), (whole, dtype, terms) in self._own.items():
+            own = Event(step, ev.OWN, name, whole, dtype_name(dtype), may_add=True)
+            self.add(own, [sum_of_digests(terms)])
+        for event, digests in self._tensors:
+            by_shape: dict[tuple[int, ...], list[Piece]] = {}
+            for digest in digests:
+                by_shape.setdefault(digest.shape or event.shape, []).extend(digest.pieces())
+            for shape, pieces in (by_shape or {event.shape: []}).items():
+                self.write(replace(event, shape=shape, pieces=tuple(pieces)))
         self._tensors.clear()
         self._own.clear()
         if self._log is not None:
             self._log.flush()
-
-    def _write_tensor(
-        self, noted: Noted, shape: tuple[int, ...], digests: Sequence[Digest]
-    ) -> None:
-        """Write what there is of one shape of a tensor."""
-        self.write(
-            Event(
-                noted.step,
-                noted.phase,
-                noted.name,
-                shape,
-                dtype_name(noted.dtype or ""),
-                tuple(piece for digest in digests for piece in digest.pieces()),
-                noted.call,
-                noted.note,
-                noted.may_add,
-            )
-        )
-
-    def _own_tensors(self, step: int) -> Iterator[Noted]:
-        for (name, _), (shape, dtype, terms) in self._own.items():
-            yield Noted(step, ev.OWN, name, shape, dtype, [sum_of_digests(terms)], may_add=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hp_base.dtypes import dtype_name
 from hp_base.errors import HpError
 from hp_platform import outside_graph
 from hp_verify.recording import events as ev
@@ -18,7 +19,7 @@ from hp_verify.recording.calls import apart
 from hp_verify.recording.digests import digest_of
 from hp_verify.recording.launches import Launches, is_in_group, rank_here, ranks_here
 from hp_verify.recording.names import Renaming, plain
-from hp_verify.recording.notes import Noted, Notes
+from hp_verify.recording.notes import Notes
 from hp_verify.recording.owners import Owners
 from hp_verify.recording.parts import Reference, keep_weights, read_weights, take_weights
 from hp_verify.recording.request import WITHIN, Request
@@ -92,7 +93,7 @@ class ParameterRecorder(Listener):
     ) -> None:
         """Note down what could not be."""
         with self._lock:
-            self._notes.add(Noted(self._place(phase), phase, name, shape, None, [], index, why))
+            self._notes.add(ev.Event(self._place(phase), phase, name, shape, "", (), index, why))
 
     def _place(self, phase: str) -> int:
         """Return the step of a phase; an evaluation after an update belongs to the next step."""
@@ -108,7 +109,7 @@ class ParameterRecorder(Listener):
 
     def _number(self, phase: str, value: float, dtype: torch.dtype = torch.float32) -> None:
         with self._lock:
-            self._notes.number(self._step, phase, value, dtype)
+            self._notes.write(ev.Number(self._step, phase, "", value, dtype_name(dtype)))
 
     def _meet(self, root: nn.Module, named: Mapping[str, Tensor] | None = None) -> None:
         """Learn what a root module's parameters are, and what its modules are called.
@@ -247,9 +248,9 @@ class ParameterRecorder(Listener):
 
     def _part(self, phase: str, part: Slice, local: Tensor) -> None:
         """Note down what a parameter has of the reference's."""
-        digest = digest_of(part.of(local), part.box)
-        place = self._place(phase)
-        self._notes.add(Noted(place, phase, part.name, part.shape, local.dtype, [digest]))
+        dtype, place = dtype_name(local.dtype), self._place(phase)
+        event = ev.Event(place, phase, part.name, part.shape, dtype)
+        self._notes.add(event, [digest_of(part.of(local), part.box)])
 
     # Gradients before they are reduced.
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hp_base.runs import runs_in
 from hp_verify.recording.digests import digests_of_rows
 from hp_verify.recording.events import Box
 from hp_verify.recording.names import Renaming
 from hp_verify.recording.runs import Runs
-from hp_verify.recording.slices import Flat, Slice, index_of, placed
+from hp_verify.recording.slices import Flat, Slice, index_of, placed, spans_of
 from hp_verify.recording.trees import is_dtensor
 from hp_verify.recording.values import parts_of, read_parts, whole_of, write_parts
 
@@ -75,7 +76,7 @@ class Reference:
     def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         self._read = read
         self._weights: Mapping[str, Tensor] | None = None
-        self._rows: dict[bytes, list[tuple[str, int]]] | None = None
+        self._rows: dict[bytes, list[tuple[int, int]]] | None = None
         self._runs: Runs | None = None
 
     @property
@@ -190,10 +191,11 @@ class Reference:
         if not all(len(place) == 1 for place in places):
             return []
         slices: list[Slice] = []
-        lead = tuple(local.shape[:-1])
-        for begin, end, (name, first) in _runs([place[0] for place in places]):
-            shape = tuple(self.weights[name].shape)
-            slices += _boxes(name, shape, lead, (begin, end), first)
+        names, lead = list(self.weights), tuple(local.shape[:-1])
+        numbers, indices = zip(*(place[0] for place in places), strict=True)
+        for number, first, run in runs_in(numbers, indices):
+            shape = tuple(self.weights[names[number]].shape)
+            slices += _boxes(names[number], shape, lead, (run.start, run.stop), first)
         return slices
 
     def _by_columns(self, name: str, local: Tensor) -> list[Slice]:
@@ -208,10 +210,9 @@ class Reference:
             index = {text: i for i, text in enumerate(_row_names(theirs.T.to(local.dtype)))}
             if all(text in index for text in columns):
                 shape, rows = tuple(theirs.shape), (0, local.shape[0])
-                places = [(other, index[text]) for text in columns]
                 return [
-                    Slice(other, shape, (rows, (b, e)), (rows, (at, at + e - b)))
-                    for b, e, (_, at) in _runs(places)
+                    Slice(other, shape, (rows, here), (rows, there))
+                    for here, there in spans_of([index[text] for text in columns])
                 ]
         return []
 
@@ -238,13 +239,13 @@ class Reference:
             return [Slice(other, tuple(theirs.shape), (s.local[0],), (s.box[0],)) for s in of]
         return []
 
-    def _all_rows(self) -> dict[bytes, list[tuple[str, int]]]:
+    def _all_rows(self) -> dict[bytes, list[tuple[int, int]]]:
+        """Return rows by their bits: numbers of the weights that have each, and its index there."""
         if self._rows is None:
             self._rows = defaultdict(list)
-            for name, weight in self.weights.items():
-                if weight.ndim >= 2:
-                    for index, text in enumerate(_row_names(weight)):
-                        self._rows[text].append((name, index))
+            for number, weight in enumerate(self.weights.values()):
+                for index, text in enumerate(_row_names(weight) if weight.ndim >= 2 else ()):
+                    self._rows[text].append((number, index))
         return self._rows
 
 
@@ -277,22 +278,8 @@ def _boxes(
 
 def _at(row: int, size: int, lead: Sequence[int]) -> Box:
     """Return consecutive rows in the innermost dim of `lead` as a box."""
-    outer: list[tuple[int, int]] = []
-    rest = row // lead[-1]
-    for length in reversed(lead[:-1]):
-        outer.insert(0, (rest % length, rest % length + 1))
-        rest //= length
-    return (*outer, (row % lead[-1], row % lead[-1] + size))
-
-
-def _runs(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, int, tuple[str, int]]]:
-    """Yield runs of consecutive places: first and last + 1 here, and the first there."""
-    begin = 0
-    for i in range(1, len(places) + 1):
-        name, at = places[begin]
-        if i == len(places) or places[i] != (name, at + i - begin):
-            yield begin, i, (name, at)
-            begin = i
+    *outer, first = map(int, torch.unravel_index(torch.tensor(row), tuple(lead)))
+    return (*((index, index + 1) for index in outer), (first, first + size))
 
 
 def _row_names(values: Tensor) -> list[bytes]:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
+from hp_base.dtypes import dtype_name
 from hp_verify.recording import events as ev
 from hp_verify.recording.calls import (
     around,
@@ -43,7 +44,7 @@ from hp_verify.recording.calls import (
 )
 from hp_verify.recording.digests import digest_of
 from hp_verify.recording.launches import is_in_group
-from hp_verify.recording.notes import Noted, Notes
+from hp_verify.recording.notes import Notes
 from hp_verify.recording.parameters import ParameterRecorder, why
 from hp_verify.recording.request import Request
 from hp_verify.recording.samples import Made, Samples, batch_of, choices_in
@@ -55,9 +56,9 @@ TORCH, NUMPY, PYTHON, CUDA = "torch", "numpy", "python", "cuda"
 _OF_NO_SAMPLES = "not made of samples, or not told by which dim"
 
 
-@dataclass(slots=True)
-class Call:
-    """A call of a root module that is under way in a thread."""
+@dataclass
+class Call(threading.local):
+    """The call of a root module that is under way, of each thread its own."""
 
     root: nn.Module | None = None
     stack: list[nn.Module] = field(default_factory=list)
@@ -65,13 +66,6 @@ class Call:
     index: int = 0
     samples: Samples | None = None
     states: dict[str, str] = field(default_factory=dict)
-
-
-class _Calls(threading.local):
-    """The call that is under way, of each thread its own."""
-
-    def __init__(self) -> None:
-        self.call = Call()
 
 
 class Recorder(ParameterRecorder):
@@ -84,7 +78,7 @@ class Recorder(ParameterRecorder):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self._is_clipped = False
-        self._calls = _Calls()
+        self._call = Call()
         self._known = ev.batches(Path(request.reference)) if request.reference else None
         self._times: Counter[tuple[str, str]] = Counter()
         self._root_calls = 0
@@ -135,7 +129,7 @@ class Recorder(ParameterRecorder):
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if is_unseen():
             return
-        call = self._calls.call
+        call = self._call
         call.stack.append(module)
         if len(call.stack) == 1:
             is_root = next(module.parameters(), None) is not None and not is_for_shapes()
@@ -155,7 +149,7 @@ class Recorder(ParameterRecorder):
             self._is_left_out = True
             name = f"({Path(sys.argv[0]).name or 'a process'}, started by the job)"
             why = "no rank, and not compared"
-            self._notes.add(Noted(1, ev.EVALUATION, name, (), None, [], note=why))
+            self._notes.add(ev.Event(1, ev.EVALUATION, name, (), "", note=why))
             self._notes.flush(1)
 
     def _begin(
@@ -193,7 +187,6 @@ class Recorder(ParameterRecorder):
     def _next_step(self) -> None:
         self.flush()
         self._step, self._has_updated, self._is_clipped = self._step + 1, False, False
-        self._notes.begin_step()
         self._times.clear()
         self._updates.done.clear()
         self._root_calls = 0
@@ -201,7 +194,7 @@ class Recorder(ParameterRecorder):
     def _leave(self, module: nn.Module, _args: tuple[object, ...], output: object) -> None:
         if is_unseen():
             return
-        call = self._calls.call
+        call = self._call
         while call.stack and call.stack.pop() is not module:
             pass
         if call.root is None or not self._is_wanted(call.phase):
@@ -210,8 +203,11 @@ class Recorder(ParameterRecorder):
             self._meet(module)
         if call.phase == ev.FORWARD:
             self._hear(module)
-        if module is call.root:
-            self._end(call, output)
+        if module is call.root and call.samples is not None:
+            self._made.add(output, call.samples.names)
+        if module is call.root and call.phase == ev.FORWARD:
+            now = random_states()
+            self._drawn |= {kind for kind in now if now[kind] != call.states.get(kind)}
         name = self._modules.get(id(module))
         if name is not None and self._request.outputs:
             self._note_outputs(call, name, output)
@@ -221,19 +217,10 @@ class Recorder(ParameterRecorder):
         if call.phase == ev.FORWARD and call.samples is not None:
             for choice in choices_in(output, call.samples):
                 place = self._place(call.phase)
-                line = replace(choice, step=place, name=name, call=call.index)
-                self._notes.write(line)
+                self._notes.write(replace(choice, step=place, name=name, call=call.index))
         for path, tensor in tensors_in(output):
             if is_compared(tensor):
                 self._output(call, f"{name}{':' if path else ''}{path}", tensor)
-
-    def _end(self, call: Call, output: object) -> None:
-        """End a call of a root module."""
-        if call.samples is not None:
-            self._made.add(output, call.samples.names)
-        if call.phase == ev.FORWARD:
-            now = random_states()
-            self._drawn |= {kind for kind in now if now[kind] != call.states.get(kind)}
 
     def _output(self, call: Call, name: str, tensor: Tensor) -> None:
         """Note down what a module gives, and later the gradient of it."""
@@ -269,9 +256,10 @@ class Recorder(ParameterRecorder):
             return
         shape, digests = laid
         adds = phase == ev.BACKWARD or name in self._terms
-        entry = Noted(place, phase, name, shape, tensor.dtype, digests, index, may_add=adds)
+        dtype = dtype_name(tensor.dtype)
+        event = ev.Event(place, phase, name, shape, dtype, call=index, may_add=adds)
         with self._lock:
-            self._notes.add(entry)
+            self._notes.add(event, digests)
 
     # Losses, norms, updates.
 
@@ -426,9 +414,9 @@ class Recorder(ParameterRecorder):
         if len(parts) != 1 or parts[0].box != whole(parts[0].shape):
             self._not_recorded(phase, name, "of another shape than its parameter, in parts", shape)
             return
-        digest = digest_of(dense(value.detach()), whole(shape))
-        place = self._place(phase)
-        self._notes.add(Noted(place, phase, parts[0].name, shape, value.dtype, [digest]))
+        dtype, place = dtype_name(value.dtype), self._place(phase)
+        event = ev.Event(place, phase, parts[0].name, shape, dtype)
+        self._notes.add(event, [digest_of(dense(value.detach()), whole(shape))])
 
     # Writing.
 

@@ -52,12 +52,11 @@ class Runs:
         there, index = self._in(values.dtype)
         found = list(self._longest(here, there, index))
         found = sorted([*found, *self._between(found, here, there)])
-        slices = []
+        slices: list[Slice] = []
         for begin, end, first in found:
             for part, start, size in self._parameters(first, end - begin):
-                run = parts_of_run(self._names[part], self._shapes[part], start, size)
-                shift = begin + self._starts[part] + start - first
-                slices += [piece.moved(shift) for piece in run]
+                at = begin + self._starts[part] + start - first
+                slices += parts_of_run(self._names[part], self._shapes[part], start, size, at)
         return slices
 
     def _in(self, dtype: torch.dtype) -> "tuple[NDArray[np.int64], _Index]":

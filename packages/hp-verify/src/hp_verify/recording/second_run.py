@@ -71,7 +71,7 @@ class SecondRunRecorder(Recorder):
         super()._enter(module, args)
         if is_unseen():
             return
-        call, name = self._calls.call, self._modules.get(id(module))
+        call, name = self._call, self._modules.get(id(module))
         if name is None or call.root is None or not self._is_here(call.phase):
             return
         kwargs = kwargs_of_call()
@@ -94,7 +94,7 @@ class SecondRunRecorder(Recorder):
     def _keep_call(
         self, module: nn.Module, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
-        call = self._calls.call
+        call = self._call
         times = self._met[call.index, name]
         self._met[call.index, name] += 1
         leaves = []
@@ -147,7 +147,7 @@ class SecondRunRecorder(Recorder):
         super()._leave(module, args, output)
         if is_unseen():
             return
-        call, name = self._calls.call, self._modules.get(id(module))
+        call, name = self._call, self._modules.get(id(module))
         if name not in self._modules_kept or call.root is None or not self._is_here(call.phase):
             return
         times = self._met[call.index, name] - 1

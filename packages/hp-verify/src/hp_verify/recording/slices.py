@@ -127,7 +127,7 @@ def placed(tensor: Tensor | Flat) -> tuple[Tensor, list[Slice], tuple[int, ...]]
     local = tensor.to_local().detach()
     if not local.numel():
         return local, [], shape
-    spans = [_spans(places.tolist()) for places in _indices(tensor)]
+    spans = [spans_of(places.tolist()) for places in _indices(tensor)]
     pairs = [tuple(zip(*some, strict=True)) or ((), ()) for some in product(*spans)]
     return local, [Slice("", shape, here, there) for here, there in pairs], shape
 
@@ -151,7 +151,7 @@ def _indices(tensor: "DTensor") -> list[Tensor]:
     return indices
 
 
-def _spans(places: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def spans_of(places: Sequence[int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Return runs of consecutive indices: span here, span there."""
     return [((b, e), (places[b], places[b] + e - b)) for b, e in runs_of(places)]
 
@@ -162,7 +162,9 @@ def all_of(name: str, tensor: Tensor | Flat) -> list[Slice]:
     return [replace(part, name=name) for part in parts]
 
 
-def parts_of_run(name: str, shape: tuple[int, ...], first: int, size: int) -> Iterator[Slice]:
+def parts_of_run(
+    name: str, shape: tuple[int, ...], first: int, size: int, at: int = 0
+) -> Iterator[Slice]:
     """Say which boxes of a parameter a run of its values is.
 
     FSDP1, ZeRO and Megatron's distributed optimizer lay parameters end to end and cut the row at
@@ -174,10 +176,10 @@ def parts_of_run(name: str, shape: tuple[int, ...], first: int, size: int) -> It
         shape: Shape of the parameter.
         first: The first of its values, in row-major order.
         size: Number of values.
+        at: Index of the first value in the flat tensor.
     """
-    for begin, box in _boxes(first, first + size, shape):
-        sizes = sizes_of(box)
-        yield Slice(name, shape, whole(sizes), box, (begin - first, sizes))
+    everything = Slice(name, shape, whole(shape), whole(shape))
+    return composed([everything], Run(name, shape, first, size, at))
 
 
 def composed(slices: Sequence[Slice], run: Run) -> Iterator[Slice]:

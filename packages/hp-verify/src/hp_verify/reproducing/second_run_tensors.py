@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hp_verify.comparing.recordings import rows_in, sample_names
-from hp_verify.recording.events import FORWARD, OWN, REAL, Box
+from hp_verify.comparing.recordings import sample_names
+from hp_verify.recording.events import FORWARD, OWN, REAL, Box, rows_in
 from hp_verify.recording.values import Part, Whole, offset_of, whole_of
 
 
