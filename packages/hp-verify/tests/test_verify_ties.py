@@ -1,5 +1,7 @@
 """The rule of ties for any job: a router's choice that flips by rounding, or by a mistake."""
 
+import math
+from array import array
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +13,12 @@ from hp_platform.testing import run_distributed
 from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
+from hp_verify.comparing.ties import first_flip
 from hp_verify.jobs import report
 from hp_verify.recording.begin import recording
+from hp_verify.recording.events import Choice
 from hp_verify.recording.request import Request
+from hp_verify.recording.samples import Samples, choices_in
 
 TOKENS, WIDTH = 5, 4
 
@@ -26,31 +31,49 @@ class Router(nn.Module):
         self.base = [1.0, 0.5, 0.5 - gap]
         self.weight = nn.Parameter(torch.zeros(3, WIDTH))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         logits = x.flatten(0, 1) @ self.weight.T + torch.tensor(self.base, dtype=x.dtype)
         return logits, logits.topk(2).indices
+
+
+class OffRouter(Router):
+    """A router with a mistake: scores of its first expert, which all tokens take, are too large."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        logits, _ = super().forward(x)
+        logits = logits * torch.tensor([1.01, 1.0, 1.0])
+        return logits, logits.topk(2).indices
+
+
+class ScatteringRouter(Router):
+    """A router that gives the scores of what it chose as well, and zero for what it did not."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        logits, chosen = super().forward(x)
+        weights = torch.zeros_like(logits).scatter(1, chosen, logits.gather(1, chosen))
+        return logits, weights, chosen
 
 
 class Model(nn.Module):
     """A table, a router, and experts that scale by their number."""
 
-    def __init__(self, gap: float, before: float) -> None:
+    def __init__(self, router: Router, before: float) -> None:
         super().__init__()
         self.table = nn.Embedding(TOKENS, WIDTH)
         self.scale = nn.Identity()
-        self.router = Router(gap)
+        self.router = router
         self.before = before
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.scale(self.table(ids) * self.before)
-        _, chosen = self.router(x)
+        *_, chosen = self.router(x)
         scaled: Tensor = x.flatten(0, 1) * (1 + chosen.sum(-1, keepdim=True))
         return scaled
 
 
-def train(gap: float, before: float, dtype: torch.dtype) -> None:
+def train(router: Router, before: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = Model(gap, before).to(dtype)
+    model = Model(router, before).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.tensor([[0, 1, 2], [3, 4, 0]])).square().mean().backward()
@@ -58,32 +81,42 @@ def train(gap: float, before: float, dtype: torch.dtype) -> None:
         optimizer.zero_grad()
 
 
-def _work(request: Request, gap: float, before: float, dtype: torch.dtype) -> None:
+def _work(request: Request, router: Router, before: float, dtype: torch.dtype) -> None:
     with recording(request):
-        train(gap, before, dtype)
+        train(router, before, dtype)
 
 
 def recorded(
-    folder: Path, gap: float, *, before: float = 1.0, reference: str = "", dtype: torch.dtype
+    folder: Path,
+    router: Router,
+    *,
+    before: float = 1.0,
+    reference: str = "",
+    dtype: torch.dtype = torch.float32,
 ) -> Recording:
     folder.mkdir()
     request = Request(str(folder), reference=reference, steps=2)
-    run_distributed(partial(_work, request, gap, before, dtype), world_size=1)
+    run_distributed(partial(_work, request, router, before, dtype), world_size=1)
     return join(folder)
 
 
 def compared(
-    tmp_path: Path, gap: float, *, before: float = 1.0, dtype: torch.dtype = torch.float32
+    tmp_path: Path,
+    job: Router,
+    reference: Router,
+    *,
+    before: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Comparison:
-    """Compare a job whose gap has the other sign with its reference."""
-    expected = recorded(tmp_path / "reference", gap, dtype=dtype)
+    """Compare a job with its reference."""
+    expected = recorded(tmp_path / "reference", reference, dtype=dtype)
     theirs = str(tmp_path / "reference")
-    actual = recorded(tmp_path / "job", -gap, before=before, reference=theirs, dtype=dtype)
+    actual = recorded(tmp_path / "job", job, before=before, reference=theirs, dtype=dtype)
     return compare(actual, expected, Floor(expected, []))
 
 
 def test_what_follows_from_a_tie_is_excused(tmp_path: Path) -> None:
-    found = compared(tmp_path, 1e-6)
+    found = compared(tmp_path, Router(-1e-6), Router(1e-6))
 
     assert found.first is not None
     assert found.flip is not None
@@ -105,7 +138,7 @@ def test_what_follows_from_a_tie_is_excused(tmp_path: Path) -> None:
 def test_another_choice_that_is_no_tie_is_an_error(
     gap: float, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    found = compared(tmp_path, gap, dtype=dtype)
+    found = compared(tmp_path, Router(-gap), Router(gap), dtype=dtype)
 
     assert found.flip is not None
     assert not found.is_excused
@@ -113,7 +146,7 @@ def test_another_choice_that_is_no_tie_is_an_error(
 
 
 def test_a_difference_before_the_choice_is_not_excused(tmp_path: Path) -> None:
-    found = compared(tmp_path, 1e-6, before=1.001)
+    found = compared(tmp_path, Router(-1e-6), Router(1e-6), before=1.001)
 
     assert found.first is not None
     assert str(found.first).startswith("step 1, forward scale")
@@ -122,11 +155,53 @@ def test_a_difference_before_the_choice_is_not_excused(tmp_path: Path) -> None:
 
 
 def test_equal_choices_are_no_flip(tmp_path: Path) -> None:
-    expected = recorded(tmp_path / "reference", 1e-6, dtype=torch.float32)
-    theirs = str(tmp_path / "reference")
-    actual = recorded(tmp_path / "job", 1e-6, reference=theirs, dtype=torch.float32)
-
-    found = compare(actual, expected, Floor(expected, []))
+    found = compared(tmp_path, Router(1e-6), Router(1e-6))
 
     assert found.is_equal
     assert found.flip is None
+
+
+def test_scores_that_differ_are_not_excused_by_the_choice_among_them(tmp_path: Path) -> None:
+    found = compared(tmp_path, OffRouter(-1e-6), Router(1e-6))
+
+    assert found.flip is not None
+    assert str(found.first).startswith("step 1, forward router:[0]")
+    assert not found.is_excused
+
+
+def test_what_a_router_makes_of_its_choice_is_excused(tmp_path: Path) -> None:
+    found = compared(tmp_path, ScatteringRouter(-1e-6), ScatteringRouter(1e-6))
+
+    assert str(found.first).startswith("step 1, forward router:[1]")
+    assert found.is_excused
+
+
+def test_a_tie_with_scores_that_are_no_numbers_is_none() -> None:
+    known = array("i", (0, 2, 1)).tobytes()
+    scores = array("d", (1.0, math.nan, 0.5)).tobytes()
+    choices = [
+        Choice(
+            1, "router", 0, "a", 0, "float32", "", 2, array("i", some).tobytes(), 3, known, scores
+        )
+        for some in ((0, 1), (0, 2))
+    ]
+
+    flip = first_flip(1, {"router": {("a", 0): choices[0]}}, {"router": {("a", 0): choices[1]}})
+
+    assert flip is not None
+    assert flip.margin == math.inf
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4)], ids=["samples", "tokens", "heads"])
+def test_choices_are_known_by_sample_and_place(shape: tuple[int, ...]) -> None:
+    scores = torch.arange(math.prod(shape) * 5).view(*shape, 5).double().sin()
+    chosen = scores.topk(2).indices
+    samples = Samples(torch.tensor([[1, 2, 3], [4, 5, 6]]), 0, None)
+
+    found = [*choices_in({"logits": scores, "chosen": chosen}, samples)]
+
+    assert [(choice.row, choice.first, choice.place) for choice in found] == [
+        (name, 0, "logits") for name in samples.names
+    ]
+    for choice, wanted in zip(found, chosen.sort().values, strict=True):
+        assert array("i", choice.chosen).tolist() == wanted.flatten().tolist()

@@ -129,19 +129,26 @@ def _is_excused(result: Comparison, expected: Recording, floor: Floor) -> bool:
     if flip is None or first is None:
         return False
     step = expected.steps[flip.step]
+    choices = step.choices[flip.name].values()
     if first.step == flip.step:
         if first.phase in (ev.START, ev.EVALUATION, ev.INPUT):
             return False
-        modules = [re.split("[#:]", name)[0] for name in step.tensors.get(ev.FORWARD, {})]
-        name = re.split("[#:]", first.name)[0]
-        if first.phase == ev.FORWARD and flip.name in modules[modules.index(name) + 1 :]:
+        if first.phase == ev.FORWARD and _is_before(first.name, flip.name, step):
             return False
-    choices = step.choices[flip.name].values()
     dtype = max((c.dtype for c in choices), key=lambda dtype: _EPSILON.get(dtype, 0.0))
     largest = max(abs(score) for c in choices for score in array("d", c.scores))
     # However far outputs are apart once another choice has flipped in a run with other sums.
     tie = min(floor.bound(flip.step, ev.FORWARD, "", dtype), _LEAST["bfloat16"]) * largest
     return dtype != "float64" and excuses(flip, first.step, tie)
+
+
+def _is_before(output: str, router: str, step: Step) -> bool:
+    """Tell whether an output does not follow from a router's choice: its scores do not."""
+    name, _, place = output.partition("#")[0].partition(":")
+    if name == router:
+        return place in {choice.place for choice in step.choices[router].values()}
+    modules = [re.split("[#:]", each)[0] for each in step.tensors[ev.FORWARD]]
+    return router in modules[modules.index(name) + 1 :]
 
 
 def _left(result: Comparison, index: int, mine: Step, before: Step) -> None:

@@ -101,4 +101,5 @@ def _margin(ours: set[int], theirs: _Known) -> float:
     here, there = ours - {*chosen}, {*chosen} - ours
     if not here or not there or not (here | there) <= scores.keys():
         return math.inf  # the same expert twice, a dropped slot, or none of the next best
-    return max(abs(scores[a] - scores[b]) for a in here for b in there)
+    apart = [abs(scores[a] - scores[b]) for a in here for b in there]
+    return math.inf if any(map(math.isnan, apart)) else max(apart)

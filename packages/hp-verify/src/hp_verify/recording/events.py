@@ -163,6 +163,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, tag=True):
         row: Name of the sample.
         first: First of the tokens.
         dtype: Dtype of the scores, without ``torch.``.
+        place: Place of the scores among what the module gives.
         width: Number of choices of each token, K.
         chosen: Indices `[tokens, K]` int32, sorted.
         num_scored: Number of indices of each token whose scores are known, N.
@@ -176,6 +177,7 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, tag=True):
     row: str
     first: int
     dtype: str
+    place: str
     width: int
     chosen: bytes
     num_scored: int

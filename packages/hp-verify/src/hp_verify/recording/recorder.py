@@ -214,13 +214,13 @@ class Recorder(ParameterRecorder):
 
     def _note_outputs(self, call: Call, name: str, output: object) -> None:
         """Note down all tensors that a module gives."""
+        for path, tensor in tensors_in(output):
+            if is_compared(tensor):
+                self._output(call, f"{name}{':' if path else ''}{path}", tensor)
         if call.phase == ev.FORWARD and call.samples is not None:
             for choice in choices_in(output, call.samples):
                 place = self._place(call.phase)
                 self._notes.write(replace(choice, step=place, name=name, call=call.index))
-        for path, tensor in tensors_in(output):
-            if is_compared(tensor):
-                self._output(call, f"{name}{':' if path else ''}{path}", tensor)
 
     def _output(self, call: Call, name: str, tensor: Tensor) -> None:
         """Note down what a module gives, and later the gradient of it."""

@@ -1,5 +1,6 @@
 """Samples of a batch on a rank, and their places in a module's tensor."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -264,13 +265,17 @@ def choices_in(output: object, samples: Samples) -> Iterator[Choice]:
         output: Output of the module.
         samples: Samples of the call.
     """
-    tensors = [t.detach() for _, t in tensors_in(output) if t.ndim >= 2 and not is_dtensor(t)]
-    found = next((t for t in tensors if t.dtype in (torch.int64, torch.int32)), None)
+    tensors = [
+        (place, t.detach())
+        for place, t in tensors_in(output)
+        if t.ndim >= 2 and not is_dtensor(t) and not t.is_nested
+    ]
+    found = next((t for _, t in tensors if t.dtype in (torch.int64, torch.int32)), None)
     if found is None:
         return
     shape, width = found.shape[:-1], found.shape[-1]
-    of_floats = (t for t in tensors if t.is_floating_point() and t.shape[:-1] == shape)
-    scores = next((t for t in of_floats if t.shape[-1] > width), None)
+    wider = (pair for pair in tensors if pair[1].shape[:-1] == shape and pair[1].shape[-1] > width)
+    place, scores = next((pair for pair in wider if pair[1].is_floating_point()), ("", None))
     if scores is None:
         return
     chosen = found.long().sort(dim=-1).values
@@ -282,13 +287,14 @@ def choices_in(output: object, samples: Samples) -> Iterator[Choice]:
     table = torch.cat((chosen.double(), scored.double(), scores.double().gather(-1, scored)), -1)
     laid = samples.laid(table)
     for part in laid[1] if laid is not None else ():
-        num = scored.shape[-1]
-        first = part.box[0][0] if len(part.box) > 1 else 0
-        for row, values in zip(part.rows, part.values.cpu().flatten(1, -2), strict=True):
+        num, of_token = scored.shape[-1], math.prod(part.values.shape[2:-1])
+        first = part.box[0][0] * of_token if len(part.box) > 1 else 0
+        tokens = part.values.cpu().reshape(len(part.rows), -1, table.shape[-1])
+        for row, values in zip(part.rows, tokens, strict=True):
             cut = values.split((width, num, num), dim=-1)
             indices = [some.int().contiguous().numpy().tobytes() for some in cut[:2]]
             yield Choice(
-                *(0, "", 0, row, first, dtype_name(scores.dtype)),
+                *(0, "", 0, row, first, dtype_name(scores.dtype), place),
                 *(width, indices[0], num, indices[1], cut[2].contiguous().numpy().tobytes()),
             )
 
