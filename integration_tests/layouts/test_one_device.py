@@ -12,12 +12,13 @@ import torch
 
 from hp_data import load_tokenizer
 from hp_platform import RankInfo, initialize
-from hp_platform.testing import STAND_IN, run_distributed, watch_devices
+from hp_platform.testing import run_distributed
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
 from hp_trainer.training import optimizer
 from hp_trainer.training.optimizer import clip_gradients
 from hp_trainer.training.trainer import Trainer
+from integration_tests.layouts.stand_in_device import STAND_IN, watch_devices
 from integration_tests.runs import config_of, prepare_run, worker_of
 
 RICH: dict[str, Any] = {"tie_embeddings": True, "num_mtp_modules": 2, "correction_bias": True}

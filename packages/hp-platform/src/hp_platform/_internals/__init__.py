@@ -7,7 +7,6 @@ torch has no public spelling for these. A release that moves one of them breaks 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -224,12 +223,6 @@ def device_of(x: Tensor) -> torch.device:
     with DisableTorchFunction():
         device: torch.device = torch._C.TensorBase.device.__get__(x)
     return device
-
-
-def fsdp_on(device: torch.device) -> AbstractContextManager[object]:
-    """Let FSDP2 use `device` for modules that are sharded inside the context."""
-    module = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
-    return patch.object(module, "_get_device_from_mesh", lambda _mesh: device)
 
 
 def group_timeout(group: ProcessGroup | None, device: torch.device) -> timedelta | None:

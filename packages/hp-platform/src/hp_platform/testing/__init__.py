@@ -4,7 +4,6 @@ It needs no test framework; if pytest is installed, the server of the ranks impo
 """
 
 from hp_platform.testing.comparing import Comparison, Difference, compare
-from hp_platform.testing.devices import STAND_IN, watch_devices
 from hp_platform.testing.exchanges import Exchange, record_exchanges
 from hp_platform.testing.operators import LiveBytes, watch_operators
 from hp_platform.testing.processes import RankError, run_distributed
@@ -12,7 +11,6 @@ from hp_platform.testing.slow import CountedClock, slow_group
 from hp_platform.testing.threaded import run_in_threads
 
 __all__ = [
-    "STAND_IN",
     "Comparison",
     "CountedClock",
     "Difference",
@@ -24,6 +22,5 @@ __all__ = [
     "run_distributed",
     "run_in_threads",
     "slow_group",
-    "watch_devices",
     "watch_operators",
 ]

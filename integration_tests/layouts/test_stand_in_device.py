@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_platform import _internals
-from hp_platform.testing import STAND_IN, watch_devices
+from integration_tests.layouts.stand_in_device import STAND_IN, watch_devices
 
 CPU = torch.device("cpu")
 

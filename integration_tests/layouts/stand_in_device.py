@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -61,7 +62,6 @@ def watch_devices() -> Iterator[list[str]]:
     with ExitStack() as stack:
         for owner, name, value in _changes(places):
             stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(_internals.fsdp_on(STAND_IN))
         stack.enter_context(_Watch(places))
         yield places.found
 
@@ -127,7 +127,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _changes(places: _Places) -> Iterator[tuple[object, str, object]]:
-    """Yield functions of torch that call no operator: owner, name, and replacement."""
+    """Yield functions that call no operator, or ask for a device: owner, name, and replacement."""
 
     def device(x: Tensor) -> torch.device:
         return STAND_IN if places.has(x) else _internals.device_of(x)
@@ -169,6 +169,8 @@ def _changes(places: _Places) -> Iterator[tuple[object, str, object]]:
     yield torch, "tensor", made(torch.tensor)
     yield torch, "as_tensor", made(torch.as_tensor)
     yield Thread, "run", run
+    sharding = importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    yield sharding, "_get_device_from_mesh", lambda _mesh: STAND_IN
     # Shared memory is memory of the host; without a channel, tensors are sent from the device.
     yield Channel, "connect", lambda *_, **__: None
 
@@ -205,7 +207,7 @@ def _without_device(args: tuple[object, ...]) -> tuple[object, ...]:
 def _where() -> str:
     """Return the innermost line outside torch and this file."""
     torchs = str(Path(torch.__file__).parent)
-    for frame, line in traceback.walk_stack(sys._getframe(1)):  # noqa: SLF001 # of this thread
+    for frame, line in traceback.walk_stack(sys._getframe(1)):  # of this thread
         name = frame.f_code.co_filename
         if not name.startswith((torchs, __file__, "<")):
             return f"{name}:{line}"
