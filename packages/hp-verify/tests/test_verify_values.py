@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hp_platform.testing import run_distributed
+from hp_verify.comparing import compare_values
 from hp_verify.comparing.compare_values import compare_runs
 from hp_verify.comparing.ties import CHOICES, SCORES
 from hp_verify.recording.values import Part, ValueRecorder, read_steps
@@ -130,6 +131,34 @@ def test_an_excess_within_rounding_of_the_largest_value_is_none(tmp_path: Path) 
     assert compare_runs(rounded, expected, bound=1e-12).ok
     assert not compare_runs(rounded, expected).ok
     assert not compare_runs(wrong, expected, bound=1e-12).ok
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(1 + 2j, 1 + 3j), (2**53, 2**53 + 1), (True, False)], ids=str
+)
+def test_numbers_of_any_kind_are_told_apart(mine: complex, theirs: complex, tmp_path: Path) -> None:
+    one, other = gradients(w=torch.tensor([mine])), gradients(w=torch.tensor([theirs]))
+    found = compare_runs(record(tmp_path / "a", one), record(tmp_path / "b", other))
+    assert not found.bitwise
+    assert not found.ok
+    [step] = read_steps(record(tmp_path / "c", one, other))
+    assert len(step.flaws) == 1
+
+
+def test_tensors_that_differ_are_looked_at_as_often_as_there_are_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, looks = torch.randn(40, 3).unbind(), list[Tensor]()
+    one = record(tmp_path / "a", gradients(**{f"w{i}": row for i, row in enumerate(rows)}))
+    other = record(tmp_path / "b", gradients(**{f"w{i}": 2 * row for i, row in enumerate(rows)}))
+
+    def look(tensor: Tensor) -> float:
+        looks.append(tensor)
+        return tensor.abs().max().item()
+
+    monkeypatch.setattr(compare_values, "_largest", look)
+    assert not compare_runs(one, other, bound=0.1, norms_of=()).ok
+    assert len(looks) == 3 * len(rows)
 
 
 def test_a_run_that_ends_early_is_not_equal(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from hp_verify.comparing.findings import Difference
 from hp_verify.comparing.ties import CHOICES, SCORES, Flip, excuses
-from hp_verify.recording.values import RecordedStep, read_steps
+from hp_verify.recording.values import RecordedStep, read_steps, widened
 
 _EXPLANATIONS = (CHOICES, SCORES)
 Measure: TypeAlias = Callable[[Mapping[str, Tensor]], Callable[[Tensor, Tensor], float]]
 """Given all expected tensors of a quantity: a function of a tensor and the expected one of the same
 shape, which returns the error."""
 _NORM = " norm"
+_SMALLEST = 2.0**-53
+"""Error of integers that differ beyond the digits of float64."""
 _ROWS = "gradient"
 """The quantity whose names have a row each in a table."""
 
@@ -255,27 +258,31 @@ def _largest_errors(
 ) -> Callable[[Tensor, Tensor], float]:
     """Measure the largest distance of two elements, see `compare_runs`."""
 
+    @cache
+    def largest() -> float:
+        return max(map(_largest, theirs.values()))
+
     def error_of(actual: Tensor, expected: Tensor) -> float:
-        a, b = actual.double(), expected.double()
-        if torch.equal(a, b):
-            return 0.0
+        is_cast, a, b = actual.dtype != expected.dtype, widened(actual), widened(expected)
+        if torch.equal(a, b):  # as may be two integers that float64 does not tell apart
+            is_number = expected.is_floating_point() or expected.is_complex()
+            return 0.0 if is_cast or is_number or torch.equal(actual, expected) else _SMALLEST
         distance, scale = _largest(a - b), _largest(b)
         error = math.inf if scale == 0 else distance / scale
-        if 0 < bound < error and actual.dtype == expected.dtype and expected.is_floating_point():
-            largest = max(map(_largest, theirs.values()))
-            if distance <= largest * torch.finfo(expected.dtype).eps:
-                error = distance / largest
+        may_be_rounding = 0 < bound < error and not is_cast and expected.is_floating_point()
+        if may_be_rounding and distance <= largest() * torch.finfo(expected.dtype).eps:
+            error = distance / largest()
         return math.inf if math.isnan(error) else error
 
     return error_of
 
 
 def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    return widened(tensor).abs().max().item() if tensor.numel() else 0.0
 
 
 def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.linalg.vector_norm(tensor.double()) for name, tensor in tensors.items()}
+    return {name: torch.linalg.vector_norm(widened(tensor)) for name, tensor in tensors.items()}
 
 
 def _table(

@@ -143,6 +143,11 @@ def whole_of(parts: Sequence[Part]) -> Whole:
     return result
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Cast a tensor to float64, a complex one to complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def _contradictions(part: Part, here: Tensor, known: Tensor) -> list[str]:
     """Compare a part with what ranks before it have of it, bit by bit."""
     if torch.equal(here, part.values):
@@ -150,13 +155,13 @@ def _contradictions(part: Part, here: Tensor, known: Tensor) -> list[str]:
     differs = (here != part.values) & ~(here.isnan() & part.values.isnan()) & known
     if not bool(differs.any()):
         return []
-    far = (here - part.values)[differs].abs().max()
+    far = (widened(here) - widened(part.values))[differs].abs().max()
     before = "differs from a rank before it that holds the same"
     return [f"rank-{part.rank:05d} {before}, by up to {far:g}"]
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
-    a, b = a.double(), b.double()
+    a, b = widened(a), widened(b)
     return float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp(min=1e-300))
 
 
