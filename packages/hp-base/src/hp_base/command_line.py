@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hp_base.atomic_write import replace_file
 from hp_base.errors import ConfigError, HpError
@@ -17,16 +17,7 @@ from hp_base.folder import why_not
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises an error of one line for a wrong command line.
-
-    Args:
-        see: Command that shows its help; empty: the program with ``--help``.
-        **options: Options of `argparse.ArgumentParser`.
-    """
-
-    def __init__(self, *, see: str = "", **options: Any) -> None:
-        super().__init__(**options)
-        self._see = see or f"{self.prog} --help"
+    """A parser that raises an error of one line for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse a command line.
@@ -34,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(f"{message} (see {self._see})")
+        raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def say(text: str) -> None:

@@ -39,11 +39,6 @@ class MetaStepType(Enum):
         return self in _COMPUTE or self.is_overlap
 
     @property
-    def is_communication(self) -> bool:
-        """Tell whether the step moves an activation or a gradient between ranks."""
-        return self.name.endswith(("_SEND", "_RECV"))
-
-    @property
     def is_fsdp(self) -> bool:
         """Tell whether the step concerns the parameters of a stage, not one microbatch."""
         return self.name.startswith("FSDP_")
