@@ -1,7 +1,5 @@
 """Process groups, each a communicator of its own, and meshes over them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +124,7 @@ class _Kind:
     @classmethod
     def of(
         cls, backend: str | None, timeout: timedelta | None, *, high_priority: bool = False
-    ) -> _Kind:
+    ) -> "_Kind":
         world = dist.group.WORLD
         if world is None:
             raise RuntimeError("the default process group must be initialised before new_group")

@@ -7,8 +7,6 @@ Code that reads values of device memory copies them to the host, waits, and pass
 function given to `answering` returns numbers instead: it models the values by their purpose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

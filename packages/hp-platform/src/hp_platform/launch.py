@@ -9,8 +9,6 @@ free: 0.1 million calls, and a small all-reduce takes 1.8 instead of 6.7 ms
 (benchmarks/bench_scheduling.py; calls by `perf stat -a -e syscalls:sys_enter_epoll_wait`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping
@@ -70,7 +68,7 @@ class RankInfo:
             )
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] = os.environ) -> RankInfo | None:
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> "RankInfo | None":
         """Read the variables of torchrun or Slurm; return None where neither has set them.
 
         Raises:

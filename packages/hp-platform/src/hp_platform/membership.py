@@ -12,8 +12,6 @@ The proof is as safe as the store: only this user can read a store in a file, bu
 can connect to a store on a port can read that store.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

@@ -5,8 +5,6 @@ not called, and its compiler need not be installed: the tensors that it would re
 recorded instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count

@@ -1,7 +1,5 @@
 """Experts with stacked weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -36,7 +34,7 @@ class SpreadExperts(nn.Module):
     dispatcher: Dispatcher[Any]
     first_expert: int
     total_experts: int
-    ranks: ExpertRanks | None
+    ranks: "ExpertRanks | None"
 
 
 class GroupedExperts(SpreadExperts):

@@ -5,8 +5,6 @@ torch has no public spelling for these. A release that moves one of them breaks 
 `tests/test_platform_internals.py` checks that each is there and behaves as the wrappers say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Functions outside compiled graphs, and hooks at one point of forward and of backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar

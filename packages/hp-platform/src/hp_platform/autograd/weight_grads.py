@@ -6,8 +6,6 @@ Instead of cutting the autograd graph in two, layers give the second half of the
 queue: inside `WeightGradQueue.defer` the queue stores it, outside it is computed at once.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator

@@ -10,8 +10,6 @@ Shapes: N rows of this rank before the exchange, M rows after, `...` any further
 | `launch_all_to_all`, `launch_all_gather` | no | in `Pending.wait` | |
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -14,8 +14,6 @@ once it sends gradients of the unit. If no gradients were reduced since the gath
 each other. Gradients are written into memory that other ranks can read in the same way.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from datetime import timedelta
@@ -110,7 +108,7 @@ class _Exchange:
 
 
 class _Gather(_Exchange):
-    last: _AllOf | None = None  # the gather that began last
+    last: "_AllOf | None" = None  # the gather that began last
 
     def __call__(
         self,

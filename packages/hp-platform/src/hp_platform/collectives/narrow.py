@@ -1,7 +1,5 @@
 """Parameters that FSDP2 gathers in a narrower dtype than the dtype of their gradients."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
@@ -47,7 +45,7 @@ class NarrowParameter(Tensor):
     @staticmethod
     def __tensor_unflatten__(
         tensors: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object
-    ) -> NarrowParameter:
+    ) -> "NarrowParameter":
         """See torch's protocol for compilers."""
         del size, stride
         return NarrowParameter(tensors["stored"], dtype)

@@ -1,7 +1,5 @@
 """Sends and receives between ranks, through the host where the backend needs it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """`Pending`: a running operation with its result and its buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Generic, TypeVar

@@ -8,8 +8,6 @@ left behind when a process ends in any way, and the other ranks notice at once t
 ended, because its ends of the pipes are closed.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import select
@@ -118,7 +116,9 @@ class Channel:
         self._under_way: deque[Exchange] = deque()
 
     @classmethod
-    def connect(cls, group: ProcessGroup, *, num_slots: int, timeout: timedelta) -> Channel | None:
+    def connect(
+        cls, group: ProcessGroup, *, num_slots: int, timeout: timedelta
+    ) -> "Channel | None":
         """Connect all ranks of a group. All of them call this together.
 
         Args:
@@ -197,7 +197,7 @@ class Channel:
 
     def post(
         self, size: int, *, fill: Callable[[Tensor], object], read: Callable[[list[Tensor]], object]
-    ) -> Exchange:
+    ) -> "Exchange":
         """Begin an exchange.
 
         Args:
@@ -215,7 +215,7 @@ class Channel:
         self._is_free = self._num_posted < num_slots
         return exchange
 
-    def finish(self, exchange: Exchange) -> None:
+    def finish(self, exchange: "Exchange") -> None:
         """Read the bytes of an exchange, and of all exchanges before it."""
         while not exchange.is_done:
             oldest = self._under_way.popleft()

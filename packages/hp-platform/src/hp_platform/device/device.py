@@ -1,7 +1,5 @@
 """The device of this process, the backend for its tensors, and operands on two devices."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

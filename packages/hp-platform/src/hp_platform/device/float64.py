@@ -4,8 +4,6 @@ In a lifted job, parameters, factories and casts to shorter floats give float64 
 then about 1e-16, so that a larger difference between two jobs is a mistake.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

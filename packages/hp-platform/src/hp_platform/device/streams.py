@@ -3,8 +3,6 @@
 A stream is a `torch.cuda.Stream` on CUDA and None on a CPU, which has finished when a call returns.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 

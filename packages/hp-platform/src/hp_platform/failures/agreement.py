@@ -1,7 +1,5 @@
 """`agree`: either all ranks continue or all of them raise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -12,8 +12,6 @@ groups whose collectives of this package ran inside, in any thread of it; other 
 process still work. Around a whole training step all groups are broken.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -67,7 +65,7 @@ class PeerError(RuntimeError):
         report: Report of its failure.
     """
 
-    def __init__(self, message: str, *, rank: int, report: FailureReport | None = None) -> None:
+    def __init__(self, message: str, *, rank: int, report: "FailureReport | None" = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.report = report or FailureReport(rank, "", message)
@@ -90,12 +88,12 @@ class FailureReport:
     stack: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int) -> FailureReport:
+    def of(cls, error: BaseException, *, rank: int) -> "FailureReport":
         """Describe an exception of a rank, with the place that `place_of` returns."""
         return cls(rank, place_of(error)[:_MAX_CHARACTERS], describe(error))
 
     @classmethod
-    def parse(cls, text: bytes | str) -> FailureReport | None:
+    def parse(cls, text: bytes | str) -> "FailureReport | None":
         """Read the JSON that `encode` returns; return None for other texts."""
         try:
             fields = json.loads(text)

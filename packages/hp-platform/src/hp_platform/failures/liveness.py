@@ -8,8 +8,6 @@ the others wait for. Without failures nothing is written: the thread only looks 
 a second.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os
@@ -61,13 +59,13 @@ class Answer:
     stack: list[str] = field(default_factory=list)
 
     @classmethod
-    def now(cls) -> Answer:
+    def now(cls) -> "Answer":
         """Describe this process."""
         waits, stack = describe_stacks()
         return cls(main_place(), waits, stack)
 
     @classmethod
-    def parse(cls, text: bytes | str) -> Answer | None:
+    def parse(cls, text: bytes | str) -> "Answer | None":
         """Read an answer from the store; return None for other texts."""
         try:
             fields = json.loads(text)

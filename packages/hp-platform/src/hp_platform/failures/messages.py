@@ -1,7 +1,5 @@
 """Messages between ranks: JSON of a stated form, which cannot run code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import cache

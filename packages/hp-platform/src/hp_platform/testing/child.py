@@ -1,7 +1,5 @@
 """One rank process of `run_distributed`."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import functools

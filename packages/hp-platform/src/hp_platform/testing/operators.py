@@ -1,7 +1,5 @@
 """Operators of a thread, intercepted one by one, and the memory of their results."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

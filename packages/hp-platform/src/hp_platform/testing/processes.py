@@ -1,7 +1,5 @@
 """`run_distributed`: run a function on several ranks, each a process."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

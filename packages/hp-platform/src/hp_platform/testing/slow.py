@@ -1,7 +1,5 @@
 """Process group with added latency and limited bandwidth, to show overlap on a CPU."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

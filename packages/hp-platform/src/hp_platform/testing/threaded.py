@@ -1,7 +1,5 @@
 """Several real Gloo ranks in one process, each a thread."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

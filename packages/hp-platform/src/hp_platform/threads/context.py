@@ -1,7 +1,5 @@
 """`ThreadContext`: thread-local state, captured in one thread and applied in a helper thread."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class ThreadContext:
     belonging: Belonging
 
     @classmethod
-    def capture(cls) -> ThreadContext:
+    def capture(cls) -> "ThreadContext":
         """Read the state of this thread."""
         # A request for the current stream would create a CUDA context in a process without one.
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -5,8 +5,6 @@ words of a thread are its place; other threads can read it: the thread that answ
 hangs, and the threads of the autograd engine, which have no place of their own.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

@@ -10,8 +10,6 @@ a thread that has ended go to the next user, and a group of one rank needs no or
 and receives match by peer and tag, and may come from any thread.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ class Scope:
 
     __slots__ = ("groups", "parent")
 
-    def __init__(self, parent: Scope | None, groups: Iterable[ProcessGroup] = ()) -> None:
+    def __init__(self, parent: "Scope | None", groups: Iterable[ProcessGroup] = ()) -> None:
         self.parent = parent
         self.groups = {id(group): group for group in groups}
 
