@@ -27,8 +27,7 @@ from hp_context import (
     exchanged_bytes,
     shard_sequence,
 )
-from hp_context.attention.heads import split_heads
-from hp_context.attention.spread import Needs
+from hp_context.attention.spread import Needs, split_heads
 from hp_context.batch.checks import Dims
 from hp_context.methods.hybrid import outer_runs
 from hp_context.methods.in_flight import Exchange

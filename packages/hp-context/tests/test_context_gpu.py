@@ -22,7 +22,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.attention.merge import Merge, for_backward
+from hp_context.attention.softmax import Merge, for_backward
 from hp_context.kernels import Kernel, block_backward, block_forward, choose_kernel, varlen
 from hp_context.kernels.varlen import Lengths
 from hp_context.masks import block_tensor

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_context.attention.heads import HeadSplit, split_heads
+from hp_context.attention.spread import HeadSplit, split_heads
 
 drawn = st.tuples(st.integers(1, 6), st.integers(1, 8), st.data())
 

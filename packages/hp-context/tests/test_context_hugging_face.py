@@ -35,8 +35,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.hugging_face.attention import SpreadAttention
-from hp_context.hugging_face.call import make_call_mask
+from hp_context.hugging_face.attention import SpreadAttention, make_call_mask
 from hp_platform import PeerError
 from hp_platform.testing import compare, run_distributed, watch_operators
 

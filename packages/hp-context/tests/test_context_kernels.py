@@ -11,13 +11,12 @@ from torch.nn.attention import flex_attention
 
 import hp_context.kernels as k_module
 from hp_context import BlockKind, Causal, Full, Mask, PositionMask, SlidingWindow
-from hp_context.attention.merge import Merge, for_backward
-from hp_context.attention.softmax import Forward, Scores
+from hp_context.attention.softmax import Forward, Merge, Scores, for_backward
 from hp_context.kernels import Kernel, block_backward, block_forward
 from hp_context.kernels import cuda as cuda_kernels
 from hp_context.kernels import flex as flex_kernel
 from hp_context.kernels import reference as reference_kernel
-from hp_context.kernels.dropout import Dropout
+from hp_context.kernels.reference import Dropout
 from hp_context.masks import block_tensor
 from hp_context.masks.blocks import plan
 from hp_platform.testing import watch_operators

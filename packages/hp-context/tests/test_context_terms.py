@@ -26,7 +26,7 @@ from hp_context import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_context.kernels.dropout import Dropout, draw_seed
+from hp_context.kernels.reference import Dropout, draw_seed
 from hp_platform.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hp_dry import DryDevice
 from hp_dry.trace import Event, Fault, HostWait, Launch
-from hp_platform.own_kernels import launch
+from hp_platform.dry import launch
 
 
 def line() -> str:

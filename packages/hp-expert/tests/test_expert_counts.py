@@ -18,7 +18,7 @@ from torch import Tensor
 from hp_expert.dispatch import exchange_plan
 from hp_expert.dispatch.exchange_plan import read_counts
 from hp_platform import Pending
-from hp_platform.device import streams
+from hp_platform.device import device
 
 GPU = torch.device("cuda", 0)
 
@@ -68,9 +68,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "current")
     monkeypatch.setattr(torch, "empty", count_pinned)
     monkeypatch.setattr(Tensor, "device", GPU)
-    if hasattr(streams, "_side_streams"):  # an older version has none, and makes each anew
-        monkeypatch.setattr(streams, "_side_streams", {})
-        monkeypatch.setattr(exchange_plan, "_free_pinned", [])
+    monkeypatch.setattr(device, "_side_streams", {})
+    monkeypatch.setattr(exchange_plan, "_free_pinned", [])
     yield found
     monkeypatch.undo()
 

@@ -21,7 +21,7 @@ from hp_expert import (
     LocalDispatcher,
     TensorParallel,
 )
-from hp_expert.styles.ranks import ExpertMesh
+from hp_expert.placement import ExpertMesh
 from hp_platform import PeerError, new_group
 from hp_platform.testing import run_distributed, run_in_threads
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_expert.hugging_face.layout import has_own_gate, refusal
-from hp_expert.hugging_face.modules import experts_forward
+from hp_expert.hugging_face.modules import experts_forward, has_own_gate, refusal
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -13,9 +13,8 @@ from hp_base.errors import CheckpointError
 from hp_base.folder import DamageError
 from hp_checkpoint.checkpoint import verify_entries
 from hp_checkpoint.manifest import Entry, Manifest
-from hp_platform.failures.agreement import agree
 from hp_platform.failures.failures import PeerError
-from hp_platform.failures.messages import all_gather_json, on_one_rank
+from hp_platform.failures.messages import agree, all_gather_json, on_one_rank
 from hp_platform.groups import global_ranks
 
 T = TypeVar("T")

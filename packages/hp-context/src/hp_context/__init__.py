@@ -22,22 +22,27 @@ if TYPE_CHECKING:
     )
     from hp_context.batch.deal import deal_documents
     from hp_context.batch.deal_cost import DealCost, deal_cost
-    from hp_context.batch.loss import count_tokens, shift_labels, sum_gradients, token_loss
+    from hp_context.batch.loss import (
+        count_tokens,
+        shard_batch,
+        shift_labels,
+        sum_gradients,
+        token_loss,
+    )
     from hp_context.batch.positions import documents_of
-    from hp_context.batch.shard import shard_batch
     from hp_context.cost import ExchangedBytes, exchanged_bytes
     from hp_context.hugging_face import register_attention
     from hp_context.masks import (
         BlockKind,
         Causal,
         Documents,
+        EachSequence,
         Full,
         Mask,
         PositionMask,
         SlidingWindow,
         mask_tensor,
     )
-    from hp_context.masks.sequences import EachSequence
     from hp_context.methods.overlap import Fallback, OverlapCounts, OverlapRates
     from hp_context.methods.ulysses import head_to_seq, seq_to_head
 
@@ -95,7 +100,7 @@ __getattr__ = lazily(
         "Deal": "hp_context.batch",
         "DealCost": "hp_context.batch.deal_cost",
         "Documents": "hp_context.masks",
-        "EachSequence": "hp_context.masks.sequences",
+        "EachSequence": "hp_context.masks",
         "ExchangedBytes": "hp_context.cost",
         "Fallback": "hp_context.methods.overlap",
         "Full": "hp_context.masks",
@@ -117,7 +122,7 @@ __getattr__ = lazily(
         "masked_attention": "hp_context.attention.core",
         "register_attention": "hp_context.hugging_face",
         "seq_to_head": "hp_context.methods.ulysses",
-        "shard_batch": "hp_context.batch.shard",
+        "shard_batch": "hp_context.batch.loss",
         "shard_sequence": "hp_context.batch",
         "shift_labels": "hp_context.batch.loss",
         "sum_gradients": "hp_context.batch.loss",

@@ -27,10 +27,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.attention.core import Attention
-from hp_context.attention.core_mask import CoreMask, check_core, check_used
-from hp_context.attention.heads import HeadSplit, split_heads
+from hp_context.attention.core_mask import CoreMask, PositionsOnly, check_core, check_used, guard
 from hp_context.attention.parts import PartsMask
-from hp_context.attention.spread import Spread
+from hp_context.attention.spread import HeadSplit, Spread, split_heads
 from hp_context.batch import (
     CONTIGUOUS,
     Deal,
@@ -43,7 +42,6 @@ from hp_context.batch import (
     without_deal,
 )
 from hp_context.batch.checks import Dims, check_local, check_parts, content_of
-from hp_context.guard import PositionsOnly, guard
 from hp_context.masks import Full, Mask
 from hp_context.masks.compare import compare, is_new, is_of_the_data, set_compared
 from hp_context.methods.all_gather import GatheredMask, gather_keys

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hp_context.attention.heads import split_heads
-from hp_context.attention.spread import Needs, Rows, length
+from hp_context.attention.spread import Needs, Rows, length, split_heads
 from hp_context.batch import CONTIGUOUS, SequenceLayout
 from hp_context.masks import Full, Mask
 from hp_context.methods.hybrid import outer_runs

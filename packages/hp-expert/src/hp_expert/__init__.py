@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from hp_expert.hugging_face.replay import RoutingRecord, record_routing, replay_routing
     from hp_expert.moe import MoE
     from hp_expert.permute import Permutation, gather_slots, sort_by_expert, sum_slots
+    from hp_expert.placement import ExpertRanks
     from hp_expert.routing.balance import (
         document_balance_loss,
         global_balance_loss,
@@ -62,9 +63,13 @@ if TYPE_CHECKING:
     )
     from hp_expert.routing.recompute import save_routing
     from hp_expert.routing.router import Routing, TopKRouter, check_replay
-    from hp_expert.styles import BaseExpertParallel, DispatchedParallel
-    from hp_expert.styles.parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
-    from hp_expert.styles.ranks import ExpertRanks
+    from hp_expert.styles import (
+        BaseExpertParallel,
+        DispatchedParallel,
+        ExpertParallel,
+        ExpertTensorParallel,
+        TensorParallel,
+    )
 
 __all__ = [
     "Activation",
@@ -160,9 +165,9 @@ __getattr__ = lazily(
         "ExchangeRead": "hp_expert.dispatch.exchange_plan",
         "ExpertBatch": "hp_expert.batch",
         "ExpertNames": "hp_expert.checkpoint",
-        "ExpertParallel": "hp_expert.styles.parallel",
-        "ExpertRanks": "hp_expert.styles.ranks",
-        "ExpertTensorParallel": "hp_expert.styles.parallel",
+        "ExpertParallel": "hp_expert.styles",
+        "ExpertRanks": "hp_expert.placement",
+        "ExpertTensorParallel": "hp_expert.styles",
         "GroupedExperts": "hp_expert.experts.module",
         "GroupedProducts": "hp_expert.experts.grouped",
         "LocalDispatcher": "hp_expert.batch",
@@ -179,7 +184,7 @@ __getattr__ = lazily(
         "SpreadExperts": "hp_expert.experts.module",
         "StackedPart": "hp_expert.checkpoint.parts",
         "SwiGLU": "hp_expert.experts.activation",
-        "TensorParallel": "hp_expert.styles.parallel",
+        "TensorParallel": "hp_expert.styles",
         "TensorSlicedDispatcher": "hp_expert.dispatch.tensor_sliced",
         "TensorSummedDispatcher": "hp_expert.dispatch.tensor_summed",
         "TopKRouter": "hp_expert.routing.router",

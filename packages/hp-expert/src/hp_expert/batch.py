@@ -21,7 +21,7 @@ from hp_expert.permute import (
     sort_counted,
     sum_slots,
 )
-from hp_platform.host_reads import arrived, require_on_device
+from hp_platform.dry import arrived, require_on_device
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of rows and routing weights."""
@@ -208,7 +208,7 @@ class ExpertBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalRead:
-    """The host read of a layer whose experts are all here: a purpose of `hp_platform.host_reads`.
+    """The host read of a layer whose experts are all here: a purpose of `hp_platform.dry`.
 
     Attributes:
         num_tokens: Number of tokens, T.

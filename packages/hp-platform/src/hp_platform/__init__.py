@@ -35,10 +35,16 @@ if TYPE_CHECKING:
     from hp_platform.collectives.narrow import set_fsdp_gather_dtype
     from hp_platform.collectives.p2p import irecv, isend, isend_irecv
     from hp_platform.collectives.pending import Pending
-    from hp_platform.device.device import backend_for, local_device
+    from hp_platform.device.device import (
+        Event,
+        backend_for,
+        current_stream,
+        local_device,
+        side_stream,
+        use_stream,
+    )
     from hp_platform.device.float64 import float64_norms
-    from hp_platform.device.streams import Event, current_stream, side_stream, use_stream
-    from hp_platform.failures.agreement import agree
+    from hp_platform.dry import is_dry
     from hp_platform.failures.failures import (
         FailureNote,
         FailureReport,
@@ -54,7 +60,7 @@ if TYPE_CHECKING:
         mark_agreed,
         raise_first,
     )
-    from hp_platform.failures.messages import all_gather_json, on_one_rank
+    from hp_platform.failures.messages import agree, all_gather_json, on_one_rank
     from hp_platform.groups import (
         mesh_of,
         new_group,
@@ -62,10 +68,9 @@ if TYPE_CHECKING:
         new_groups,
         resolve_group,
     )
-    from hp_platform.host_reads import is_dry
     from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
-    from hp_platform.threads.context import ThreadContext
     from hp_platform.threads.places import doing, mark_place, place_of
+    from hp_platform.threads.use import ThreadContext
 
 __all__ = [
     "Event",
@@ -135,7 +140,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Event": "hp_platform.device.streams",
+    "Event": "hp_platform.device.device",
     "FailureNote": "hp_platform.failures.failures",
     "FailureReport": "hp_platform.failures.failures",
     "PeerError": "hp_platform.failures.failures",
@@ -143,9 +148,9 @@ _HOMES = {
     "RankInfo": "hp_platform.launch",
     "Runtime": "hp_platform.launch",
     "StartedAllToAll": "hp_platform.collectives.collectives",
-    "ThreadContext": "hp_platform.threads.context",
+    "ThreadContext": "hp_platform.threads.use",
     "WeightGradQueue": "hp_platform.autograd.weight_grads",
-    "agree": "hp_platform.failures.agreement",
+    "agree": "hp_platform.failures.messages",
     "all_gather_json": "hp_platform.failures.messages",
     "all_gather_uneven": "hp_platform.collectives.collectives",
     "all_to_all": "hp_platform.collectives.collectives",
@@ -153,7 +158,7 @@ _HOMES = {
     "all_to_all_wait": "hp_platform.collectives.collectives",
     "backend_for": "hp_platform.device.device",
     "break_group": "hp_platform.failures.failures",
-    "current_stream": "hp_platform.device.streams",
+    "current_stream": "hp_platform.device.device",
     "default_note": "hp_platform.failures.failures",
     "doing": "hp_platform.threads.places",
     "explained": "hp_platform.failures.failures",
@@ -163,7 +168,7 @@ _HOMES = {
     "give_up": "hp_platform.failures.failures",
     "initialize": "hp_platform.launch",
     "irecv": "hp_platform.collectives.p2p",
-    "is_dry": "hp_platform.host_reads",
+    "is_dry": "hp_platform.dry",
     "is_echo": "hp_platform.failures.failures",
     "is_no_failure": "hp_platform.failures.failures",
     "is_waited": "hp_platform.collectives.collectives",
@@ -191,11 +196,11 @@ _HOMES = {
     "set_fsdp_gather_dtype": "hp_platform.collectives.narrow",
     "set_fsdp_hooks": "hp_platform.collectives.fsdp",
     "shutdown": "hp_platform.launch",
-    "side_stream": "hp_platform.device.streams",
+    "side_stream": "hp_platform.device.device",
     "start_all_to_all": "hp_platform.collectives.collectives",
     "submit_weight_grad": "hp_platform.autograd.weight_grads",
     "sync_hook": "hp_platform.autograd.graphs",
-    "use_stream": "hp_platform.device.streams",
+    "use_stream": "hp_platform.device.device",
     "wait_tensor": "hp_platform.collectives.collectives",
 }
 """Module of each public name."""

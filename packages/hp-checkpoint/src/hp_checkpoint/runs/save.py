@@ -16,7 +16,7 @@ from hp_checkpoint.runs.directory import (
     step_name,
 )
 from hp_checkpoint.save import Source, save, sources_of
-from hp_platform.failures.agreement import agreeing
+from hp_platform.failures.messages import agreeing
 
 
 def save_checkpoint(

@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hp_context.attention.causal_strips import attend_in_strips, strips_apply
-from hp_context.attention.heads import HeadShare
 from hp_context.attention.segmented import attend_whole, masks_of_calls
 from hp_context.attention.softmax import Scores, attend_by_blocks, blocks_pay, narrowed
+from hp_context.attention.spread import HeadShare
 from hp_context.batch import without_deal
 from hp_context.kernels import varlen
-from hp_context.kernels.dropout import Dropout, draw_seed
-from hp_context.masks import Causal, Full, Mask, mask_tensor
+from hp_context.kernels.reference import Dropout, draw_seed
+from hp_context.masks import Causal, Full, Mask, mask_tensor, of_sequences
 from hp_context.masks.segments import is_known
-from hp_context.masks.sequences import of_sequences
 from hp_platform import outside_graph
 
 _HEADS_FIRST = (2, 1)

@@ -2,7 +2,7 @@
 
 The modes differ in how keys and values arrive and how their gradients go home. What is computed of
 a part that is there is the same in all of them: its blocks (`blocks.plan`), each with the kernels
-of `hp_context.kernels`, put together by their log-sum-exp (`merge.py`).
+of `hp_context.kernels`, put together by their log-sum-exp (`softmax.Merge`).
 
 Shape symbols: B batch, s queries of this rank, K keys of a part, H query heads, G key/value heads,
 D head size of queries and keys, E head size of values. Keys and values travel packed: [K, B, G,
@@ -21,15 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from hp_context.attention import segmented, softmax
 from hp_context.attention.core import SpreadMask, Terms, check_dropout
-from hp_context.attention.heads import HeadShare
 from hp_context.attention.softmax import Scores
-from hp_context.attention.spread import Needs, Rows, Spread, in_order, slices
+from hp_context.attention.spread import HeadShare, Needs, Rows, Spread, in_order, slices
 from hp_context.kernels import varlen
 from hp_context.kernels.varlen import padded
-from hp_context.masks import Mask
+from hp_context.masks import Mask, of_sequences
 from hp_context.masks.blocks import QueryRun, plan
 from hp_context.masks.segments import Call, calls
-from hp_context.masks.sequences import of_sequences
 
 WORTH_A_COPY = 1024  # queries that use a key/value head
 
@@ -106,7 +104,7 @@ class PartsMask(SpreadMask):
     def attend_to_parts(
         self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
     ) -> Tensor:
-        """Return [B, H, s, E]; differentiable. `sinks` are [H], see `merge.with_sinks`."""
+        """Return [B, H, s, E]; differentiable. `sinks` are [H], see `softmax.with_sinks`."""
 
 
 class _Moved(torch.autograd.Function):

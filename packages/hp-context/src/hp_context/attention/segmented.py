@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_context.attention.merge import sinks_gradient, with_sinks
+from hp_context.attention.softmax import sinks_gradient, with_sinks
 from hp_context.kernels import varlen
 from hp_context.kernels.varlen import Lengths, padded
-from hp_context.masks import Mask
+from hp_context.masks import Mask, of_sequences
 from hp_context.masks.segments import Call, calls, is_known
-from hp_context.masks.sequences import of_sequences
-from hp_platform.own_kernels import device_number
+from hp_platform.dry import device_number
 
 MOST_NUMBERS = 1 << 22  # of calls that are kept on devices: 16 MiB
 
@@ -209,7 +208,7 @@ class Forward:
         Queries that see nothing at all have output 0 and log-sum-exp -inf.
 
         Args:
-            sinks: [H], see `merge.with_sinks`.
+            sinks: [H], see `softmax.with_sinks`.
         """
         out, lse = self._out, self._lse
         if out is None:
@@ -352,7 +351,7 @@ def attend_whole(
 
     Args:
         qkv: [B, H, S, D], [B, G, S, D] and [B, G, S, E].
-        sinks: [H], see `merge.with_sinks`.
+        sinks: [H], see `softmax.with_sinks`.
         masks: One for each sequence.
         scale: Factor of the scores.
     """

@@ -8,9 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.batch import CONTIGUOUS, SequenceLayout
-from hp_context.hugging_face.attention import SpreadAttention
-from hp_context.hugging_face.call import make_call_mask
-from hp_context.hugging_face.watch import watch_models
+from hp_context.hugging_face.attention import SpreadAttention, make_call_mask
+from hp_context.hugging_face.mixers import watch_models
 from hp_platform import outside_graph
 
 

@@ -1,8 +1,14 @@
 """Modules of a model that mix positions besides its attention, found by trying the model once.
 
+Every model of transformers is tried before its first forward on a part of the sequence. It carries
+the question as a hook of its own, which asks once and removes itself. Models that exist when
+attention is registered get it then, others as soon as their first part is put in. Models that never
+call the registered attention are asked too: these would be the wrong ones.
+
 Shape symbols: S positions of the trial, H query heads, G key/value heads, E head size of values.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -10,7 +16,12 @@ from inspect import Parameter, signature
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from hp_platform import outside_graph
 
 # Positions of a trial: primes, to be told from other sizes; the largest that the model has places
 # for. Published models that compress keys do so for 128 tokens at most.
@@ -242,3 +253,56 @@ def _mapped(function: Callable[[Tensor], Tensor], value: object) -> object:
 def _takes(model: nn.Module, name: str) -> bool:
     found = signature(model.forward).parameters
     return name in found or any(p.kind is Parameter.VAR_KEYWORD for p in found.values())
+
+
+_names: set[str] = set()  # registered by this package
+_watching: list[RemovableHandle] = []  # one at most, of the process
+_MARK = "_hp_context_watched"
+
+
+def watch_models(name: str, base: type[nn.Module]) -> None:
+    """Try every model that selects an attention, before its first forward.
+
+    Args:
+        name: Name under which the attention was registered.
+        base: Class of all models of transformers.
+    """
+    _names.add(name)
+    if _watching:
+        return
+
+    def attach(module: nn.Module, *_: object) -> None:
+        if isinstance(module, base) and _MARK not in module.__dict__:
+            module.__dict__[_MARK] = module.register_forward_pre_hook(outside_graph(_ask))
+
+    for found in gc.get_objects():
+        if issubclass(type(found), base):
+            attach(found)
+    _watching.append(register_module_module_registration_hook(attach))
+
+
+def _ask(model: nn.Module, _: object) -> None:
+    """Refuse a model that mixes positions elsewhere than in attention."""
+    if current_trial() is not None or not _selected(model):
+        return
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
+    found = find_mixer(model)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard() if part is model else part.reshard()
+    if found is not None:
+        raise ValueError(
+            f"{found}: all of a model but attention by transformers' registry must treat "
+            "positions one by one with hp_context"
+        )
+    for part in model.modules():
+        handle = part.__dict__.pop(_MARK, None)
+        if handle is not None:
+            handle.remove()
+
+
+def _selected(model: nn.Module) -> bool:
+    """Tell whether a model, or a model in it, has chosen attention of this package."""
+    configs = (getattr(part, "config", None) for part in model.modules() if _MARK in part.__dict__)
+    return any(getattr(config, "_attn_implementation", None) in _names for config in configs)

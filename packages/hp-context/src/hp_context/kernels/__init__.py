@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hp_context.kernels import cpu, cuda, flex, reference
-from hp_context.kernels.dropout import BlockDropout
-from hp_context.kernels.reference import Scoring
+from hp_context.kernels.reference import BlockDropout, Scoring
 from hp_context.masks import BlockKind
 
 
@@ -139,7 +138,7 @@ def block_backward(
         v: [B, G, K, E].
         grad_out: [B, H, Q, E].
         out: [B, H, Q, E], over all blocks of these queries.
-        lse: [B, H, Q], over all blocks; without -inf, see `merge.for_backward`.
+        lse: [B, H, Q], over all blocks; without -inf, see `softmax.for_backward`.
         kind: Same as in `block_forward`.
         mask: Same as in `block_forward`.
         scale: Same as in `block_forward`.

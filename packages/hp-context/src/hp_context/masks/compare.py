@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_context.masks import Both, Causal, Full, Mask, SlidingWindow
-from hp_context.masks.sequences import EachSequence
+from hp_context.masks import Both, Causal, EachSequence, Full, Mask, SlidingWindow
 from hp_platform import agree, mark_agreed
 from hp_platform.groups import global_ranks
 from hp_platform.threads.use import note_use

@@ -27,8 +27,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_context.attention.heads import HeadShare
-from hp_context.attention.merge import sinks_gradient, with_sinks
 from hp_context.attention.parts import (
     PartsMask,
     Work,
@@ -38,8 +36,17 @@ from hp_context.attention.parts import (
     start_forward,
     unpacked,
 )
-from hp_context.attention.softmax import Scores
-from hp_context.attention.spread import Needs, Rows, Spread, add_to, in_order, length, take
+from hp_context.attention.softmax import Scores, sinks_gradient, with_sinks
+from hp_context.attention.spread import (
+    HeadShare,
+    Needs,
+    Rows,
+    Spread,
+    add_to,
+    in_order,
+    length,
+    take,
+)
 from hp_context.masks import Mask
 from hp_context.masks.blocks import joined
 from hp_context.methods.overlap import OverlapRates

@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_context.attention.heads import HeadShare
-from hp_context.attention.merge import sinks_gradient, with_sinks
 from hp_context.attention.parts import (
     PartsMask,
     Work,
@@ -36,8 +34,8 @@ from hp_context.attention.parts import (
     start_forward,
     unpacked,
 )
-from hp_context.attention.softmax import Scores
-from hp_context.attention.spread import Needs, Rows, Spread, add_to, length, take
+from hp_context.attention.softmax import Scores, sinks_gradient, with_sinks
+from hp_context.attention.spread import HeadShare, Needs, Rows, Spread, add_to, length, take
 from hp_context.masks import Mask
 from hp_platform import Pending, isend_irecv
 from hp_platform.groups import global_ranks

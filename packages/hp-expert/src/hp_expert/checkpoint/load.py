@@ -18,7 +18,7 @@ from hp_checkpoint.manifest import MANIFEST
 from hp_checkpoint.safetensors import FileTensor, opened_tensors
 from hp_expert.checkpoint import BIASES, PROJECTIONS, ExpertNames
 from hp_expert.checkpoint.parts import StackedPart, keys_of, pieces, stacked_parts
-from hp_platform.failures.agreement import agreeing
+from hp_platform.failures.messages import agreeing
 
 _DTYPES = ("F64", "F32", "BF16", "F16")
 _SHOWN = 3

@@ -18,7 +18,7 @@ from hp_expert.checkpoint import ExpertNames
 from hp_expert.checkpoint.convert import to_hf
 from hp_expert.checkpoint.parts import StackedPart, find_experts
 from hp_platform import agree
-from hp_platform.failures.agreement import agreeing
+from hp_platform.failures.messages import agreeing
 
 
 def save_experts(

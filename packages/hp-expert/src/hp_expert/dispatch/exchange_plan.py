@@ -31,7 +31,7 @@ from hp_expert.dispatch.deduplicated import Destinations
 from hp_expert.dispatch.refusal import refused
 from hp_expert.permute import SlotCounts
 from hp_platform import Event, PeerError, Pending, agree, side_stream, use_stream
-from hp_platform.host_reads import arrived
+from hp_platform.dry import arrived
 
 _NO_WEIGHTS = len(FLOATS)
 _GRAIN = 512
@@ -149,7 +149,7 @@ class ExchangePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRead:
-    """The one host read of a layer: the `purpose` of `hp_platform.host_reads.arrived`.
+    """The one host read of a layer: the `purpose` of `hp_platform.dry.arrived`.
 
     Attributes:
         header: Header that every rank sends.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.activate import activate, activate_backward, dot
+from hp_expert.experts.activation import activate, activate_backward, dot
 from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients
 from hp_expert.kernels import kernels_for
 

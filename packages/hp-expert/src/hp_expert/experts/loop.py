@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hp_expert.batch import ExpertBatch
-from hp_expert.experts.types import ExpertWeights, InputGradients, WeightGradients
-from hp_expert.experts.weight_gradient import ExpertRun
+from hp_expert.experts.types import ExpertRun, ExpertWeights, InputGradients, WeightGradients
 from hp_expert.kernels import kernels_for
 
 reads_counts: Final = True

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from hp_expert.experts.activation import SWIGLU, Activation, require_activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
 from hp_expert.experts.swiglu import routed_swiglu_by
 from hp_expert.experts.types import ExpertWeights, Projections
+from hp_expert.placement import ExpertRanks
 from hp_platform import outside_graph
-
-if TYPE_CHECKING:
-    from hp_expert.styles.ranks import ExpertRanks
 
 
 class SpreadExperts(nn.Module):
@@ -34,7 +32,7 @@ class SpreadExperts(nn.Module):
     dispatcher: Dispatcher[Any]
     first_expert: int
     total_experts: int
-    ranks: "ExpertRanks | None"
+    ranks: ExpertRanks | None
 
 
 class GroupedExperts(SpreadExperts):

@@ -29,9 +29,9 @@ from hp_expert.experts.types import (
     CastOf,
     ExpertWeights,
     Projections,
+    WeightGradient,
     WeightGradients,
 )
-from hp_expert.experts.weight_gradient import WeightGradient
 from hp_expert.functions import Context, differentiable_once
 from hp_expert.placement import local_part
 from hp_platform import wait_tensor
@@ -191,7 +191,7 @@ class _RoutedSwiGLU(torch.autograd.Function):
         ctx.batch = batch._replace(rows=nothing, weights=None, order=nothing, placed=None)
         ctx.places = None if placed is None else (placed.partial, placed.padded)
         ctx.backend, ctx.options = backend, options
-        # The saved ones may be copies of the parameters; see `hp_expert.experts.weight_gradient`.
+        # The saved ones may be copies of the parameters; see `hp_expert.experts.types`.
         ctx.parameters = parameters
         return out
 

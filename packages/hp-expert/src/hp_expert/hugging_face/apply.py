@@ -11,14 +11,16 @@ from torch.distributed.tensor import DTensor, Shard
 from hp_expert.batch import LocalDispatcher
 from hp_expert.dispatch import AnyDispatcher, MakeDispatcher
 from hp_expert.dispatch.all_to_all import AllToAllDispatcher
-from hp_expert.hugging_face.layout import expert_modules, num_experts_of, refusal
 from hp_expert.hugging_face.modules import (
     DispatchedExperts,
     RoutedBlock,
     change_class,
+    expert_modules,
     experts_forward,
+    num_experts_of,
+    refusal,
 )
-from hp_expert.styles.ranks import ExpertRanks
+from hp_expert.placement import ExpertRanks
 from hp_expert.styles.sharding import agree_on
 from hp_platform import resolve_group
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hp_expert.experts.module import GroupedExperts
-from hp_expert.styles.ranks import ExpertRanks
+from hp_expert.placement import ExpertRanks
 from hp_platform import PeerError, all_gather_json
-from hp_platform.host_reads import is_dry
+from hp_platform.dry import is_dry
 
 
 def shard_dim(name: str, axis: str) -> int | None:

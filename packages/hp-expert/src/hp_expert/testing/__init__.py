@@ -8,13 +8,15 @@ from torch.distributed import ProcessGroup
 
 from hp_expert.dispatch import MakeDispatcher
 from hp_expert.testing.conformance import (
+    DISAGREEMENTS,
+    SPOILS,
+    check_errors,
     check_interleaving,
     check_parity,
     check_recompute,
     check_reruns,
     check_threads,
 )
-from hp_expert.testing.errors import DISAGREEMENTS, SPOILS, check_errors
 from hp_expert.testing.host_reads import host_reads
 from hp_expert.testing.problem import ROUTINGS, Case
 

@@ -33,7 +33,7 @@ from hp_context import Attention
 from hp_expert import MoE, Routing
 from hp_plan.costs.kernels import forward, named_blocks, seen_positions
 from hp_plan.costs.work import BlockWork, ModelWork, Weight, Work, alike
-from hp_platform._internals.modes import FakeTensorMode
+from hp_platform._internals import FakeTensorMode
 from hp_trainer.config import ModelConfig
 from hp_trainer.layout.vocabulary import LogitTile
 from hp_trainer.model.block import Block

@@ -1,4 +1,4 @@
-"""Answers to host reads of a device that computes nothing; see `hp_platform.host_reads`."""
+"""Answers to host reads of a device that computes nothing; see `hp_platform.dry`."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Answers:
     skew: Skew
 
     def __call__(self, copy: Tensor, purpose: object) -> Tensor:
-        """See `hp_platform.host_reads.Answer`."""
+        """See `hp_platform.dry.Answer`."""
         if isinstance(purpose, ExchangeRead | LocalRead):
             return routed(purpose, copy, self.skew, layer=_layer())
         if isinstance(purpose, HeaderRead):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hp_expert import save_routing
-from hp_platform._internals.modes import TorchDispatchMode
+from hp_platform._internals import TorchDispatchMode
 
 Recompute = Literal["none", "attention", "feed_forward", "selective", "full"]
 """What of a block is computed again."""

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hp_base.errors import HpError
-from hp_platform._internals import modes as _internals
+from hp_platform import _internals
 from hp_trainer.config import TrainConfig
 from hp_trainer.launch.task import Worker
 

@@ -22,7 +22,7 @@ from hp_data import Tokenizer, load_tokenizer
 from hp_data.cache import Cache
 from hp_data.preparation import prepare
 from hp_platform import Runtime, all_gather_json, initialize, new_group
-from hp_platform.failures.agreement import agreeing
+from hp_platform.failures.messages import agreeing
 from hp_trainer.config import Config
 from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.task import Worker

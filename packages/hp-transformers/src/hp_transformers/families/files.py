@@ -17,7 +17,7 @@ from hp_base.errors import CheckpointError, ConfigError
 from hp_checkpoint import Box
 from hp_checkpoint.files import created, fsync_directory, write
 from hp_checkpoint.safetensors import INDEX, FileTensor, index_of, layout_of
-from hp_platform.failures.agreement import agreeing
+from hp_platform.failures.messages import agreeing
 
 T = TypeVar("T")
 SHARD_BYTES = 5 * 10**9  # of a file, as transformers cuts them

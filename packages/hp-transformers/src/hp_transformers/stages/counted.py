@@ -8,8 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from hp_expert.hugging_face.layout import num_experts_of
-from hp_expert.hugging_face.modules import DispatchedExperts
+from hp_expert.hugging_face.modules import DispatchedExperts, num_experts_of
 from hp_trainer.model import Counted
 from hp_transformers.stages.model import CausalModel
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from hp_platform._internals.modes import TorchDispatchMode
+from hp_platform._internals import TorchDispatchMode
 from hp_platform.device.float64 import lift
 from hp_verify.recording.recorder import Recorder
 from hp_verify.recording.request import Request

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from hp_platform._internals.modes import (
+from hp_platform._internals import (
     FakeTensor,
     has_modes,
     in_backward,

@@ -29,10 +29,10 @@ from torch._C._distributed_c10d import (
 # `torch.compiler.disable` that does not import the compiler before the first call.
 from torch._compile import _disable_dynamo as dynamo_disabled
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed import _functional_collectives as functional
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -47,6 +47,7 @@ W = TypeVar("W", bound=Tensor)
 
 __all__ = [
     "FakeTensor",
+    "FakeTensorMode",
     "FileStore",
     "HashStore",
     "PrefixStore",
@@ -320,3 +321,44 @@ def gloo_group(
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
     return group
+
+
+def record_memory_history(*, most: int) -> None:
+    """Begin to record allocations of CUDA memory, with Python stacks.
+
+    Args:
+        most: Number of the latest records that are stored.
+    """
+    torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=most)
+
+
+def end_memory_history() -> None:
+    """Stop recording and drop the records."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write the records for the viewer at pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def in_backward() -> bool:
+    """Tell whether this thread runs a backward pass: its code is recomputation or a hook."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Tell whether this code runs inside a transform of `torch.func`, such as `vmap`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_modes() -> bool:
+    """Tell whether a mode intercepts the operators of this thread."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Disable all modes of this thread inside the context."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
