@@ -18,6 +18,7 @@ from hp_trainer.config.options import checked_config, resolve
 from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
+from hp_verify.recording.events import START, WEIGHT
 from hp_verify.recording.request import Request, environment
 from integration_tests.jobs.test_verify_faults import SMALL
 from integration_tests.jobs.verify_door import MORE, PROGRAM
@@ -132,6 +133,15 @@ def test_a_sound_layout_is_equal(layout: str, judge: Judge) -> None:
     assert not comparison.unaligned, comparison.unaligned
     assert comparison.num_steps == PROGRAM.steps
     assert comparison.num_compared > 1000
+
+
+def test_correction_biases_are_called_as_parameters_are(corpus: str, tmp_path: Path) -> None:
+    step = recorded(tmp_path, config_of(corpus, "model.correction_bias=true")).steps[1]
+
+    for phase in (START, WEIGHT):
+        names = [name for name in step.tensors[phase] if name.endswith("correction_bias")]
+        assert names
+        assert not [name for name in names if name.startswith("model.")], names
 
 
 @pytest.mark.sample("evaluation_alone_is_wrong")

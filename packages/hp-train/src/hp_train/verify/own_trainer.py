@@ -34,7 +34,6 @@ from hp_trainer.training.batches import Batches, PlannedStep, Share
 from hp_trainer.training.gradients import Losses
 from hp_trainer.training.metrics import StepMetrics
 from hp_trainer.training.startup import connect, prepare_data
-from hp_trainer.training.state import checkpoint_buffers
 from hp_trainer.training.trainer import Trainer
 from hp_verify.comparing.ties import CHOICES, SCORES
 from hp_verify.recording import events as ev
@@ -115,17 +114,17 @@ class TrainerNotes:
         return {p.name: part_of(p, states[p.local][moment]) for p in self._trainer.parameters}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return buffers that a checkpoint has."""
-        return checkpoint_buffers(self._trainer.pipeline.modules.values())
+        """Return buffers that a checkpoint has, named as parameters are."""
+        stages = self._trainer.pipeline.modules.values()
+        return {name: buffer for stage in stages for name, buffer in stage.kept_buffers.items()}
 
     def state(self) -> Mapping[str, Tensor | Part]:
         """Return everything that a checkpoint has, under its names there."""
-        found: dict[str, Tensor | Part] = {}
-        tables = {"model": self.weights()}
-        tables |= {f"optimizer.{moment}": self.moments(moment) for moment in MOMENTS.values()}
-        for prefix, parts in tables.items():
-            found |= {f"{prefix}.{name}": part for name, part in parts.items()}
-        return found | self.buffers()
+        found = {f"model.{name}": part for name, part in self.weights().items()}
+        for moment in MOMENTS.values():
+            parts = self.moments(moment)
+            found |= {f"optimizer.{moment}.{name}": part for name, part in parts.items()}
+        return found | {f"model.{name}": buffer for name, buffer in self.buffers().items()}
 
     def _losses(self, losses: Losses) -> None:
         record = self._record()

@@ -86,7 +86,7 @@ def _train(
         record.add(quantity, _as(moments, like))
     record.add_scalar("updates", oracle.updates)
     record.add("weight", _as({name: oracle.weights[name] for name in oracle.names}, like))
-    biases = {f"{_MODEL}{n}": t for n, t in oracle.weights.items() if n not in oracle.names}
+    biases = {n: t for n, t in oracle.weights.items() if n not in oracle.names}
     record.add("correction bias", biases)
     record.add(CHOICES, outcome.choices)
     record.add(SCORES, outcome.scores)
