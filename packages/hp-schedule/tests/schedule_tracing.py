@@ -12,8 +12,8 @@ from typing import Final
 
 from hp_schedule.errors import DeadlockError
 from hp_schedule.executor import Executor, run_together
-from hp_schedule.ir import MetaStep, MetaStepType
 from hp_schedule.schedule import Schedule
+from hp_schedule.steps import MetaStep, MetaStepType
 
 Symbol = Hashable
 """A value, written as the nested tuple of what it was computed from."""

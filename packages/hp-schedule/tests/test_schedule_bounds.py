@@ -19,9 +19,9 @@ from hp_schedule import (
     simulate,
 )
 from hp_schedule.cli import main
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD
 from hp_schedule.passes.overlap import PairOrder
 from hp_schedule.searching import space
+from hp_schedule.steps import BWD, BWD_INPUT, BWD_WEIGHT, FWD
 
 ROUNDING = 1e-9
 DRAWN = int(os.environ.get("HP_SCHEDULE_BOUNDS", "25"))

@@ -285,7 +285,7 @@ def test_a_program_loads_what_it_uses() -> None:
     )
     command = [sys.executable, "-c", program]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    assert found.stdout.splitlines() == ["hp_schedule hp_schedule.ir", "True"]
+    assert found.stdout.splitlines() == ["hp_schedule hp_schedule.steps", "True"]
 
 
 def test_csv_with_messages_has_the_step_in_which_torch_divides_gradients(

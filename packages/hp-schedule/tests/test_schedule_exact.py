@@ -18,7 +18,7 @@ from hp_schedule.searching.construct import construct
 from hp_schedule.searching.exact import rank_bound, solve, solve_in_windows
 from hp_schedule.searching.joined import joined_bound
 from hp_schedule.searching.problem import Problem
-from hp_schedule.searching.walking import Walk
+from hp_schedule.searching.rows import Walk
 
 EPSILON = 1e-6
 

@@ -10,7 +10,7 @@ import pytest
 from schedule_tracing import Symbol, trace
 
 from hp_schedule import SCHEDULES, Schedule, ScheduleKind, add_send_recv, validate
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, leaves
+from hp_schedule.steps import BWD, BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, leaves
 
 _RANKS = range(2, 9 if os.environ.get("HP_WHOLE") else 6)
 _KINDS = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=list(SCHEDULES))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hp_schedule import MetaStep, MetaStepType, Row, Schedule, one_f_one_b
-from hp_schedule.packing import MAX_MICROBATCHES, MAX_STAGES, pack, unpack
+from hp_schedule.steps import MAX_MICROBATCHES, MAX_STAGES, pack, unpack
 
 T = MetaStepType
 _stages = st.integers(0, MAX_STAGES - 1)

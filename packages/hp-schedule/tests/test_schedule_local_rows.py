@@ -28,8 +28,8 @@ from hp_schedule import (
     zero_bubble,
 )
 from hp_schedule.costs import Costs
-from hp_schedule.dataflow import dataflow
-from hp_schedule.packing import leaves
+from hp_schedule.schedule import dataflow
+from hp_schedule.steps import leaves
 from hp_schedule.validation.report import ValidationReport
 
 

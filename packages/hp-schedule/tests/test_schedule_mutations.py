@@ -36,7 +36,7 @@ from hp_schedule import (
     validate,
     zero_bubble,
 )
-from hp_schedule.packing import (
+from hp_schedule.steps import (
     BWD,
     BWD_INPUT,
     BWD_WEIGHT,

@@ -22,9 +22,8 @@ from hp_schedule import (
 )
 from hp_schedule.placement import PlacementStyle
 from hp_schedule.searching.construct import Plan, construct
-from hp_schedule.searching.orders import first_orders, in_order, neighbour, with_order
-from hp_schedule.searching.problem import Problem
-from hp_schedule.searching.walking import Walk
+from hp_schedule.searching.problem import Problem, first_orders, in_order, neighbour, with_order
+from hp_schedule.searching.rows import Walk
 
 EPSILON = 1e-6
 POSITIONS = range(8) if os.environ.get("HP_WHOLE") == "1" else (0, 7)

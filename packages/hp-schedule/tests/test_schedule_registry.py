@@ -9,10 +9,10 @@ import hp_schedule
 from hp_schedule import SCHEDULES, Schedule, ScheduleKind, closed_form, gpipe, interleaved_1f1b
 from hp_schedule.arguments import OPTIONS, _reading, parser
 from hp_schedule.cli import main
-from hp_schedule.generators.registry import REGISTERED, schedule_kind
+from hp_schedule.generators.form import REGISTERED, schedule_kind
 from hp_schedule.generators.rounds import Rounds
-from hp_schedule.packing import OVERLAP_B_F, OVERLAP_F_B
 from hp_schedule.searching.search import closed_forms
+from hp_schedule.steps import OVERLAP_B_F, OVERLAP_F_B
 
 _KINDS = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=list(SCHEDULES))
 

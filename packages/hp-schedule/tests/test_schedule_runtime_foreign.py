@@ -17,7 +17,7 @@ from hp_schedule.runtime import (
     GraphCuttingSplitter,
     defer_weight_gradients,
 )
-from hp_schedule.runtime.backward import BackwardSplitter, Grads, full_backward
+from hp_schedule.runtime.stage import BackwardSplitter, Grads, full_backward
 
 WIDTH = 4
 

@@ -18,7 +18,7 @@ from hp_schedule.runtime import (
     PipelineStage,
     ScheduleInterleaved1F1B,
 )
-from hp_schedule.runtime.backward import Grads, WeightBackward
+from hp_schedule.runtime.stage import Grads, WeightBackward
 
 CPU = torch.device("cpu")
 

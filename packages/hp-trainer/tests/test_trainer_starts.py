@@ -24,7 +24,7 @@ from hp_trainer.layout.communicators import pipeline_layout
 from hp_trainer.layout.mesh import build_mesh, tied_group
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.schedules import KINDS
-from hp_vtp.transport.edge_groups import build_edge_groups as build_uneven_edge_groups
+from hp_vtp.transport.channel import build_edge_groups as build_uneven_edge_groups
 
 MOST = 20
 WORLD = 256

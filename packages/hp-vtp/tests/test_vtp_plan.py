@@ -19,7 +19,7 @@ from hp_vtp import (
     plan_transfer,
     predicted_seconds,
 )
-from hp_vtp.plan.cost import cut_traffic, link_of
+from hp_vtp.plan import cut_traffic, link_of
 from hp_vtp.topology.stages import cut, cut_by_lane
 
 ALL_SIZES = [(a, b) for a in range(1, 9) for b in range(1, 9)]

@@ -7,25 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hp_schedule.costs import Costs, ModelCosts
+    from hp_schedule.costs import Costs, ModelCosts, costs_from_json, costs_to_json
     from hp_schedule.errors import DeadlockError, ScheduleError
     from hp_schedule.executor import Driver, Executor, run_together
     from hp_schedule.generators import SCHEDULES
-    from hp_schedule.generators.building_blocks import v_half, v_min
     from hp_schedule.generators.dualpipe import dualpipe_v
-    from hp_schedule.generators.form import ClosedForm
+    from hp_schedule.generators.form import ClosedForm, ScheduleKind, closed_form
     from hp_schedule.generators.gpipe import gpipe, looped_bfs
     from hp_schedule.generators.one_f_one_b import forward_only, interleaved_1f1b, one_f_one_b
-    from hp_schedule.generators.registry import ScheduleKind, closed_form
     from hp_schedule.generators.u_shape import u_shape
-    from hp_schedule.generators.zbv import zbv
+    from hp_schedule.generators.v_shape import v_half, v_min, zbv
     from hp_schedule.generators.zero_bubble import (
         grouped_interleaved,
         interleaved_zero_bubble,
         zero_bubble,
     )
-    from hp_schedule.ir import MetaStep, MetaStepType
-    from hp_schedule.measured import measured_costs
     from hp_schedule.notation import from_csv, from_json, load, to_csv, to_json
     from hp_schedule.passes.communication import (
         add_send_recv,
@@ -37,7 +33,6 @@ if TYPE_CHECKING:
     from hp_schedule.passes.overlap import pair_overlap
     from hp_schedule.passes.retention import Retention, add_offload, add_recompute, drop_retention
     from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
-    from hp_schedule.profiles import costs_from_json, costs_to_json
     from hp_schedule.render import chrome_trace, timeline_svg
     from hp_schedule.schedule import Row, Schedule
     from hp_schedule.searching.search import SearchResult, search
@@ -45,7 +40,8 @@ if TYPE_CHECKING:
     from hp_schedule.simulation.channels import ChannelModel
     from hp_schedule.simulation.precedence import Path, Precedence, length
     from hp_schedule.simulation.simulate import Simulation, simulate
-    from hp_schedule.timeline import Span, Timeline
+    from hp_schedule.steps import MetaStep, MetaStepType
+    from hp_schedule.timeline import Span, Timeline, measured_costs
     from hp_schedule.timetables import step_grid, timetable
     from hp_schedule.transport import Message, MessageKind, Transport
     from hp_schedule.validation.report import Finding, FindingKind, Lacking, ValidationReport
@@ -144,8 +140,8 @@ _HOMES = {
     "Lacking": "hp_schedule.validation.report",
     "Message": "hp_schedule.transport",
     "MessageKind": "hp_schedule.transport",
-    "MetaStep": "hp_schedule.ir",
-    "MetaStepType": "hp_schedule.ir",
+    "MetaStep": "hp_schedule.steps",
+    "MetaStepType": "hp_schedule.steps",
     "ModelCosts": "hp_schedule.costs",
     "Path": "hp_schedule.simulation.precedence",
     "Precedence": "hp_schedule.simulation.precedence",
@@ -153,7 +149,7 @@ _HOMES = {
     "Row": "hp_schedule.schedule",
     "Schedule": "hp_schedule.schedule",
     "ScheduleError": "hp_schedule.errors",
-    "ScheduleKind": "hp_schedule.generators.registry",
+    "ScheduleKind": "hp_schedule.generators.form",
     "SearchResult": "hp_schedule.searching.search",
     "Simulation": "hp_schedule.simulation.simulate",
     "Span": "hp_schedule.timeline",
@@ -167,9 +163,9 @@ _HOMES = {
     "add_send_recv": "hp_schedule.passes.communication",
     "auto_align_and_add_send_recv": "hp_schedule.passes.communication",
     "chrome_trace": "hp_schedule.render",
-    "closed_form": "hp_schedule.generators.registry",
-    "costs_from_json": "hp_schedule.profiles",
-    "costs_to_json": "hp_schedule.profiles",
+    "closed_form": "hp_schedule.generators.form",
+    "costs_from_json": "hp_schedule.costs",
+    "costs_to_json": "hp_schedule.costs",
     "drop_communication": "hp_schedule.passes.communication",
     "drop_retention": "hp_schedule.passes.retention",
     "dualpipe_v": "hp_schedule.generators.dualpipe",
@@ -186,7 +182,7 @@ _HOMES = {
     "length": "hp_schedule.simulation.precedence",
     "load": "hp_schedule.notation",
     "looped_bfs": "hp_schedule.generators.gpipe",
-    "measured_costs": "hp_schedule.measured",
+    "measured_costs": "hp_schedule.timeline",
     "one_f_one_b": "hp_schedule.generators.one_f_one_b",
     "pair_overlap": "hp_schedule.passes.overlap",
     "run_together": "hp_schedule.executor",
@@ -199,11 +195,11 @@ _HOMES = {
     "to_csv": "hp_schedule.notation",
     "to_json": "hp_schedule.notation",
     "u_shape": "hp_schedule.generators.u_shape",
-    "v_half": "hp_schedule.generators.building_blocks",
-    "v_min": "hp_schedule.generators.building_blocks",
+    "v_half": "hp_schedule.generators.v_shape",
+    "v_min": "hp_schedule.generators.v_shape",
     "validate": "hp_schedule.validation.validate",
     "validate_pipeline_execution": "hp_schedule.validation.validate",
-    "zbv": "hp_schedule.generators.zbv",
+    "zbv": "hp_schedule.generators.v_shape",
     "zero_bubble": "hp_schedule.generators.zero_bubble",
 }
 """Module of each public name."""

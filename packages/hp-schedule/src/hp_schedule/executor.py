@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from hp_schedule.errors import DeadlockError
-from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.packing import (
+from hp_schedule.schedule import Row
+from hp_schedule.steps import (
     FIRST_OVERLAP,
     KIND_MASK,
     MICROBATCH_MASK,
@@ -17,10 +17,11 @@ from hp_schedule.packing import (
     STAGE_MASK,
     STAGE_SHIFT,
     TYPES,
+    MetaStep,
+    MetaStepType,
     halves,
     unpack,
 )
-from hp_schedule.schedule import Row
 
 Handler = Callable[[MetaStep], None]
 """Takes the place of a driver's own execution of a step."""

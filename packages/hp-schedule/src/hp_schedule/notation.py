@@ -14,7 +14,7 @@ JSON, version 1::
 
 "chains" may be left out when all stages form one chain in order, "gathered_stages" and
 "reduced_stages" where it is not said which stages are sharded (`hp_schedule.Schedule`). A step is
-its type in the step notation (`hp_schedule.ir`), then stage, then microbatch; ["UNSHARD", 0] and
+its type in the step notation (`hp_schedule.steps`), then stage, then microbatch; ["UNSHARD", 0] and
 the other FSDP steps have no microbatch. ["OVERLAP", step, step] is a forward and a backward in the
 order given. null is an empty cell. RECV_F is the input of the stage it names, SEND_B the gradient
 of that input.
@@ -27,17 +27,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hp_schedule.ir import LEAF_TYPES, MetaStep, MetaStepType
-from hp_schedule.packing import (
+from hp_schedule.schedule import Schedule
+from hp_schedule.steps import (
     BWD,
     BWD_WEIGHT,
     FSDP_REDUCE_GRAD,
     KIND_MASK,
+    LEAF_TYPES,
     STAGE_MASK,
     STAGE_SHIFT,
+    MetaStep,
+    MetaStepType,
     leaves,
 )
-from hp_schedule.schedule import Schedule
 
 _VERSION = 1
 _REQUIRED = ("version", "num_ranks", "num_microbatches", "stage_to_rank", "ranks")

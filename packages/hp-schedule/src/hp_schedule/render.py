@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from hp_schedule.ir import MetaStep, MetaStepType
+from hp_schedule.steps import MetaStep, MetaStepType
 from hp_schedule.timeline import Span, Timeline
 
 _NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'

@@ -1,21 +1,53 @@
-"""A whole pipeline schedule: the steps of every rank, and where the stages live."""
+"""A whole pipeline schedule: the steps of every rank, where the stages live, and what steps read.
+
+Note [Values]. A value is the output of a stage for a microbatch, or the gradient of a stage's
+input for a microbatch. Values are numbered, so that checks and passes keep their state in flat
+arrays:
+
+    output of stage s, microbatch m             s * num_microbatches + m
+    input gradient of stage s, microbatch m     (num_stages + s) * num_microbatches + m
+
+A message is known by the value it carries: the send that reads it and the receive that writes it.
+"""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Self, overload
 
-from hp_schedule import packing
-from hp_schedule.ir import MetaStep
+from hp_schedule.steps import (
+    BWD,
+    BWD_INPUT,
+    BWD_RECV,
+    BWD_SEND,
+    FSDP_RESHARD,
+    FSDP_UNSHARD,
+    FWD,
+    FWD_RECV,
+    FWD_SEND,
+    KIND_MASK,
+    MAX_MICROBATCHES,
+    MAX_STAGES,
+    MICROBATCH_SHIFT,
+    OFFLOAD,
+    RECOMPUTE,
+    STAGE_MASK,
+    STAGE_SHIFT,
+    TYPES,
+    MetaStep,
+    encode,
+    pack,
+    unpack,
+)
 
 
 class Row(Sequence["MetaStep | None"]):
     """The immutable list of one rank's steps; None is an empty cell.
 
     Args:
-        codes: The steps in order, packed (see `hp_schedule.packing`).
+        codes: The steps in order, packed (see `hp_schedule.steps`).
     """
 
     __slots__ = ("_packed",)
@@ -56,7 +88,7 @@ class Row(Sequence["MetaStep | None"]):
 
 
 def _view(code: int) -> MetaStep | None:
-    return None if code < 0 else packing.unpack(code)
+    return None if code < 0 else unpack(code)
 
 
 @dataclass(frozen=True)
@@ -89,14 +121,12 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.chains:
             object.__setattr__(self, "chains", (tuple(range(self.num_stages)),))
-        if not 1 <= self.num_stages <= packing.MAX_STAGES:
-            raise ValueError(
-                f"num_stages ({self.num_stages}) must be between 1 and {packing.MAX_STAGES}"
-            )
-        if not 1 <= self.num_microbatches <= packing.MAX_MICROBATCHES:
+        if not 1 <= self.num_stages <= MAX_STAGES:
+            raise ValueError(f"num_stages ({self.num_stages}) must be between 1 and {MAX_STAGES}")
+        if not 1 <= self.num_microbatches <= MAX_MICROBATCHES:
             raise ValueError(
                 f"num_microbatches ({self.num_microbatches}) must be between 1 and "
-                f"{packing.MAX_MICROBATCHES}"
+                f"{MAX_MICROBATCHES}"
             )
         for stage, rank in enumerate(self.stage_to_rank):
             if not 0 <= rank < self.num_ranks:
@@ -138,7 +168,7 @@ class Schedule:
         for rank, row in enumerate(steps):
             cells = list(row)
             _check_cells(rank, cells, len(stage_to_rank), num_microbatches)
-            rows.append(Row(map(packing.pack, cells)))
+            rows.append(Row(map(pack, cells)))
         return cls(
             steps=tuple(rows),
             stage_to_rank=tuple(stage_to_rank),
@@ -190,44 +220,42 @@ class Schedule:
     @cached_property
     def has_communication(self) -> bool:
         """Tell whether any step sends or receives."""
-        return bool(
-            self.kinds & {packing.FWD_SEND, packing.FWD_RECV, packing.BWD_SEND, packing.BWD_RECV}
-        )
+        return bool(self.kinds & {FWD_SEND, FWD_RECV, BWD_SEND, BWD_RECV})
 
     @cached_property
     def is_forward_only(self) -> bool:
         """Tell whether no step belongs to a backward pass."""
         return self.kinds <= {
-            packing.FWD,
-            packing.FWD_SEND,
-            packing.FWD_RECV,
-            packing.FSDP_UNSHARD,
-            packing.FSDP_RESHARD,
+            FWD,
+            FWD_SEND,
+            FWD_RECV,
+            FSDP_UNSHARD,
+            FSDP_RESHARD,
         }
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
         """Return the (stage, microbatch) that a RECOMPUTE step runs again."""
-        return self._places(packing.RECOMPUTE)
+        return self._places(RECOMPUTE)
 
     @cached_property
     def offloaded(self) -> frozenset[tuple[int, int]]:
         """Return the (stage, microbatch) whose activations an OFFLOAD step copies away."""
-        return self._places(packing.OFFLOAD)
+        return self._places(OFFLOAD)
 
     def _places(self, kind: int) -> frozenset[tuple[int, int]]:
         return frozenset(
-            (code >> packing.STAGE_SHIFT & packing.STAGE_MASK, code >> packing.MICROBATCH_SHIFT)
+            (code >> STAGE_SHIFT & STAGE_MASK, code >> MICROBATCH_SHIFT)
             for row in self.steps
             for code in row.codes()
-            if code >= 0 and code & packing.KIND_MASK == kind
+            if code >= 0 and code & KIND_MASK == kind
         )
 
     @cached_property
     def kinds(self) -> frozenset[int]:
-        """Return the kinds (see `hp_schedule.packing`) of all steps."""
-        mask = packing.KIND_MASK
-        return frozenset(code & mask for row in self.steps for code in row.codes() if code >= 0)
+        """Return the kinds (see `hp_schedule.steps`) of all steps."""
+        codes = (code for row in self.steps for code in row.codes())
+        return frozenset(code & KIND_MASK for code in codes if code >= 0)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that live on a rank, ascending."""
@@ -253,3 +281,109 @@ def _check_cells(
                     f"rank {rank}, cell {position}: microbatch ({leaf.microbatch_index}) of "
                     f"{step} must be < num_microbatches ({num_microbatches})"
                 )
+
+
+Table = tuple[tuple[int, ...], ...]
+"""Indexed by kind, then by stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """Tables by kind and stage; -1 where there is nothing.
+
+    Attributes:
+        num_values: Values are numbered from 0 to num_values - 1.
+        reads: The value of microbatch 0 that a step needs; add the microbatch for another's.
+        writes: The value of microbatch 0 that a step makes available on its rank.
+        peer: The rank at the other end of a send or a receive; -1 where both ends are one rank.
+    """
+
+    num_values: int
+    reads: Table
+    writes: Table
+    peer: Table
+
+    def value_read(self, code: int) -> int:
+        """Return the value a step (no overlap) needs, -1 for none."""
+        return _lookup(self.reads, code)
+
+    def value_written(self, code: int) -> int:
+        """Return the value a step (no overlap) makes available, -1 for none."""
+        return _lookup(self.writes, code)
+
+
+def _lookup(table: Table, code: int) -> int:
+    base = table[code & KIND_MASK][code >> STAGE_SHIFT & STAGE_MASK]
+    return base if base < 0 else base + (code >> MICROBATCH_SHIFT)
+
+
+def dataflow(schedule: Schedule) -> Dataflow:
+    """Return the tables of a schedule's placement and chains."""
+    chains = schedule.upstream, schedule.downstream
+    return _dataflow(schedule.num_microbatches, schedule.stage_to_rank, *chains)
+
+
+@lru_cache(maxsize=8)  # passes and checks ask for the same tables one after the other
+def _dataflow(
+    num_microbatches: int,
+    place: tuple[int, ...],
+    upstream: tuple[int, ...],
+    downstream: tuple[int, ...],
+) -> Dataflow:
+    num_stages = len(place)
+    stages = range(num_stages)
+    outputs = tuple(stage * num_microbatches for stage in stages)
+    gradients = tuple((num_stages + stage) * num_microbatches for stage in stages)
+    inputs = _pick(outputs, upstream)
+    output_gradients = _pick(gradients, downstream)
+    # The end of a chain starts its backward from its own output: the loss.
+    backward_inputs = tuple(
+        gradient if gradient >= 0 else output
+        for gradient, output in zip(output_gradients, outputs, strict=True)
+    )
+    reads = {
+        FWD: inputs,
+        BWD: backward_inputs,
+        BWD_INPUT: backward_inputs,
+        FWD_SEND: outputs,
+        BWD_SEND: gradients,
+    }
+    writes = {
+        FWD: outputs,
+        BWD: gradients,
+        BWD_INPUT: gradients,
+        FWD_RECV: inputs,
+        BWD_RECV: output_gradients,
+    }
+    before, after = _other_rank(place, upstream), _other_rank(place, downstream)
+    peer = {FWD_SEND: after, BWD_RECV: after, FWD_RECV: before, BWD_SEND: before}
+    return Dataflow(
+        num_values=2 * num_stages * num_microbatches,
+        reads=_table(reads, num_stages),
+        writes=_table(writes, num_stages),
+        peer=_table(peer, num_stages),
+    )
+
+
+def receive_of(schedule: Schedule, send: int) -> int:
+    """Return the code of the receive that takes a send's message."""
+    stage = send >> STAGE_SHIFT & STAGE_MASK
+    if send & KIND_MASK == FWD_SEND:
+        return encode(FWD_RECV, schedule.downstream[stage], send >> MICROBATCH_SHIFT)
+    return encode(BWD_RECV, schedule.upstream[stage], send >> MICROBATCH_SHIFT)
+
+
+def _pick(values: tuple[int, ...], neighbours: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(values[other] if other >= 0 else -1 for other in neighbours)
+
+
+def _other_rank(place: tuple[int, ...], neighbours: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(
+        place[other] if other >= 0 and place[other] != place[stage] else -1
+        for stage, other in enumerate(neighbours)
+    )
+
+
+def _table(columns: dict[int, tuple[int, ...]], num_stages: int) -> Table:
+    """Return columns by kind, with nothing for the other kinds."""
+    return tuple([columns.get(kind, (-1,) * num_stages) for kind in range(len(TYPES))])

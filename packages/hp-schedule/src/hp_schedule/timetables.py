@@ -1,10 +1,9 @@
 """Schedules on a terminal."""
 
 from hp_schedule.costs import Costs
-from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.packing import leaves, unpack
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.recurrence import compute_clock
+from hp_schedule.steps import MetaStep, MetaStepType, leaves, unpack
 
 
 def timetable(schedule: Schedule) -> str:

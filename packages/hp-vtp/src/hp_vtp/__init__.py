@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING
 from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
-    from hp_vtp.plan import Algorithm, Move, Step, StepKind, TransferPlan
-    from hp_vtp.plan.cost import Links, bound_seconds, predicted_seconds
+    from hp_vtp.plan import (
+        Algorithm,
+        Links,
+        Move,
+        Step,
+        StepKind,
+        TransferPlan,
+        bound_seconds,
+        predicted_seconds,
+    )
     from hp_vtp.plan.explain import explain
     from hp_vtp.plan.planner import plan_edge, plan_transfer
     from hp_vtp.topology import Edge, LayoutError, PipelineLayout, StageLayout
@@ -45,7 +53,7 @@ __getattr__ = lazily(
         "Algorithm": "hp_vtp.plan",
         "Edge": "hp_vtp.topology",
         "LayoutError": "hp_vtp.topology",
-        "Links": "hp_vtp.plan.cost",
+        "Links": "hp_vtp.plan",
         "Move": "hp_vtp.plan",
         "PipelineLayout": "hp_vtp.topology",
         "Placement": "hp_vtp.topology.stages",
@@ -55,10 +63,10 @@ __getattr__ = lazily(
         "Step": "hp_vtp.plan",
         "StepKind": "hp_vtp.plan",
         "TransferPlan": "hp_vtp.plan",
-        "bound_seconds": "hp_vtp.plan.cost",
+        "bound_seconds": "hp_vtp.plan",
         "explain": "hp_vtp.plan.explain",
         "plan_edge": "hp_vtp.plan.planner",
         "plan_transfer": "hp_vtp.plan.planner",
-        "predicted_seconds": "hp_vtp.plan.cost",
+        "predicted_seconds": "hp_vtp.plan",
     },
 )

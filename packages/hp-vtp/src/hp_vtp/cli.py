@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from hp_vtp.plan.cost import Links
-from hp_vtp.plan.explain import explain
-from hp_vtp.plan.layout_text import describe_layout
+from hp_vtp.plan import Links
+from hp_vtp.plan.explain import describe_layout, explain
 from hp_vtp.plan.planner import ALGORITHMS, plan_transfer
 from hp_vtp.topology import PipelineLayout
 from hp_vtp.topology.stages import Placement, Replicated, Sharded

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Final
 
-from hp_schedule.generators.registry import REGISTERED, ScheduleKind
+from hp_schedule.generators.form import REGISTERED, ScheduleKind
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)

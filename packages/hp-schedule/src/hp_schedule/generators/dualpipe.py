@@ -4,9 +4,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hp_schedule.generators.form import TimedRow, Vee, check_counts
-from hp_schedule.generators.registry import schedule_kind
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode, encode_overlap
+from hp_schedule.generators.form import TimedRow, Vee, check_counts, schedule_kind
+from hp_schedule.steps import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode, encode_overlap
 
 _Step = tuple[int, int]
 """Kind, and 0 or 1 for the first or the second stage of the rank."""

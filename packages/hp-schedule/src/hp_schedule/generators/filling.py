@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from hp_schedule.dataflow import Dataflow
 from hp_schedule.errors import DeadlockError
 from hp_schedule.generators.form import TimedRow
-from hp_schedule.packing import BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, PLACE_MASK
+from hp_schedule.schedule import Dataflow
+from hp_schedule.steps import BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, PLACE_MASK
 
 _EPSILON = 1e-9
 """Times closer than this are the same moment: sums of floats in different orders."""

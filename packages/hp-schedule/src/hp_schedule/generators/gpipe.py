@@ -4,7 +4,7 @@ GPipe is figure 2c of Huang et al. 2019; with several stages on a rank it is the
 schedule of Lamy-Poirier 2023.
 """
 
-from hp_schedule.generators.registry import schedule_kind
+from hp_schedule.generators.form import schedule_kind
 from hp_schedule.generators.rounds import Rounds
 
 

@@ -1,7 +1,6 @@
 """1F1B and interleaved 1F1B (Narayanan et al. 2021, figures 3 and 4), and their forwards alone."""
 
-from hp_schedule.generators.form import ClosedForm, GivenRows
-from hp_schedule.generators.registry import schedule_kind
+from hp_schedule.generators.form import ClosedForm, GivenRows, schedule_kind
 from hp_schedule.generators.rounds import Rounds, equal_rounds
 from hp_schedule.passes.overlap import pair_overlap
 

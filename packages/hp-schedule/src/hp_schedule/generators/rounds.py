@@ -31,7 +31,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
 
 from hp_schedule.generators.form import ClosedForm, TimedRow, check_counts
-from hp_schedule.packing import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode
+from hp_schedule.steps import BWD, BWD_INPUT, BWD_WEIGHT, FWD, encode
 
 _COLUMN = 16
 _LINES = (0, 6, 15)

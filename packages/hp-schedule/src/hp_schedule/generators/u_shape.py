@@ -6,8 +6,7 @@ middle. With one stage more than ranks, the chain 0, 1, .., P - 1, 0 is a ring.
 
 from itertools import chain, zip_longest
 
-from hp_schedule.generators.form import GivenRows, backwards, check_counts, forwards
-from hp_schedule.generators.registry import schedule_kind
+from hp_schedule.generators.form import GivenRows, backwards, check_counts, forwards, schedule_kind
 
 
 @schedule_kind(

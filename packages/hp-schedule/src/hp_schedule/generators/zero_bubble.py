@@ -7,8 +7,7 @@ microbatches. Smaller rounds give the generalized interleaving of Wan et al. 202
 
 from typing import Literal
 
-from hp_schedule.generators.form import check_counts
-from hp_schedule.generators.registry import schedule_kind
+from hp_schedule.generators.form import check_counts, schedule_kind
 from hp_schedule.generators.rounds import Rounds, equal_rounds, short_rounds
 
 MaxInFlight = Literal["1p", "1.5p", "2p"]

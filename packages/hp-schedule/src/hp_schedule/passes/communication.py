@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from hp_schedule.costs import Costs
-from hp_schedule.dataflow import dataflow, receive_of
-from hp_schedule.packing import (
+from hp_schedule.schedule import Schedule, dataflow, receive_of
+from hp_schedule.simulation.recurrence import compute_clock
+from hp_schedule.steps import (
     BUBBLE,
     FIRST_COMMUNICATION,
     FIRST_COPY,
@@ -39,8 +40,6 @@ from hp_schedule.packing import (
     is_compute,
     unpack,
 )
-from hp_schedule.schedule import Schedule
-from hp_schedule.simulation.recurrence import compute_clock
 
 _Cell = tuple[float, int, int, int]
 """Time, number of the rank that produces it, position among cells of that time, code."""

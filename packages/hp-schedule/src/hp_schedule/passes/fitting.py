@@ -14,7 +14,11 @@ from itertools import islice
 from typing import Final, get_args
 
 from hp_schedule.costs import ActivationMemory, Costs
-from hp_schedule.packing import (
+from hp_schedule.passes.retention import Retention, offloading, recomputing
+from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.recurrence import compute_clock, peak_memory
+from hp_schedule.simulation.simulate import simulate
+from hp_schedule.steps import (
     BWD,
     BWD_INPUT,
     BWD_WEIGHT,
@@ -27,10 +31,6 @@ from hp_schedule.packing import (
     encode,
     leaves,
 )
-from hp_schedule.passes.retention import Retention, offloading, recomputing
-from hp_schedule.schedule import Schedule
-from hp_schedule.simulation.recurrence import compute_clock, peak_memory
-from hp_schedule.simulation.simulate import simulate
 
 Choice = Mapping[tuple[int, int], Retention]
 """The way of retention by (stage, microbatch); those that are not named keep everything."""

@@ -8,7 +8,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hp_schedule.packing import (
+from hp_schedule.schedule import Schedule
+from hp_schedule.steps import (
     ANY_MICROBATCH,
     BWD,
     BWD_SEND,
@@ -24,7 +25,6 @@ from hp_schedule.packing import (
     is_compute,
     leaves,
 )
-from hp_schedule.schedule import Schedule
 
 
 def add_fsdp_unshard_reshard(

@@ -10,9 +10,9 @@ it always does.
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from hp_schedule.dataflow import Dataflow, dataflow
 from hp_schedule.errors import DeadlockError
-from hp_schedule.packing import (
+from hp_schedule.schedule import Dataflow, Schedule, dataflow
+from hp_schedule.steps import (
     BWD,
     BWD_INPUT,
     FWD,
@@ -22,7 +22,6 @@ from hp_schedule.packing import (
     leaves,
     unpack,
 )
-from hp_schedule.schedule import Schedule
 
 PairOrder = Literal["b_f", "f_b"]
 

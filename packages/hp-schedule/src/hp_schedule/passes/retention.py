@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Literal
 
-from hp_schedule.packing import (
+from hp_schedule.schedule import Schedule
+from hp_schedule.steps import (
     BWD,
     BWD_INPUT,
     FWD,
@@ -22,7 +23,6 @@ from hp_schedule.packing import (
     is_compute,
     leaves,
 )
-from hp_schedule.schedule import Schedule
 
 Retention = Literal["recompute", "offload"]
 """How a microbatch gives up what it keeps in a stage: it is run again, or copied to the host."""

@@ -5,13 +5,7 @@ from typing import TYPE_CHECKING
 from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
-    from hp_schedule.runtime.backward import (
-        BackwardSplitter,
-        DeferringSplitter,
-        defer_weight_gradients,
-    )
-    from hp_schedule.runtime.batch import PipelineResult
-    from hp_schedule.runtime.context import Batch, PipelineContext
+    from hp_schedule.runtime.batch import Batch, PipelineContext, PipelineResult
     from hp_schedule.runtime.fsdp import FullySharded, StageSharding
     from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
     from hp_schedule.runtime.hugging_face import SplitModel, split_model
@@ -32,7 +26,12 @@ if TYPE_CHECKING:
     from hp_schedule.runtime.schedules import PipelineSchedule, ScheduleOptions, from_schedule
     from hp_schedule.runtime.shared import SharedParameterInfo, SharedParameters, share_parameters
     from hp_schedule.runtime.specs import HeaderRead, TensorSpec
-    from hp_schedule.runtime.stage import PipelineStage
+    from hp_schedule.runtime.stage import (
+        BackwardSplitter,
+        DeferringSplitter,
+        PipelineStage,
+        defer_weight_gradients,
+    )
     from hp_schedule.runtime.torch_schedule import TorchSchedule, TorchStage, as_torch_schedule
     from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
 
@@ -81,15 +80,15 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "BackwardSplitter": "hp_schedule.runtime.backward",
-        "Batch": "hp_schedule.runtime.context",
-        "DeferringSplitter": "hp_schedule.runtime.backward",
+        "BackwardSplitter": "hp_schedule.runtime.stage",
+        "Batch": "hp_schedule.runtime.batch",
+        "DeferringSplitter": "hp_schedule.runtime.stage",
         "EdgeGroups": "hp_schedule.runtime.transport",
         "FullySharded": "hp_schedule.runtime.fsdp",
         "GraphCuttingSplitter": "hp_schedule.runtime.graph_cut",
         "HeaderRead": "hp_schedule.runtime.specs",
         "NamedSchedule": "hp_schedule.runtime.named",
-        "PipelineContext": "hp_schedule.runtime.context",
+        "PipelineContext": "hp_schedule.runtime.batch",
         "PipelineResult": "hp_schedule.runtime.batch",
         "PipelineSchedule": "hp_schedule.runtime.schedules",
         "PipelineScheduleRuntime": "hp_schedule.runtime.runtime",
@@ -116,7 +115,7 @@ __getattr__ = lazily(
         "TorchTransport": "hp_schedule.runtime.transport",
         "as_torch_schedule": "hp_schedule.runtime.torch_schedule",
         "build_edge_groups": "hp_schedule.runtime.transport",
-        "defer_weight_gradients": "hp_schedule.runtime.backward",
+        "defer_weight_gradients": "hp_schedule.runtime.stage",
         "from_schedule": "hp_schedule.runtime.schedules",
         "share_parameters": "hp_schedule.runtime.shared",
         "split_model": "hp_schedule.runtime.hugging_face",

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from hp_platform import doing
 from hp_schedule.executor import actions_of
-from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.packing import KIND
-from hp_schedule.runtime.backward import Grads, WeightBackward, nothing
-from hp_schedule.runtime.context import (
+from hp_schedule.runtime.batch import (
     Batch,
     Chunk,
     GradientPaths,
@@ -26,8 +23,9 @@ from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.retention import Recomputation, SavedTensors
 from hp_schedule.runtime.shared import SharedParameters
 from hp_schedule.runtime.specs import Specs, TensorSpec, check_expected
-from hp_schedule.runtime.stage import PipelineStage
+from hp_schedule.runtime.stage import Grads, PipelineStage, WeightBackward, nothing
 from hp_schedule.schedule import Schedule
+from hp_schedule.steps import KIND, MetaStep, MetaStepType
 from hp_schedule.transport import Transport
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hp_platform import set_fsdp_frees_parameters, set_fsdp_hooks
-from hp_schedule.packing import BWD_WEIGHT, FSDP_KINDS, FSDP_REDUCE_GRAD, encode
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule
+from hp_schedule.steps import BWD_WEIGHT, FSDP_KINDS, FSDP_REDUCE_GRAD, encode
 
 
 class StageSharding(Protocol):

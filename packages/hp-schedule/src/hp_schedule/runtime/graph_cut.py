@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hp_schedule.runtime.backward import Grads, WeightBackward, full_backward, nothing
+from hp_schedule.runtime.stage import Grads, WeightBackward, full_backward, nothing
 
 _UNSPLITTABLE: Final = {
     # One node for a whole compiled region; it frees what it saved when it runs first.

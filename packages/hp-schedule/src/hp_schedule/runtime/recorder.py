@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from hp_schedule.ir import MetaStep
+from hp_schedule.steps import MetaStep
 from hp_schedule.timeline import Span, Timeline
 
 Mark: TypeAlias = float | torch.cuda.Event

@@ -9,8 +9,23 @@ from torch import Tensor
 
 from hp_platform import mark_place
 from hp_schedule.executor import Executor, Handler
-from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.packing import (
+from hp_schedule.runtime.batch import (
+    Batch,
+    BatchDims,
+    LossFunction,
+    PipelineContext,
+    PipelineResult,
+    split_args,
+    split_kwargs,
+)
+from hp_schedule.runtime.driver import StageDriver
+from hp_schedule.runtime.fsdp import StageSharding, check_sharding
+from hp_schedule.runtime.p2p import Expectations
+from hp_schedule.runtime.recorder import Recorder
+from hp_schedule.runtime.shared import SharedParameters
+from hp_schedule.runtime.stage import PipelineStage
+from hp_schedule.schedule import Schedule
+from hp_schedule.steps import (
     FSDP_RESHARD,
     FSDP_UNSHARD,
     FWD,
@@ -19,17 +34,10 @@ from hp_schedule.packing import (
     KIND_MASK,
     STAGE_MASK,
     STAGE_SHIFT,
+    MetaStep,
+    MetaStepType,
     leaves,
 )
-from hp_schedule.runtime.batch import BatchDims, PipelineResult, split_args, split_kwargs
-from hp_schedule.runtime.context import Batch, LossFunction, PipelineContext
-from hp_schedule.runtime.driver import StageDriver
-from hp_schedule.runtime.fsdp import StageSharding, check_sharding
-from hp_schedule.runtime.p2p import Expectations
-from hp_schedule.runtime.recorder import Recorder
-from hp_schedule.runtime.shared import SharedParameters
-from hp_schedule.runtime.stage import PipelineStage
-from hp_schedule.schedule import Schedule
 from hp_schedule.timeline import Timeline
 from hp_schedule.transport import Transport
 from hp_schedule.validation.validate import validate

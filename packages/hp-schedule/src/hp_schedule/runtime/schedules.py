@@ -1,25 +1,83 @@
-"""Runtimes that make their own schedule, pipelines, process groups and transport."""
+"""Runtimes that make their own schedule, pipelines, process groups and transport.
+
+Messages have no tags (hp_schedule.runtime.transport), so a rank cannot see that what it receives is
+of another microbatch than its own schedule says: gradients would be wrong without a word. So all
+ranks check that they run one schedule.
+"""
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Unpack
+from hashlib import sha256
+from typing import ClassVar, NamedTuple, Unpack
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform import all_gather_json, resolve_group
-from hp_schedule.ir import MetaStep
-from hp_schedule.packing import FSDP_KINDS
 from hp_schedule.passes.communication import add_send_recv
 from hp_schedule.passes.fsdp import add_fsdp_reduce_grad, add_fsdp_unshard_reshard
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.runtime.runtime import PipelineScheduleRuntime, RuntimeOptions
-from hp_schedule.runtime.same_schedule import check_same_schedule
 from hp_schedule.runtime.shared import SharedParameterInfo, share_parameters
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
 from hp_schedule.schedule import Schedule
+from hp_schedule.steps import FSDP_KINDS, KIND_MASK, RETENTION_KINDS, MetaStep
+
+_OF_ONE_RANK = FSDP_KINDS | RETENTION_KINDS
+
+
+def check_same_schedule(schedule: Schedule, ranks: Sequence[int]) -> None:
+    """Refuse schedules that differ; every rank of the world calls this, and all of them raise.
+
+    Steps that concern no other rank (FSDP, RECOMPUTE, OFFLOAD and RELOAD) may differ.
+
+    Args:
+        schedule: Schedule of this rank.
+        ranks: The global ranks of its pipeline.
+
+    Raises:
+        ValueError: If ranks of one pipeline have different schedules, or pipelines different edges.
+    """
+    facts = _Facts(tuple(ranks), schedule.edges, _digest(schedule))
+    every = all_gather_json(facts, of=_Facts, group=dist.group.WORLD)
+    first: dict[tuple[int, ...], int] = {}
+    for rank, (pipeline, edges, digest) in enumerate(every):
+        same = first.setdefault(pipeline, rank)
+        if digest != every[same].digest:
+            raise ValueError(
+                f"schedule of rank {rank} must equal that of rank {same}; if it was searched, do "
+                "so on one rank and send it to the others"
+            )
+        if edges != every[0].edges:
+            raise ValueError(
+                f"edges of the schedule of rank {rank} ({edges}) must equal those of rank 0 "
+                f"({every[0].edges})"
+            )
+
+
+class _Facts(NamedTuple):
+    """Facts that ranks compare: the ranks of the pipeline, its edges, a digest of its steps."""
+
+    pipeline: tuple[int, ...]
+    edges: tuple[tuple[int, int], ...]
+    digest: str
+
+
+def _digest(schedule: Schedule) -> str:
+    shape = schedule.chains, schedule.stage_to_rank, schedule.num_microbatches
+    found = sha256(repr(shape).encode())
+    for row in schedule.steps:
+        kept = array("q", filter(_concerns_others, row.codes()))
+        found.update(len(kept).to_bytes(8, "little") + kept.tobytes())
+    return found.hexdigest()
+
+
+def _concerns_others(code: int) -> bool:
+    return code >= 0 and code & KIND_MASK not in _OF_ONE_RANK
+
 
 Pipelines = Sequence[Sequence[int]] | DeviceMesh | ProcessGroup
 """The global ranks of every pipeline in order, or the pipeline axis of a mesh, or its group."""

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hp_schedule.runtime.backward import BackwardSplitter
 from hp_schedule.runtime.fsdp import FullySharded, sharded_modules
 from hp_schedule.runtime.graph_cut import GraphCuttingSplitter
 from hp_schedule.runtime.schedules import PipelineSchedule, from_schedule
 from hp_schedule.runtime.shared import SharedParameterInfo
 from hp_schedule.runtime.specs import TensorSpec
-from hp_schedule.runtime.stage import PipelineStage
+from hp_schedule.runtime.stage import BackwardSplitter, PipelineStage
 from hp_schedule.schedule import Schedule
 
 

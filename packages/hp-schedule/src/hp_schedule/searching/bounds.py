@@ -9,8 +9,7 @@ from itertools import pairwise
 from math import floor, inf, isinf
 
 from hp_schedule.searching.joined import joined_bound
-from hp_schedule.searching.orders import interchangeable
-from hp_schedule.searching.problem import EPSILON, Problem
+from hp_schedule.searching.problem import EPSILON, Problem, interchangeable
 
 _SMALL = 150
 """Steps up to which all ranks are looked at."""

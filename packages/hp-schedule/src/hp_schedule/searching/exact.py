@@ -20,8 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hp_schedule.searching.construct import Plan
-from hp_schedule.searching.orders import interchangeable
-from hp_schedule.searching.problem import Problem
+from hp_schedule.searching.problem import Problem, interchangeable
 from hp_schedule.searching.rows import Rows
 
 if TYPE_CHECKING:

@@ -13,21 +13,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from math import inf
+from random import Random
 from typing import Final, NamedTuple
 
 from hp_schedule.costs import Costs, ModelCosts, PerStep, numbers, per_step
-from hp_schedule.packing import (
+from hp_schedule.schedule import Row, Schedule
+from hp_schedule.steps import (
     BWD,
     BWD_INPUT,
     BWD_WEIGHT,
     FWD,
     KIND_MASK,
     MICROBATCH_SHIFT,
+    PLACE_MASK,
     STAGE_MASK,
     STAGE_SHIFT,
     encode,
+    encode_overlap,
+    leaves,
 )
-from hp_schedule.schedule import Row, Schedule
 
 EPSILON: Final = 1e-9
 """Times closer than this are the same moment: sums of floats in different orders."""
@@ -315,4 +320,149 @@ def _divided(value: PerStep, unit: float) -> PerStep:
     return [
         [number / unit for number in entry] if isinstance(entry, Sequence) else entry / unit
         for entry in value
+    ]
+
+
+Order = tuple[int, ...]
+"""The microbatches, the first one first."""
+
+
+def first_orders(costs: Costs, num_stages: int, num_microbatches: int) -> list[Order]:
+    """Return the orders to begin with: as they come first, and only that if all cost the same.
+
+    The others have the long ones last, first, in the middle and at both ends.
+    """
+    microbatches = range(num_microbatches)
+    work = [0.0] * num_microbatches
+    for table in (
+        *costs.durations(num_stages, num_microbatches),
+        costs.activation_memory(num_stages, num_microbatches).all,
+    ):
+        for cell, amount in enumerate(table):
+            work[cell % num_microbatches] += amount
+    rising = tuple(sorted(microbatches, key=work.__getitem__))
+    if len(set(work)) == 1:
+        return [tuple(microbatches)]
+    inside = (*rising[::2], *rising[1::2][::-1])
+    outside = (*rising[::-2], *rising[-2::-2][::-1])
+    return list(dict.fromkeys([tuple(microbatches), inside, rising, rising[::-1], outside]))
+
+
+def neighbour(order: Order, random: Random) -> Order:
+    """Return an order with one microbatch at another place, or with two that changed places."""
+    here, there = random.sample(range(len(order)), 2)
+    moved = list(order)
+    if random.random() < 0.5:
+        moved[here], moved[there] = moved[there], moved[here]
+    else:
+        moved.insert(there, moved.pop(here))
+    return tuple(moved)
+
+
+def with_order(schedule: Schedule, order: Order) -> Schedule:
+    """Return a schedule that takes order[i] wherever another one took the microbatch i."""
+    if order == tuple(range(len(order))):
+        return schedule
+    return schedule.with_rows(
+        [_renamed(code, order) for code in row.codes()] for row in schedule.steps
+    )
+
+
+def _renamed(code: int, order: Order) -> int:
+    if code < 0:
+        return code
+    parts = [
+        leaf & PLACE_MASK | order[leaf >> MICROBATCH_SHIFT] << MICROBATCH_SHIFT
+        for leaf in leaves(code)
+    ]
+    return parts[0] if len(parts) == 1 else encode_overlap(*parts)
+
+
+def in_order(problem: Problem, sequence: Sequence[int]) -> list[int]:
+    """Return a sequence of all steps with those microbatches in order that cost the same.
+
+    The first of them to come to a stage takes the place of whichever did: by counting, what each
+    step waits for is there no later than before.
+    """
+    num = problem.num_microbatches
+    groups = interchangeable(problem)
+    group_of = {place: index for index, group in enumerate(groups) for place in group}
+    result = []
+    reached: dict[tuple[int, int], int] = {}
+    for step in sequence:
+        row, place = divmod(step, num)
+        key = row, group_of[place]
+        index = reached.get(key, 0)
+        reached[key] = index + 1
+        result.append(row * num + groups[group_of[place]][index])
+    return result
+
+
+def interchangeable(problem: Problem) -> list[list[int]]:
+    """Return the places of microbatches in groups that cost the same, each in order."""
+    num = problem.num_microbatches
+    tables = (problem.duration, problem.lag, problem.lag_back, problem.acquires)
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for place in sorted(range(num), key=problem.order.__getitem__):
+        costs = tuple(cost for table in tables for cost in table[place::num])
+        groups.setdefault(costs, []).append(place)
+    return list(groups.values())
+
+
+def while_sending(costs: Costs, stage_to_rank: Sequence[int], num_microbatches: int) -> Costs:
+    """Return costs in which a step lasts until its message has arrived, and messages no time.
+
+    Args:
+        costs: Costs of the stages.
+        stage_to_rank: Placement of one chain of stages.
+        num_microbatches: Number of microbatches.
+    """
+    num_stages = len(stage_to_rank)
+    tables = costs.durations(num_stages, num_microbatches)
+    transmission = costs.transmission(num_stages, num_microbatches)
+
+    def row(kind: int, stage: int, target: int, sender: int) -> list[float]:
+        cells = slice(stage * num_microbatches, (stage + 1) * num_microbatches)
+        if not 0 <= target < num_stages or stage_to_rank[target] == stage_to_rank[stage]:
+            return tables[kind][cells]
+        latency = costs.latency_of(stage_to_rank[stage], stage_to_rank[target])
+        sent = transmission[sender * num_microbatches : (sender + 1) * num_microbatches]
+        return [
+            time + (message + latency)
+            for time, message in zip(tables[kind][cells], sent, strict=True)
+        ]
+
+    stages = range(num_stages)
+    return replace(
+        costs,
+        forward=[row(FWD, stage, stage + 1, stage) for stage in stages],
+        input_grad=[row(BWD_INPUT, stage, stage - 1, stage - 1) for stage in stages],
+        latency=0.0,
+        message=0.0,
+        bandwidth=inf,
+        recompute=costs.forward if costs.recompute is None else costs.recompute,
+    )
+
+
+def bounded(problem: Problem, free: Problem) -> list[Problem]:
+    """Return problems no plan of which is longer than a plan whose messages hold up their ranks.
+
+    A forward and a backward that are one step send their messages at the same time, so that the
+    rank stands still for the longer of the two, not for both. In each of the two problems the
+    messages of one direction hold up their ranks, and those of the other are only on their way: a
+    pair is no shorter than its half without a hold-up followed by its other half.
+
+    Args:
+        problem: Problem of the steps priced by `while_sending`.
+        free: Problem of the same steps whose messages hold up nobody.
+    """
+    if problem.num_microbatches == 1:
+        return [problem]  # one half of every pair would wait for the other
+    part = problem.part
+    there, back = slice(0, part), slice(part, 2 * part)
+    forward, backward = problem.duration.copy(), problem.duration.copy()
+    forward[back], backward[there] = free.duration[back], free.duration[there]
+    return [
+        problem.with_times(forward, lag=problem.lag, lag_back=free.lag_back),
+        problem.with_times(backward, lag=free.lag, lag_back=problem.lag_back),
     ]

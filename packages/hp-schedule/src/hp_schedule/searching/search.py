@@ -11,15 +11,14 @@ from typing import Literal
 from hp_schedule.costs import Costs, Latency, ModelCosts
 from hp_schedule.generators import SCHEDULES
 from hp_schedule.generators.form import check_counts
-from hp_schedule.packing import BWD_WEIGHT
 from hp_schedule.passes.fitting import check_ways, fit_memory
 from hp_schedule.passes.retention import Retention
 from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.exact import engine
-from hp_schedule.searching.orders import first_orders
-from hp_schedule.searching.problem import EPSILON, Units
+from hp_schedule.searching.problem import EPSILON, Units, first_orders
 from hp_schedule.searching.space import Recipe, Space
+from hp_schedule.steps import BWD_WEIGHT
 
 Place = tuple[int, PlacementStyle]
 """Stages per rank, and how they are placed."""

@@ -3,7 +3,12 @@
 from math import inf
 
 from hp_schedule.costs import Costs
-from hp_schedule.packing import (
+from hp_schedule.schedule import Schedule
+from hp_schedule.searching.construct import Plan, tighten
+from hp_schedule.searching.problem import Problem, Units, in_order
+from hp_schedule.simulation.recurrence import compute_clock
+from hp_schedule.simulation.simulate import Simulation, simulate
+from hp_schedule.steps import (
     BWD,
     BWD_INPUT,
     BWD_WEIGHT,
@@ -14,12 +19,6 @@ from hp_schedule.packing import (
     encode,
     leaves,
 )
-from hp_schedule.schedule import Schedule
-from hp_schedule.searching.construct import Plan, tighten
-from hp_schedule.searching.orders import in_order
-from hp_schedule.searching.problem import Problem, Units
-from hp_schedule.simulation.recurrence import compute_clock
-from hp_schedule.simulation.simulate import Simulation, simulate
 
 _PATIENCE = 1.0
 

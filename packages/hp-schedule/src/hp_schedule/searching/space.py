@@ -11,15 +11,23 @@ from typing import NamedTuple
 
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
-from hp_schedule.searching.blocking import bounded, while_sending
 from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import Plan, construct, tighten
 from hp_schedule.searching.exact import rank_bound, solve_in_windows
-from hp_schedule.searching.orders import Order, in_order, neighbour, with_order
-from hp_schedule.searching.problem import EPSILON, Problem, Units
+from hp_schedule.searching.problem import (
+    EPSILON,
+    Order,
+    Problem,
+    Units,
+    bounded,
+    in_order,
+    neighbour,
+    while_sending,
+    with_order,
+)
+from hp_schedule.searching.rows import Walk
 from hp_schedule.searching.shortening import starts_of
 from hp_schedule.searching.template import template
-from hp_schedule.searching.walking import Walk
 from hp_schedule.simulation.simulate import simulate
 
 _POOL_SIZE = 6

@@ -199,7 +199,7 @@ def channel_of(model: ChannelModel, edge: Edge) -> Edge:
 
 
 def transmission_by_value(schedule: Schedule, costs: Costs) -> list[float]:
-    """Return how long each value (see `hp_schedule.dataflow`) occupies a channel."""
+    """Return how long each value (see `hp_schedule.schedule`) occupies a channel."""
     num = schedule.num_microbatches
     outputs = costs.transmission(schedule.num_stages, num)
     gradients = [

@@ -3,11 +3,11 @@
 from functools import partial, partialmethod
 
 from hp_schedule.costs import Costs, per_step
-from hp_schedule.dataflow import Dataflow, dataflow
 from hp_schedule.errors import DeadlockError
 from hp_schedule.executor import Executor, describe_stuck
-from hp_schedule.ir import MetaStep, MetaStepType
-from hp_schedule.packing import (
+from hp_schedule.schedule import Dataflow, Schedule, dataflow
+from hp_schedule.simulation.channels import ChannelModel, Channels, Clock, Edge, SharedCores
+from hp_schedule.steps import (
     BWD,
     BWD_INPUT,
     BWD_RECV,
@@ -27,12 +27,12 @@ from hp_schedule.packing import (
     SEND_OF,
     STAGE_MASK,
     STAGE_SHIFT,
+    MetaStep,
+    MetaStepType,
     encode,
     pack,
     unpack,
 )
-from hp_schedule.schedule import Schedule
-from hp_schedule.simulation.channels import ChannelModel, Channels, Clock, Edge, SharedCores
 from hp_schedule.timeline import Span
 
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from hp_schedule.costs import Costs, per_step
-from hp_schedule.dataflow import dataflow
 from hp_schedule.errors import DeadlockError
-from hp_schedule.packing import (
+from hp_schedule.schedule import Schedule, dataflow
+from hp_schedule.steps import (
     BWD,
     BWD_INPUT,
     BWD_WEIGHT,
@@ -23,7 +23,6 @@ from hp_schedule.packing import (
     STAGE_MASK,
     STAGE_SHIFT,
 )
-from hp_schedule.schedule import Schedule
 
 _COMPUTE = (FWD, BWD, BWD_INPUT, BWD_WEIGHT)
 _PRICED = {kind: at for at, kind in enumerate((*_COMPUTE, FSDP_UNSHARD, FSDP_REDUCE_GRAD))}

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from hp_schedule.costs import ActivationMemory, Costs
-from hp_schedule.dataflow import dataflow
 from hp_schedule.errors import DeadlockError
-from hp_schedule.packing import (
+from hp_schedule.schedule import Schedule, dataflow
+from hp_schedule.simulation.channels import transmission_by_value
+from hp_schedule.steps import (
     BWD,
     BWD_WEIGHT,
     FIRST_COMMUNICATION,
@@ -38,8 +39,6 @@ from hp_schedule.packing import (
     leaves,
     unpack,
 )
-from hp_schedule.schedule import Schedule
-from hp_schedule.simulation.channels import transmission_by_value
 
 _ABSENT: Final = -1.0
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hp_schedule.costs import Costs
-from hp_schedule.packing import (
+from hp_schedule.schedule import Schedule
+from hp_schedule.simulation.channels import ChannelModel, check_model
+from hp_schedule.simulation.machine import Machine
+from hp_schedule.simulation.recurrence import Numbers, recurrence
+from hp_schedule.steps import (
     FSDP_REDUCE_GRAD,
     FSDP_UNSHARD,
     OFFLOAD,
     OVERLAP_B_F,
     OVERLAP_F_B,
 )
-from hp_schedule.schedule import Schedule
-from hp_schedule.simulation.channels import ChannelModel, check_model
-from hp_schedule.simulation.machine import Machine
-from hp_schedule.simulation.recurrence import Numbers, recurrence
 from hp_schedule.timeline import Timeline
 
 

@@ -7,16 +7,21 @@ from typing import Any
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
 from hp_schedule.simulation.channels import ChannelModel, check_model
-from hp_schedule.validation.queues import queue_deadlock
-from hp_schedule.validation.rendezvous import (
+from hp_schedule.validation.deadlocks import (
     message_mismatch,
     order_deadlock,
+    queue_deadlock,
     rendezvous,
     rendezvous_deadlock,
 )
 from hp_schedule.validation.report import MAX_FINDINGS, Finding, Lacking, ValidationReport
-from hp_schedule.validation.rows import RowCheck, memory_findings
-from hp_schedule.validation.sharding import ShardingCheck, gathered_stages, reduced_stages
+from hp_schedule.validation.rows import (
+    RowCheck,
+    ShardingCheck,
+    gathered_stages,
+    memory_findings,
+    reduced_stages,
+)
 
 
 def validate(

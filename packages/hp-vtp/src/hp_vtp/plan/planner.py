@@ -8,7 +8,7 @@ Legend: a source ranks, b destination ranks, N elements.
   lower bound. In chunks, the exchange of one runs under the hop of the next.
 - `leader`: first rank to first rank, then a broadcast tree. One message over the cut.
 - `direct`: every destination rank gets all it needs across the cut, and nothing is spread.
-- `auto`: the cheapest of the three by `hp_vtp.plan.cost`, and of several numbers of chunks.
+- `auto`: the cheapest of the three by `hp_vtp.plan`, and of several numbers of chunks.
 
 Needs no torch.
 """
@@ -18,8 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
-from hp_vtp.plan import Algorithm, Move, Step, StepKind, TransferPlan
-from hp_vtp.plan.cost import Links, choose
+from hp_vtp.plan import Algorithm, Links, Move, Step, StepKind, TransferPlan, choose
 from hp_vtp.topology.stages import Edge, Placement, Replicated, Sharded, cut, cut_by_lane
 
 _CHUNKS = (2, 4, 8, 16, 32)

@@ -15,8 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from hp_vtp.topology.checks import LayoutError, layout_problems
-from hp_vtp.topology.dictionary import dump_layout, parse_long, parse_short
+from hp_vtp.topology.checks import (
+    LayoutError,
+    dump_layout,
+    layout_problems,
+    parse_long,
+    parse_short,
+)
 from hp_vtp.topology.stages import Edge, StageLayout
 
 __all__ = ["Edge", "LayoutError", "PipelineLayout", "StageLayout"]

@@ -11,18 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_platform import break_group, explained
-from hp_vtp.messages import TensorMeta, Workspace
-from hp_vtp.messages.parts import describe, own_metas, require_parts
-from hp_vtp.plan import Algorithm, TransferPlan
+from hp_vtp.messages import TensorMeta, Workspace, describe, own_metas, require_parts
+from hp_vtp.plan import Algorithm, Links, TransferPlan
 from hp_vtp.plan.bundle import bundle
-from hp_vtp.plan.cost import Links
 from hp_vtp.plan.planner import plan_edge
 from hp_vtp.policy import EdgePolicy, Payload
 from hp_vtp.topology import Edge, PipelineLayout
-from hp_vtp.transport.edge_groups import build_edge_groups
+from hp_vtp.transport.channel import build_edge_groups
 from hp_vtp.transport.engine import EdgeEnd
-from hp_vtp.transport.failure import Failure, TransferError, TransferTimeoutError, parse_reason
-from hp_vtp.transport.handles import Handle
+from hp_vtp.transport.handles import (
+    Failure,
+    Handle,
+    TransferError,
+    TransferTimeoutError,
+    parse_reason,
+)
 
 __all__ = ["Handle", "TensorMeta", "TransferError", "TransferTimeoutError", "Transport"]
 

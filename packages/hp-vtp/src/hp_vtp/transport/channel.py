@@ -7,19 +7,22 @@ thread, two ranks can wait for each other for ever. So what a program does for t
 does while messages go through the memory of the hosts: nothing on a device waits for another rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_platform import Pending, irecv, isend
+from hp_platform import Pending, irecv, isend, new_groups
 from hp_vtp.messages import Workspace, pack, receive_buffer, unpack
 from hp_vtp.plan import StepKind
 from hp_vtp.plan.bundle import HEADER_SIZE, Message, MessageStep, text_of, to_header
-from hp_vtp.topology.stages import Edge
-from hp_vtp.transport.failure import TransferError
+from hp_vtp.topology import Edge, PipelineLayout
+from hp_vtp.transport.handles import TransferError
 
 # Gloo matches by tag as well as by order; NCCL's control traffic has a group of its own.
 _PAYLOAD, _HEADER = 0, 1
@@ -219,3 +222,65 @@ def _overlap(message: Message, arrival: Message) -> bool:
         for piece in message.pieces
         for other in arrival.pieces
     )
+
+
+def build_edge_groups(
+    layout: PipelineLayout,
+    *,
+    name: str,
+    backend: str,
+    timeout: timedelta | None = None,
+) -> dict[Edge, EdgeGroups]:
+    """Create and connect the groups of all edges; return those of this rank's edges.
+
+    Every rank of the world calls this with the same arguments, whether it has an edge or not: torch
+    lets no rank skip the creation of a group, and a group that is connected late may connect while
+    others wait for it.
+
+    Args:
+        layout: Layout whose edges get groups.
+        name: Beginning of the names of all groups.
+        backend: Backend of the groups that carry tensors.
+        timeout: Time-out of each operation; by default that of the default group.
+    """
+    names = _names(layout, name)
+
+    def lists(ending: str, ranks_of: Callable[[Edge], Sequence[int]]) -> dict[str, list[list[int]]]:
+        """Return the ranks of all groups of a name, which have no rank in common."""
+        found: dict[str, list[list[int]]] = {}
+        for edge in layout.edges:
+            if len(ranks := ranks_of(edge)) > 1:
+                found.setdefault(names[edge] + ending, []).append([*ranks])
+        return found
+
+    cross = new_groups(lists("", lambda edge: edge.ranks), backend=backend, timeout=timeout)
+    mine = [edge for edge in layout.edges if dist.get_rank() in edge.ranks]
+    if backend == "gloo":
+        return {edge: EdgeGroups(*[cross[names[edge]]] * 3) for edge in mine}
+    control = new_groups(
+        lists("/control", lambda edge: edge.ranks), backend="gloo", timeout=timeout
+    )
+    local = new_groups(
+        lists("/local", lambda edge: sorted(edge.destination_ranks)),
+        backend=backend,
+        timeout=timeout,
+    )
+    return {
+        edge: EdgeGroups(
+            cross[names[edge]],
+            local.get(f"{names[edge]}/local"),
+            control[f"{names[edge]}/control"],
+        )
+        for edge in mine
+    }
+
+
+def _names(layout: PipelineLayout, name: str) -> dict[Edge, str]:
+    """Name edges; edges of one purpose with different ranks share a name over all domains."""
+    found: dict[Edge, str] = {}
+    taken: dict[str, set[int]] = {}
+    for edge in layout.edges:
+        numbered = (f"{name}/{edge.source}-{edge.destination}/{number}" for number in count())
+        found[edge] = next(x for x in numbered if taken.get(x, set()).isdisjoint(edge.ranks))
+        taken.setdefault(found[edge], set()).update(edge.ranks)
+    return found

@@ -14,8 +14,7 @@ from hp_vtp.messages import Workspace
 from hp_vtp.plan.bundle import MessageStep
 from hp_vtp.topology.stages import Edge
 from hp_vtp.transport.channel import Channel, EdgeGroups
-from hp_vtp.transport.failure import Failure, TransferError, parse_reason
-from hp_vtp.transport.handles import EngineHandle, Handle, T
+from hp_vtp.transport.handles import EngineHandle, Failure, Handle, T, TransferError, parse_reason
 
 
 class Worker:
