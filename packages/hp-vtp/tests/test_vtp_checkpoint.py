@@ -158,5 +158,5 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     layout = PipelineLayout.straight([1])
     with pytest.raises(CheckpointError, match=r"manifest\.sha256 is missing"):
         load_checkpoint(tmp_path, {}, sharded_dim=dim_of, layout=layout)
-    (tmp_path / ".run.part").mkdir()
+    (tmp_path / f"run.tmp-{32 * '0'}").mkdir()
     assert remove_unfinished(tmp_path / "run")

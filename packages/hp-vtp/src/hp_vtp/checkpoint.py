@@ -10,7 +10,6 @@ rank that has it, or cut along one dimension over the ranks of its stage in orde
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -223,12 +222,7 @@ def remove_unfinished(path: str | os.PathLike[str]) -> bool:
     """Remove leftovers of an interrupted save; return whether there were any."""
     path = Path(path)
     staging = re.compile(re.escape(path.name) + r"\.tmp-[0-9a-f]{32}")
-    removed = remove_leftovers(path.parent.resolve(), staging.fullmatch)
-    scratch = path.with_name(f".{path.name}.part")  # of version 0.1.0
-    if scratch.exists():
-        shutil.rmtree(scratch)
-        removed.append(scratch.name)
-    return bool(removed)
+    return bool(remove_leftovers(path.parent.resolve(), staging.fullmatch))
 
 
 class Saved(NamedTuple):

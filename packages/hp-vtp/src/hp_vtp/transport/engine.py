@@ -14,7 +14,7 @@ from hp_vtp.messages import Workspace
 from hp_vtp.plan.bundle import MessageStep
 from hp_vtp.topology.stages import Edge
 from hp_vtp.transport.channel import Channel, EdgeGroups
-from hp_vtp.transport.handles import EngineHandle, Failure, Handle, T, TransferError, parse_reason
+from hp_vtp.transport.handles import Failure, Handle, T, TransferError, parse_reason
 
 
 class Worker:
@@ -226,7 +226,7 @@ class EdgeEnd:
         if (reason := self._failure.reason) is not None:
             self._failure.is_known = True
             raise self._failed_before(reason, where)
-        handle: EngineHandle[T] = EngineHandle(
+        handle: Handle[T] = Handle(
             edge=self.edge,
             where=where,
             microbatch=microbatch,
@@ -239,9 +239,7 @@ class EdgeEnd:
         self._worker.submit(lambda: self._run(run, handle, ready, where))
         return handle
 
-    def _run(
-        self, run: Callable[[], None], handle: EngineHandle[T], ready: Event, where: str
-    ) -> None:
+    def _run(self, run: Callable[[], None], handle: Handle[T], ready: Event, where: str) -> None:
         """Run a transfer in the thread of the edge."""
         if (reason := self._failure.reason) is not None:
             handle.fail(self._failed_before(reason, where))

@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Generic, TypeVar
@@ -127,44 +126,13 @@ _LOOK_SECONDS = 0.25  # how often a rank that waits asks whether another one has
 _GRACE_SECONDS = 2.0  # for a transfer to tell its own error after another rank has failed
 
 
-class Handle(ABC, Generic[T]):
+class Handle(Generic[T]):
     """A transfer under way. The engine owns its buffers, so a handle may be dropped.
 
     Attributes:
         edge: Edge of the transfer.
         microbatch: Name that the caller gave it.
     """
-
-    edge: Edge
-    microbatch: int | None
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Tell whether `wait` would return at once; on CUDA, without making the stream wait."""
-
-    @property
-    @abstractmethod
-    def failed(self) -> bool:
-        """Tell whether the transfer is known to have failed; `wait` raises the reason."""
-
-    @abstractmethod
-    def wait(self, timeout: float | None = None) -> T:
-        """Wait for the transfer and return the received tensors; any thread may, several times.
-
-        Nothing is sent in here, so ranks may wait in any order. On CUDA the current stream waits
-        for the data, the host only until both ends have agreed on the transfer.
-
-        Args:
-            timeout: Seconds; None waits as long as the transport's own time-out lets it.
-
-        Raises:
-            TransferTimeoutError: If the time is over; the transfer goes on.
-            TransferError: If the transfer or the transport failed.
-        """
-
-
-class EngineHandle(Handle[T]):
-    """The handle that the engine gives out."""
 
     def __init__(
         self,
@@ -199,16 +167,27 @@ class EngineHandle(Handle[T]):
         self._result: tuple[T] | None = None
 
     def done(self) -> bool:
-        """Tell whether `wait` would return at once; see `Handle.done`."""
+        """Tell whether `wait` would return at once; on CUDA, without making the stream wait."""
         return self._ended.is_set() and (self._event is None or self._event.query())
 
     @property
     def failed(self) -> bool:
-        """Tell whether the transfer is known to have failed; see `Handle.failed`."""
+        """Tell whether the transfer is known to have failed; `wait` raises the reason."""
         return self._error is not None
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait for the transfer and return what it brought; see `Handle.wait`."""
+        """Wait for the transfer and return the received tensors; any thread may, several times.
+
+        Nothing is sent in here, so ranks may wait in any order. On CUDA the current stream waits
+        for the data, the host only until both ends have agreed on the transfer.
+
+        Args:
+            timeout: Seconds; None waits as long as the transport's own time-out lets it.
+
+        Raises:
+            TransferTimeoutError: If the time is over; the transfer goes on.
+            TransferError: If the transfer or the transport failed.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(_pause(deadline)):
             if self._failure.look() is not None:
