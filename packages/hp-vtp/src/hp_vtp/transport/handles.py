@@ -21,6 +21,11 @@ from hp_platform import (
 )
 from hp_vtp.topology.stages import Edge
 
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.25  # how often a rank that waits asks whether another one has failed
+_GRACE_SECONDS = 2.0  # for a transfer to tell its own error after another rank has failed
+
 _serial = count()  # transports of this process, which every rank makes in one order
 
 
@@ -118,12 +123,6 @@ def parse_reason(reason: str) -> FailureReport:
     rank = mine if begin is None else int(begin[1])
     place, _, error = reason[begin.end() if begin else 0 :].partition(": ")
     return FailureReport(rank, place, error)
-
-
-T = TypeVar("T")
-
-_LOOK_SECONDS = 0.25  # how often a rank that waits asks whether another one has failed
-_GRACE_SECONDS = 2.0  # for a transfer to tell its own error after another rank has failed
 
 
 class Handle(Generic[T]):
