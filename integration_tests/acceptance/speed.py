@@ -28,7 +28,7 @@ from hp_trainer.config import Config, rules
 from hp_trainer.config.options import resolve, to_toml, with_keys
 from hp_trainer.launch.launcher import run_entry
 from hp_trainer.launch.task import Worker
-from hp_trainer.training.profiler import FOLDER
+from hp_trainer.training.profiler import FOLDER, Profiler
 from hp_trainer.training.train import start
 from integration_tests.acceptance.cases import Case, Place, slug
 from integration_tests.acceptance.layouts import config_of, corpus
@@ -79,9 +79,10 @@ def train(case: Case, place: Place, work: Path) -> Found:
 def time_steps(config: Config, *, worker: Worker) -> int:
     """Be a rank that trains some steps and saves nothing."""
     trainer = start(config, worker)
+    profiler = Profiler(config.train, worker, trainer.device, tell=trainer.warn)
     rows = []
     for step in range(1, STEPS + 1):
-        with trainer.profiler.watching(step):
+        with profiler.watching(step):
             metrics, _ = trainer.train_step()
         rows.append(metrics.as_dict())
     if worker.info.rank == 0:

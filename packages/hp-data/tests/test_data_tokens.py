@@ -14,9 +14,8 @@ import pytest
 from hp_base.errors import ConfigError, DataError
 from hp_data import Tokenizer, load_tokenizer
 from hp_data.dataset import Dataset
-from hp_data.index import INDEX, Index, read_index, sealed
 from hp_data.preparation import prepare
-from hp_data.tokens import CHUNK_BYTES, TokenFile
+from hp_data.tokens import CHUNK_BYTES, INDEX, Index, TokenFile, read_index, sealed
 
 BYTES = load_tokenizer("")
 

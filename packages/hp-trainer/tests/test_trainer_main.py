@@ -23,8 +23,9 @@ from hp_trainer.launch.task import Worker
 from hp_trainer.layout.parameter import ParameterSpec
 from hp_trainer.model.parameters import Parameter
 from hp_trainer.training import train
+from hp_trainer.training.batches import require_same_data
 from hp_trainer.training.gradients import GradientNorm
-from hp_trainer.training.startup import connect, require_same_data
+from hp_trainer.training.startup import connect
 from hp_trainer.training.trainer import Trainer
 
 CONFIG = msgspec.convert(

@@ -101,8 +101,7 @@ def _start(calls: Calls, config: MeshConfig, schedule: str = "1f1b") -> int:
     places = built.stage_to_rank
     first, last = layout.stages[places[0]], layout.stages[places[-1]]
     if first.num_ranks == last.num_ranks:
-        members = [stage.members for stage in layout.stages]
-        tied_group(places, members, backend="nccl", timeout=_MINUTE)
+        tied_group(mesh, runtime, places, timeout=_MINUTE)
     if config.cp > 2:
         split_group(mesh.groups["cp"], 2)
     return 1 + len(calls.lists)

@@ -1,9 +1,9 @@
 """From text to batches of tokens, which are compared with their digests before training.
 
 `corpus` finds the text and cuts it into pieces, `tokenizer` turns text into ids, and `encode` does
-so in as many processes as there are cores. `prepare` writes the ids of a run (`tokens`, and
-`index`, which describes them), of which `holdout` holds some out for evaluation; `cache` keeps
-them for other runs. `dataset` draws sequences from them in an order fixed by the seed.
+so in as many processes as there are cores. `prepare` writes the ids of a run (`tokens`), of which
+`holdout` holds some out for evaluation, and keeps them for other runs in a `Cache`. `dataset` draws
+sequences from them in an order fixed by the seed.
 """
 
 from typing import TYPE_CHECKING
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
-    from hp_data.cache import Cache
     from hp_data.corpus import look_at
     from hp_data.dataset import Batch, Dataset, Piece
-    from hp_data.preparation import is_prepared, prepare
+    from hp_data.preparation import Cache, is_prepared, prepare
     from hp_data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
 
 __all__ = [
@@ -36,7 +35,7 @@ __getattr__ = lazily(
     __name__,
     {
         "Batch": "hp_data.dataset",
-        "Cache": "hp_data.cache",
+        "Cache": "hp_data.preparation",
         "Dataset": "hp_data.dataset",
         "Piece": "hp_data.dataset",
         "Tokenizer": "hp_data.tokenizer",

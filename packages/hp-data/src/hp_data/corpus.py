@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from hp_base.atomic_write import closed_at_end
 from hp_base.errors import DataError
 from hp_base.folder import open_named, read_span
 
@@ -289,8 +288,8 @@ def _source(path: Path, kind: Literal["text", "jsonl", "library"]) -> Source:
 def opened_source(path: str) -> Iterator[int]:
     """Yield the descriptor of a regular file, without waiting for a pipe in its place."""
     try:
-        with closed_at_end(open_named(Path(path))) as descriptor:
-            yield descriptor
+        with os.fdopen(open_named(Path(path)), "rb") as file:
+            yield file.fileno()
     except OSError as error:
         raise DataError(f"data.paths: cannot read {printable(path)}: {error.strerror}") from None
     except ValueError:  # of `open_named`

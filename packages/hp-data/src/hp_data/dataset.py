@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hp_base.seeds import derive_seed
-from hp_data.index import read_index
 from hp_data.packing import Packs, best_fit
 from hp_data.tokenizer import AnyArray
-from hp_data.tokens import TokenFile, require_sequence
+from hp_data.tokens import TokenFile, read_index, require_sequence
 
 
 class Batch(NamedTuple):

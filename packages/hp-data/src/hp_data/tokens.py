@@ -1,7 +1,7 @@
 """Tokens on disk, in files whose chunks are compared with their digests before use.
 
 A folder has for each split ``NAME.bin``, ids one after the other, and ``NAME.sums``, a digest of 16
-bytes for every 64 KiB of them; its index has the digests of the sums.
+bytes for every 64 KiB of them; its index, ``index.json``, has the digests of the sums.
 """
 
 import hashlib
@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from hp_base.atomic_write import replace_file
 from hp_base.errors import DataError
 from hp_base.folder import DamageError, open_file, opened_directory, read_span, read_whole
 from hp_data.corpus import printable
-from hp_data.index import INDEX, Index, Split
 from hp_data.tokenizer import AnyArray, DType, TokenArray
 
 CHUNK_BYTES = 1 << 16
@@ -31,6 +33,91 @@ _stamp = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns")
 """Fields of a file's state that change when it is written."""
 new_hasher = partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
 """Hash function of chunks, and of the digests of all chunks."""
+INDEX = "index.json"
+
+_INDEX_BYTES = 1 << 16
+_Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Size = Annotated[int, Meta(ge=1, le=2**48)]
+_Id = Annotated[int, Meta(ge=0, lt=2**32)]
+_DType = Literal["uint8", "uint16", "uint32"]
+
+
+class Split(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of tokens.
+
+    Attributes:
+        tokens: Number of tokens.
+        digest: Digest of the number of tokens, their dtype and the digests of all chunks.
+    """
+
+    tokens: _Size
+    digest: _Digest
+
+
+class Index(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The description of the tokens of a folder.
+
+    Attributes:
+        format: Version of the folder's format.
+        dtype: Dtype of the ids.
+        vocab_size: One more than the largest possible id.
+        separator: Id that ends a document.
+        tokenizer: Identity of the tokenizer.
+        eval_fraction: Share to hold out, as configured.
+        source: Digest of the whole text.
+        train: Training tokens.
+        eval: Held-out tokens.
+        seal: Digest of all other fields; see `sealed`.
+    """
+
+    format: Literal[2] = 2
+    dtype: _DType
+    vocab_size: _Size
+    separator: _Id
+    tokenizer: str
+    eval_fraction: float
+    source: _Digest
+    train: Split
+    eval: Split
+    seal: str = ""
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a folder, with every field of the right type and in its bounds.
+
+    Raises:
+        DataError: If there is no such index.
+    """
+    try:
+        with opened_directory(folder) as directory:
+            text = read_whole(directory, INDEX, limit=_INDEX_BYTES)
+        return _decoded(text)
+    except DamageError as error:
+        raise DataError(f"{printable(folder)}: {printable(str(error))}") from None
+    except OSError as error:
+        raise DataError(f"{printable(folder)}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        path = printable(folder / INDEX)
+        raise DataError(f"{path} is not an index: {printable(str(error))[:200]}") from None
+
+
+def _decoded(text: bytes) -> Index:
+    index = msgspec.json.decode(text, type=Index)
+    if index != sealed(index) or index.separator >= index.vocab_size:
+        raise DamageError(f"{INDEX} is not what was written")
+    return index
+
+
+def sealed(index: Index) -> Index:
+    """Return the index with a digest of its fields, so that a change of a field is noticed."""
+    plain = msgspec.structs.replace(index, seal="")
+    digest = hashlib.blake2b(msgspec.json.encode(plain), digest_size=16).hexdigest()
+    return msgspec.structs.replace(plain, seal=digest)
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index of a folder whose tokens have been written."""
+    replace_file(folder / INDEX, msgspec.json.encode(sealed(index)))
 
 
 class TokenWriter:

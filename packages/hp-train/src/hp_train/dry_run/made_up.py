@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hp_data import Tokenizer
-from hp_data.index import Index, write_index
-from hp_data.tokens import SPLITS, TokenWriter
+from hp_data.tokens import SPLITS, Index, TokenWriter, write_index
 
 _SEQUENCES = 64
 _TOKENS_PER_DOCUMENT = 1024

@@ -26,8 +26,7 @@ from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.vocabulary import LOSS, logit_tile
 from hp_trainer.model.spreading import vocabulary_of
-from hp_trainer.training.gpu_settings import in_run, launches_from_one_thread
-from hp_trainer.training.startup import connect
+from hp_trainer.training.startup import connect, launches_from_one_thread, with_gpu_settings
 from hp_trainer.training.train import gathered_by
 from hp_trainer.training.trainer import Trainer
 
@@ -87,7 +86,7 @@ def _train(job: Job, worker: Worker) -> Any:
     tile = logit_tile(tokens, width, size=BYTES[config.train.dtype])
     tile_widths = () if tile is None else (tile.rows, width % tile.rows)
     add_labels(device.trace, logits_width=width, tile_widths=tile_widths, loss_place=LOSS)
-    env = in_run(os.environ, config)
+    env = with_gpu_settings(os.environ, config)
     return report_of(
         device.trace,
         skew=job.skew.name,

@@ -11,7 +11,7 @@ import hp_vtp  # loads what is used, where stages have different numbers of rank
 from hp_base.beside_tensors import Held
 from hp_base.dtypes import BYTES
 from hp_trainer.layout.ranks import GROUPS, Axis, Layout, StageLayout
-from hp_trainer.layout.schedules import KINDS, layers_of_stages, placement
+from hp_trainer.layout.schedules import has_even_edges, layers_of_stages, placement
 
 if TYPE_CHECKING:
     from hp_trainer.config import Config, MeshConfig, ModelConfig
@@ -50,7 +50,7 @@ def held(config: Config, rank: int, *, node_size: int) -> Held:
     """
     mesh, pipeline, train = config.mesh, config.pipeline, config.train
     size = (train.microbatch_size, config.data.seq_len // mesh.cp, BYTES[train.dtype])
-    is_equal = Layout.of(mesh).is_even and not KINDS[pipeline.schedule].returns
+    is_equal = has_even_edges(config)
     if is_equal:
         size = (1, 1, 1)  # nothing depends on how large messages are
     stages = placement(pipeline, num_ranks=mesh.pp)

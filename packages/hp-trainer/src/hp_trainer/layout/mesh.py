@@ -207,25 +207,21 @@ def even_edges(mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
 
 
 def tied_group(
-    places: Sequence[int],
-    members: Sequence[Sequence[int]],
-    *,
-    backend: str,
-    timeout: timedelta,
+    mesh: Mesh, runtime: Runtime, stage_to_rank: Sequence[int], *, timeout: timedelta
 ) -> ProcessGroup | None:
     """Build the groups of ranks that have copies of an embedding. All ranks call it together.
 
     Args:
-        places: Place in the pipeline of the rank of each stage.
-        members: Global ranks of each place; the first and the last one have as many of each axis.
-        backend: Backend of the groups.
-        timeout: Time limit of their collectives.
+        mesh: Mesh of the run; the first and the last stage have as many ranks of each axis.
+        runtime: The initialised world.
+        stage_to_rank: Pipeline rank of each stage.
+        timeout: Time limit of every collective on these groups.
 
     Returns:
         This rank's; None if it has no copy, or the only one.
     """
-    ends = sorted({places[0], places[-1]})
+    ends = sorted({stage_to_rank[0], stage_to_rank[-1]})
     if len(ends) == 1:
         return None
-    pairs = list(zip(*(members[place] for place in ends), strict=True))
-    return new_group(pairs, name="tied embeddings", backend=backend, timeout=timeout)
+    pairs = list(zip(*(mesh.layout.stages[rank].members for rank in ends), strict=True))
+    return new_group(pairs, name="tied embeddings", backend=runtime.backend, timeout=timeout)

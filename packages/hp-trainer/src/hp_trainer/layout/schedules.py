@@ -23,6 +23,7 @@ from hp_schedule import (
     fit_memory,
     validate,
 )
+from hp_trainer.layout.ranks import Layout
 
 if TYPE_CHECKING:
     from hp_trainer.config import Config, PipelineConfig
@@ -40,6 +41,11 @@ def count_stages(config: Config) -> int:
     """Return the number of stages of the whole pipeline."""
     pipeline = config.pipeline
     return config.mesh.pp * pipeline.stages_per_rank + KINDS[pipeline.schedule].returns
+
+
+def has_even_edges(config: Config) -> bool:
+    """Say if each rank sends to one rank of the next stage, without hp-vtp's plans and threads."""
+    return Layout.of(config.mesh).is_even and not KINDS[config.pipeline.schedule].returns
 
 
 def splits_backward(config: Config) -> bool:

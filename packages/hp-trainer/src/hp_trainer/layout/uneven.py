@@ -1,5 +1,6 @@
 """Transports between stages of unequally many ranks, and of chains that return: hp-vtp's."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -12,17 +13,19 @@ from hp_vtp.pipeline import StageTransport
 from hp_vtp.transport import TensorMeta, Transport
 
 
-def uneven_edges(schedule: Schedule, mesh: Mesh, runtime: Runtime, timeout: timedelta) -> Edges:
+def uneven_edges(
+    stage_to_rank: Sequence[int], mesh: Mesh, runtime: Runtime, timeout: timedelta
+) -> Edges:
     """Connect all stages by a plan of who sends which positions. All ranks call this together.
 
     Args:
-        schedule: Any schedule over the stages; only their pipeline ranks count.
+        stage_to_rank: Pipeline rank of each stage.
         mesh: Mesh of the run.
         runtime: Device and backend.
         timeout: Time limit of every message.
     """
     edges = Transport(
-        pipeline_layout(mesh.layout, schedule.stage_to_rank),
+        pipeline_layout(mesh.layout, stage_to_rank),
         name="pipeline",
         backend=runtime.backend,
         timeout=timeout,

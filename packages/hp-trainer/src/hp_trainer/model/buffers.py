@@ -18,7 +18,9 @@ from hp_expert import (
     BufferOverflowError,
     rows_per_pair,
 )
+from hp_trainer.config import Config
 from hp_trainer.layout.mesh import Mesh
+from hp_trainer.layout.schedules import planned_tokens
 from hp_trainer.model.stage import Stage, experts_of
 
 
@@ -39,26 +41,31 @@ class ExpertBuffers:
     def of(
         cls,
         stages: Sequence[Stage],
+        config: Config,
         mesh: Mesh,
         *,
-        factor: float,
-        slots: tuple[int, int],
+        positions: int,
         device: torch.device,
     ) -> "ExpertBuffers":
-        """Make room for `factor` times the rows of an even routing.
+        """Make room for `mesh.ep_buffer` times the rows of an even routing of a rank's most tokens.
 
         Args:
             stages: Stages of this rank, their experts spread over ranks.
+            config: Configuration of the run; without buffers where `mesh.ep_buffer` is 0.
             mesh: Mesh of the run.
-            factor: `mesh.ep_buffer`; 0: no buffers.
-            slots: Tokens of a microbatch on the rank that has most of them, and experts of each.
+            positions: Positions of a sequence that attention sees on this rank.
             device: Device of the rows.
         """
+        factor = config.mesh.ep_buffer
         experts: list[Any] = [part for stage in stages for part in experts_of(stage)]
         if not factor or not experts or mesh.size("ep") == 1:
             return NO_BUFFERS
         group, num_experts = mesh.groups["ep"], experts[0].dispatcher.num_experts
-        rows = rows_per_pair(*slots, num_experts, group.size(), factor=factor)
+        most = config.train.microbatch_size * positions
+        if config.data.packing == "planned":
+            most = planned_tokens(config)
+        tokens = -(-most // mesh.size("tp"))
+        rows = rows_per_pair(tokens, config.model.top_k, num_experts, group.size(), factor=factor)
         return cls(experts, BoundedAllToAllDispatcher(group, num_experts, rows, device))
 
     @contextmanager

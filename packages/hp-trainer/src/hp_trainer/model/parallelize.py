@@ -30,11 +30,10 @@ from hp_trainer import layout
 from hp_trainer.config import Config
 from hp_trainer.layout.mesh import Edges, Mesh, even_edges, small_group, tied_group
 from hp_trainer.layout.schedules import (
-    KINDS,
     count_microbatches,
-    count_stages,
+    has_even_edges,
     layers_of_stages,
-    planned_tokens,
+    placement,
     splits_backward,
     training_schedule,
 )
@@ -229,21 +228,15 @@ def build_pipeline(
         on_step: Called before each step of a schedule, for heartbeats.
         on_progress: Called again and again while weights are made, which may take minutes.
     """
-    schedule = training_schedule(
-        config.pipeline, num_ranks=mesh.layout.pp, num_microbatches=count_microbatches(config)
-    )
+    stage_to_rank = placement(config.pipeline, num_ranks=mesh.layout.pp)
+    layers, tied = layers_of_stages(config), tied_parameters(config.model)
     # Groups are made by all ranks in one order: edges, tied tables, then beside rows of experts.
-    returns = KINDS[config.pipeline.schedule].returns
-    if mesh.layout.is_even and not returns:
+    if has_even_edges(config):
         edges = even_edges(mesh, runtime, timeout)
     else:
-        edges = layout.uneven_edges(schedule, mesh, runtime, timeout)
-    tied, tied_ranks = tied_parameters(config.model), None
-    if tied:
-        stage_members = [stage.members for stage in mesh.layout.stages]
-        tied_ranks = tied_group(
-            schedule.stage_to_rank, stage_members, backend=runtime.backend, timeout=timeout
-        )
+        edges = layout.uneven_edges(stage_to_rank, mesh, runtime, timeout)
+    tied_ranks = tied_group(mesh, runtime, stage_to_rank, timeout=timeout) if tied else None
+    beside_rows = small_group(mesh, runtime, timeout=timeout) if config.pipeline.overlap else None
     sequence = SequenceShare.of(
         mesh,
         seq_len=config.data.seq_len,
@@ -251,30 +244,38 @@ def build_pipeline(
         splits_positions=not config.model.transformers,
         device=runtime.device,
     )
-    beside_rows = small_group(mesh, runtime, timeout=timeout) if config.pipeline.overlap else None
+    context = None
+    if config.mesh.cp > 1:
+        degree, ring = config.mesh.heads_degree, config.mesh.cp_ring
+        context = hp_context.ContextParallel(degree, ring=ring, layout=sequence.layout)
     # Experts of one rank exchange nothing: there a backward and a forward follow each other.
     overlaps = config.pipeline.overlap and mesh.size("ep") > 1
     builder = _StageBuilder(
-        config,
-        mesh,
+        config=config,
+        mesh=mesh,
         vocab_size=vocab_size,
-        sequence=sequence,
+        layers=layers,
+        context=context,
         device=runtime.device,
         overlap=_overlap(timeout) if overlaps else None,
         beside_rows=beside_rows,
     )
     modules: dict[int, Stage] = {}
     parameters: list[Parameter] = []
-    for index in schedule.stages_of(mesh.pp_index):
+    for index in (stage for stage, rank in enumerate(stage_to_rank) if rank == mesh.pp_index):
         module, whole = builder.build(index)
-        if index and index == builder.num_stages - 1 and 0 in modules:
+        if index and index == len(layers) - 1 and 0 in modules:
             share_tables(modules[0], module, tied)
-        parameters += builder.fill(module, whole, on_progress=on_progress)
+        found = named_parameters(module, whole, mesh)
+        module.initialize(found, config.model, seed=config.run.seed, on_progress=on_progress)
+        if config.data.documents == "separate" and isinstance(module, DocumentTrial):
+            module.try_documents()  # the weights are there now
+        parameters += found
         modules[index] = module
     return Pipeline(
         modules=modules,
         parameters=merge_copies(parameters, tied, tied_ranks),
-        num_stages=builder.num_stages,
+        num_stages=len(layers),
         vocab_size=vocab_size,
         sequence=sequence,
         config=config,
@@ -283,36 +284,42 @@ def build_pipeline(
         edges=edges,
         on_step=on_step,
         overlap=builder.overlap,
-        buffers=_buffers([*modules.values()], config, mesh, sequence, runtime.device),
+        buffers=ExpertBuffers.of(
+            [*modules.values()],
+            config,
+            mesh,
+            positions=len(sequence.attended),
+            device=runtime.device,
+        ),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class _StageBuilder:
-    """Builds the stages of one rank: cut, sharded, on its device, with their first weights."""
+    """Builds the stages of one rank: cut, sharded, on its device, without values yet.
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        *,
-        vocab_size: int,
-        sequence: SequenceShare,
-        device: torch.device,
-        overlap: "hp_overlap.CommComputeOverlap | None",
-        beside_rows: ProcessGroup | None,
-    ) -> None:
-        self.num_stages, self.overlap = count_stages(config), overlap
-        self._config, self._mesh, self._vocab_size = config, mesh, vocab_size
-        self._device, self._beside_rows = device, beside_rows
-        self._layers = layers_of_stages(config)
-        self._by_block = config.mesh.gather == "block"
-        degree, ring = config.mesh.heads_degree, config.mesh.cp_ring
-        self._context = None
-        if config.mesh.cp > 1:
-            self._context = hp_context.ContextParallel(degree, ring=ring, layout=sequence.layout)
+    Attributes:
+        config: Configuration of the run.
+        mesh: Mesh of the run.
+        vocab_size: Tokens of the vocabulary.
+        layers: Layers of each stage.
+        context: How context-parallel ranks exchange keys and values; None: there are none.
+        device: Device of the stages.
+        overlap: Runs a forward and a backward at once; None one after the other.
+        beside_rows: Group for what is sent beside rows of experts, if there is one.
+    """
+
+    config: Config
+    mesh: Mesh
+    vocab_size: int
+    layers: Sequence[range]
+    context: "hp_context.ContextParallel | None"
+    device: torch.device
+    overlap: "hp_overlap.CommComputeOverlap | None"
+    beside_rows: ProcessGroup | None
 
     def build(self, index: int) -> tuple[Stage, Mapping[str, Declared]]:
-        """Build a stage without values; the order of what is done to it matters.
+        """Build a stage; the order of what is done to it matters.
 
         Args:
             index: Index of the stage.
@@ -320,13 +327,14 @@ class _StageBuilder:
         Returns:
             The stage, and what the whole of each of its parameters is.
         """
-        config, mesh = self._config, self._mesh
+        config, mesh = self.config, self.mesh
+        by_block = config.mesh.gather == "block"
         module = build_stage(
             config.model,
-            self._vocab_size,
-            layers=self._layers[index],
+            self.vocab_size,
+            layers=self.layers[index],
             first=index == 0,
-            last=index == self.num_stages - 1,
+            last=index == len(self.layers) - 1,
             compute_dtype=DTYPES[config.train.dtype],
         )
         # Parameters stay fp32 under bf16 compute: they are the masters that the optimizer updates.
@@ -334,51 +342,16 @@ class _StageBuilder:
         if isinstance(module, Spreading):
             module.expect_ranks({axis: mesh.size(axis) for axis in ("ep", "tp", "cp")})
         whole = declared(module)
-        spread(module, mesh, self._context, self._vocab_size, by_block=self._by_block)
+        spread(module, mesh, self.context, self.vocab_size, by_block=by_block)
         if self.overlap is not None:
-            overlap_experts(module, self.overlap, small_group=self._beside_rows)
-        module.to_empty(device=self._device)
+            overlap_experts(module, self.overlap, small_group=self.beside_rows)
+        module.to_empty(device=self.device)
         gather_narrow(module)
-        share_casts(module, sharded=not self._by_block)
+        share_casts(module, sharded=not by_block)
         split_weight_gradients(module, is_split=splits_backward(config))
         module.recompute(config.train.recompute)
         compile_blocks(module, config.train.compile)
         return module, whole
-
-    def fill(
-        self, module: Stage, whole: Mapping[str, Declared], *, on_progress: Callable[[], None]
-    ) -> list[Parameter]:
-        """Give a stage its first weights, and try documents once they are there.
-
-        Args:
-            module: Stage that was built.
-            whole: What the whole of each of its parameters is.
-            on_progress: Called again and again.
-
-        Returns:
-            The parameters of the stage.
-        """
-        config = self._config
-        found = named_parameters(module, whole, self._mesh)
-        module.initialize(found, config.model, seed=config.run.seed, on_progress=on_progress)
-        if config.data.documents == "separate" and isinstance(module, DocumentTrial):
-            module.try_documents()
-        return found
-
-
-def _buffers(
-    stages: Sequence[Stage],
-    config: Config,
-    mesh: Mesh,
-    sequence: SequenceShare,
-    device: torch.device,
-) -> ExpertBuffers:
-    """Make the buffers for rows between experts, as large as a rank's most tokens need."""
-    most = config.train.microbatch_size * len(sequence.attended)
-    if config.data.packing == "planned":
-        most = planned_tokens(config)
-    slots = (-(-most // mesh.size("tp")), config.model.top_k)
-    return ExpertBuffers.of(stages, mesh, factor=config.mesh.ep_buffer, slots=slots, device=device)
 
 
 def _overlap(timeout: timedelta) -> "hp_overlap.CommComputeOverlap":

@@ -9,11 +9,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hp_base.errors import DataError
 from hp_context import Documents
 from hp_data.dataset import Dataset
-from hp_platform import Runtime
+from hp_platform import Runtime, all_gather_json
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_trainer.config import Config
 from hp_trainer.layout.mesh import Mesh
@@ -216,13 +218,28 @@ def step_source(
     Raises:
         hp_base.errors.ConfigError: When the package that makes such steps is not installed.
     """
-    packing = config.data.packing
-    if packing != "planned":
+    if config.data.packing != "planned":
         return None
     make: Callable[..., StepSource] = plugin(
         "hp_trainer.step_sources",
-        packing,
-        asked_by=f'data.packing ("{packing}")',
+        "planned",
+        asked_by='data.packing ("planned")',
         package="hp-packing",
     )
     return make(config, mesh, data, runtime=runtime, vocab_size=vocab_size)
+
+
+def require_same_data(digests: tuple[str, ...], *, control: dist.ProcessGroup) -> None:
+    """Compare what the ranks read: nodes without shared storage each tokenise their own copy.
+
+    Args:
+        digests: Digests of this rank's splits.
+        control: Group over all ranks for objects.
+
+    Raises:
+        DataError: On every rank, when two of them differ.
+    """
+    everyone = all_gather_json(digests, of=tuple[str, ...], group=control)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        raise DataError(f"ranks 0 and {other} must read the same text, but their tokens differ")

@@ -4,10 +4,9 @@ import tempfile
 from pathlib import Path
 
 from hp_data.corpus import find_sources, look_at
-from hp_data.index import Index, read_index
 from hp_data.preparation import prepare
 from hp_data.tokenizer import Tokenizer, load_tokenizer, vocab_size_of
-from hp_data.tokens import SPLITS, require_sequence
+from hp_data.tokens import SPLITS, Index, read_index, require_sequence
 from hp_trainer.config import Config, rules
 from hp_trainer.plugins import weights_of
 

@@ -110,8 +110,8 @@ def _holds_same_text(run: Path, config: Config, saved: Mapping[str, Any]) -> boo
     """Tell whether the text that was given is what the run began with, wherever it is now."""
     if config.data.paths == saved.get("data.paths"):
         return True
-    from hp_data.index import Index, read_index  # noqa: PLC0415 - imports torch
     from hp_data.preparation import digest_of_text, is_prepared  # noqa: PLC0415 - imports torch
+    from hp_data.tokens import Index, read_index  # noqa: PLC0415 - imports torch
 
     if not is_prepared(run / "data"):
         return True  # it is prepared anew, and compared with the checkpoint

@@ -18,11 +18,11 @@ from hp_trainer.layout.mesh import Mesh
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.plugins import plugins
 from hp_trainer.training.generate import continue_text
-from hp_trainer.training.gpu_settings import in_force
 from hp_trainer.training.gradients import GradientNorm
 from hp_trainer.training.metrics import METRICS, Console, MetricsWriter
+from hp_trainer.training.profiler import Profiler
 from hp_trainer.training.report import planned_and_actual, write_report
-from hp_trainer.training.startup import Stopped, connect, prepare_data
+from hp_trainer.training.startup import Stopped, connect, gpu_settings_in_force, prepare_data
 from hp_trainer.training.trainer import Trainer
 
 
@@ -100,6 +100,7 @@ class _Loop:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._train = trainer, trainer.config.train
         is_main = trainer.is_main
+        self._profiler = Profiler(self._train, trainer.worker, trainer.device, tell=trainer.warn)
         self._console = Console(enabled=is_main, total=self._train.steps, done=trainer.step)
         self._metrics = MetricsWriter(
             trainer.worker.folder if is_main else None,
@@ -153,7 +154,7 @@ class _Loop:
     def _step(self, collect_after: Callable[[int], None]) -> bool:
         """Train for one step, and do what is due after it; returns whether to stop."""
         trainer, train = self._trainer, self._train
-        with trainer.profiler.watching(trainer.step + 1):
+        with self._profiler.watching(trainer.step + 1):
             metrics, stopped = trainer.train_step()
         self.tell()
         if self._is_due(train.eval_every) and not stopped:
@@ -237,7 +238,7 @@ def banner(config: Config, mesh: Mesh, runtime: Runtime, norm: GradientNorm) -> 
     if train.compile != "none":
         lines.append(f"compile {train.compile}: in the first steps; what it takes is in {METRICS}")
     if runtime.device.type == "cuda":
-        lines.append(f"gpu    {' '.join(in_force(os.environ)) or 'nothing set'}")
+        lines.append(f"gpu    {' '.join(gpu_settings_in_force(os.environ)) or 'nothing set'}")
     return lines
 
 

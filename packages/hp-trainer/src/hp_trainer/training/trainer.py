@@ -31,7 +31,14 @@ from hp_trainer.model.compiled import CompileCost
 from hp_trainer.model.loss import loss_of
 from hp_trainer.model.parallelize import build_pipeline
 from hp_trainer.plugins import weights_of
-from hp_trainer.training.batches import Batches, PlannedStep, Share, StepSource, step_source
+from hp_trainer.training.batches import (
+    Batches,
+    PlannedStep,
+    Share,
+    StepSource,
+    require_same_data,
+    step_source,
+)
 from hp_trainer.training.checkpointer import Checkpointer
 from hp_trainer.training.gradients import (
     Agreed,
@@ -45,9 +52,7 @@ from hp_trainer.training.gradients import (
 )
 from hp_trainer.training.metrics import StepMetrics, Utilization
 from hp_trainer.training.optimizer import Update, changed_rate, learning_rate
-from hp_trainer.training.profiler import Profiler
 from hp_trainer.training.resuming import require_same_position
-from hp_trainer.training.startup import require_same_data
 from hp_trainer.training.state import (
     Position,
     checkpoint_buffers,
@@ -94,7 +99,6 @@ class Trainer:
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
         vocab_size = vocab_size_of(tokenizer, config.model.vocab_size)
         self.utilization = Utilization.of(config, runtime, vocab_size=vocab_size)
-        self.profiler = Profiler(config.train, worker, self.device, tell=self._warn)
         self.pipeline = build_pipeline(
             config,
             self.mesh,
@@ -420,7 +424,7 @@ class Trainer:
         self.update.update_tied_copies()
         return f"started from the weights of {folder}"
 
-    def _warn(self, problem: str) -> None:
+    def warn(self, problem: str) -> None:
         """Have the console say it, or where another rank has that, do so by itself."""
         if self.is_main:
             self.problems.append(problem)
