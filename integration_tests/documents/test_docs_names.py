@@ -55,6 +55,7 @@ def test_no_name_of_a_lazy_face_is_that_of_a_module_below_it() -> None:
         (source,) = (parent for parent in face.parents if parent.name == "src")
         names = public_names(source.parent, ".".join(face.parent.relative_to(source).parts))
         assert not names & {path.stem for path in face.parent.iterdir()}
+        assert "__dir__" in face.read_text(), f"completion must see the names of {face}"
 
 
 def sources_that_cite() -> list[Path]:

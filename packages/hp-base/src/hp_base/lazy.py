@@ -1,18 +1,22 @@
 """Faces of packages whose names load their modules when they are first used."""
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package whose public names are in modules not imported yet.
+def lazily(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package whose names are in modules not imported yet.
 
     Args:
         package: Name of the package.
         homes: Module of each public name, or `module:name` where it has another name there.
 
     Returns:
-        A function that raises AttributeError for other names.
+        A function that loads a name, and raises AttributeError for others; and one that lists all
+        names, for `help` and completion.
     """
 
     def load(name: str) -> object:
@@ -22,4 +26,7 @@ def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
         found: object = getattr(import_module(module), own or name)
         return found
 
-    return load
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return load, names

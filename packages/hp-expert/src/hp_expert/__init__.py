@@ -148,7 +148,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     {
         "Activation": "hp_expert.experts.activation",

@@ -219,3 +219,7 @@ if not TYPE_CHECKING:  # type checkers know the names from above
         found: object = getattr(import_module(_HOMES[name]), name)
         globals()[name] = found
         return found
+
+    def __dir__() -> list[str]:
+        """List all names, for `help` and completion."""
+        return sorted({*globals(), *_HOMES})

@@ -47,7 +47,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     {
         "Algorithm": "hp_vtp.plan",

@@ -77,7 +77,7 @@ __all__ = [
     "split_model",
 ]
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     __name__,
     {
         "BackwardSplitter": "hp_schedule.runtime.stage",

@@ -13,4 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Build", "Job"]
 
-__getattr__ = lazily(__name__, {"Build": "hp_train.verify.rank", "Job": "hp_train.verify.rank"})
+__getattr__, __dir__ = lazily(
+    __name__, {"Build": "hp_train.verify.rank", "Job": "hp_train.verify.rank"}
+)

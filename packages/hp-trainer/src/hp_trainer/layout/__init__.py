@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["uneven_edges"]
 
-__getattr__ = lazily(__name__, {"uneven_edges": "hp_trainer.layout.uneven"})
+__getattr__, __dir__ = lazily(__name__, {"uneven_edges": "hp_trainer.layout.uneven"})
