@@ -53,10 +53,8 @@ nox.options.parallel = 3 if len(sys.argv) == 1 else 1
 print_times_at_the_end()
 
 # Tests that look at files alone.
-TEXT_TESTS = tuple(
-    f"integration_tests/documents/test_{name}.py"
-    for name in ("docs_errors", "docs_names", "docs_paths", "mutants", "pins")
-)
+_ABOUT_TEXT = ("docs_errors", "docs_names", "docs_paths", "mutants", "pins")
+TEXT_TESTS = files_of("integration_tests/documents", [f"test_{name}.py" for name in _ABOUT_TEXT])
 # Their versions are pinned in integration_tests/jobs/libraries, Triton's is that of test-triton.
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
 LIBRARIES_TEST = "integration_tests/jobs/test_verify_libraries.py"
@@ -247,8 +245,9 @@ def reliability(session: nox.Session) -> None:
     install(session, "hp-train[packing]", group="test-torch")
     session.run("python", "-m", "integration_tests.reliability", *session.posargs)
     if not session.posargs:
-        names = ("checkpoint_hostile", "checkpoint_background", "checkpoint_faults", "dcp")
-        tests = [f"packages/hp-train/tests/test_train_{name}.py" for name in names]
+        names = ("hostile", "background", "faults", "dcp")
+        patterns = [f"hp-checkpoint/tests/test_checkpoint_{name}.py" for name in names]
+        tests = files_of("packages", [*patterns, "hp-train/tests/test_train_dcp.py"])
         run_pytest(session, *tests)
         nodes = "integration_tests/reliability/test_torchrun_restarts.py"
         run_pytest(session, nodes, env={"HP_SLOW_RESTARTS": "1"})
@@ -280,7 +279,8 @@ def exact(session: nox.Session) -> None:
     """Search schedules against CP-SAT: 5,000 results and all bounds, optima, windows; no torch."""
     install(session, "hp-schedule[exact]", group="test")
     names = ("exact", "orders", "search", "bounds")
-    tests = (f"packages/hp-schedule/tests/test_schedule_{name}.py" for name in names)
+    patterns = [f"test_schedule_{name}.py" for name in names]
+    tests = files_of("packages/hp-schedule/tests", patterns)
     run_pytest(session, "-s", *tests, env={"HP_SCHEDULE_BOUNDS": "1000"})
 
 
@@ -315,11 +315,8 @@ def gpu(session: nox.Session) -> None:
 def kernels(session: nox.Session) -> None:
     """Test hp-expert's Triton kernels in Triton's interpreter, and blocks built by inductor."""
     install(session, *map(with_extras, PACKAGES), group="test-triton")
-    interpreted = ("kernels", "fused_kernels")
-    tests = [
-        f"packages/hp-expert/tests/test_expert_{name}.py" for name in (*interpreted, "compile")
-    ]
-    tests.append("packages/hp-trainer/tests/test_trainer_compile.py")
+    patterns = ["hp-expert/tests/test_expert_*kernels.py", "hp-*/tests/test_*_compile.py"]
+    tests = files_of("packages", patterns)
     # Each in its own process: an interpreter must be chosen before anything imports Triton, which
     # torch itself does, for its flop counter.
     for test in tests:

@@ -125,6 +125,7 @@ def train_in(
     until: int | None = None,
     device: str = "cpu",
     compute: Schedule | None = None,
+    prepare_rank: Callable[[], None] | None = None,
 ) -> Result:
     """Train in the layout of the config and bring back what rank 0 gathered.
 
@@ -134,14 +135,24 @@ def train_in(
         until: Save a checkpoint after this step and end; None trains for ``train.steps``.
         device: ``"cuda"``: each rank takes a GPU, or several share one, with the backend for that.
         compute: Compute steps to run in place of those of the configured schedule.
+        prepare_rank: Function of a module that each rank calls first, such as to change a library.
     """
     address = prepare_run(config, directory)
     steps = "" if compute is None else to_json(compute)
     encoded = msgspec.json.encode(config)
     run = partial(_train_rank, encoded, str(directory), until, device, address, steps=steps)
+    if prepare_rank is not None:
+        run = partial(_prepare_and_run, prepare_rank, run)
     results = run_distributed(run, world_size=config.world_size, timeout=120)
     assert isinstance(results[0], Result)
     return results[0]
+
+
+def _prepare_and_run(
+    prepare_rank: Callable[[], None], run: Callable[[], Result | None]
+) -> Result | None:
+    prepare_rank()
+    return run()
 
 
 def _train_rank(

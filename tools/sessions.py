@@ -208,8 +208,17 @@ def run_pytest(session: nox.Session, *arguments: str, env: Mapping[str, str] | N
 
 
 def files_of(folder: str, patterns: Iterable[str]) -> list[str]:
-    """Return the files below a folder of the repository that patterns match, from its root."""
-    found = {file for pattern in patterns for file in (ROOT / folder).glob(pattern)}
+    """Return the files below a folder of the repository that patterns match, from its root.
+
+    Raises:
+        FileNotFoundError: If a pattern matches no file.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        matched = {*(ROOT / folder).glob(pattern)}
+        if not matched:
+            raise FileNotFoundError(f"no file in {folder} is named {pattern}")
+        found |= matched
     return sorted(str(file.relative_to(ROOT)) for file in found)
 
 
@@ -231,8 +240,6 @@ def session_testing(
         selected = [tests]
         if only or without:
             matched = files_of(tests, [f"**/{only or without}"])
-            if not matched:
-                session.error(f"no file in {tests} is named {only or without}")
             selected = matched if only else [tests, *(f"--ignore={file}" for file in matched)]
         run_pytest(session, *selected, *session.posargs)
 

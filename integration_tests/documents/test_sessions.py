@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import reaping
 from sessions import (
     PACKAGES,
+    ROOT,
     constraints,
     editables,
     environment,
@@ -130,5 +136,87 @@ def test_pip_and_uv_look_in_the_same_places(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["PIP_CONSTRAINT"] == found["UV_CONSTRAINT"]
 
 
-def test_files_are_named_from_the_root() -> None:
+def test_files_are_named_from_the_root_and_each_pattern_names_some() -> None:
     assert "tools/sessions.py" in files_of("tools", ["s*.py", "sessions.py"])
+    with pytest.raises(FileNotFoundError, match=r"no file in tools is named lost\.py"):
+        files_of("tools", ["s*.py", "lost.py"])
+
+
+class _EndError(Exception):
+    """Ends a session that cannot go on here."""
+
+
+class _Session:
+    """A session that runs nothing and keeps the command lines."""
+
+    posargs: tuple[str, ...] = ()
+    venv_backend = "none"
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.env: dict[str, str] = {}
+        self.virtualenv = SimpleNamespace(location=str(folder))
+        self.lines: list[tuple[str, ...]] = []
+
+    def run(self, *line: str, **_: object) -> None:
+        self.lines.append(line)
+
+    run_install = run
+
+    def create_tmp(self) -> str:
+        return str(self.folder)
+
+    def error(self, reason: str) -> NoReturn:
+        raise _EndError(reason)
+
+    skip = error
+
+    def install(self, *_: str) -> None: ...
+
+    def log(self, _: str) -> None: ...
+
+    def notify(self, _: str) -> None: ...
+
+
+def sessions_of_noxfile(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """Execute noxfile.py without nox; name -> function of each session."""
+    found: dict[str, Any] = {}
+
+    def session(function: Any = None, *, name: str = "", **_: object) -> Any:
+        def keep(given: Any) -> Any:
+            return found.setdefault(name or given.__name__, given)
+
+        return keep if function is None else keep(function)
+
+    nox = ModuleType("nox")
+    nox.__dict__.update(session=session, Session=_Session, options=SimpleNamespace())
+    command = ModuleType("nox.command")
+    command.__dict__["CommandFailed"] = _EndError
+    monkeypatch.setitem(sys.modules, "nox", nox)
+    monkeypatch.setitem(sys.modules, "nox.command", command)
+    monkeypatch.setattr("sessions.print_times_at_the_end", lambda: None)
+    monkeypatch.setattr("sessions.TIMES", folder / "times")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("HP_WHOLE", "")  # a session sets it
+    runpy.run_path(str(ROOT / "noxfile.py"))
+    return found
+
+
+def test_every_file_and_program_that_a_session_runs_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: set[str] = set()
+    for name, function in sessions_of_noxfile(monkeypatch, tmp_path).items():
+        if name == "build":  # begins by removing dist/
+            continue
+        session = _Session(name, tmp_path)
+        with suppress(_EndError):
+            function(session)
+        for line in session.lines:
+            named |= {word.removeprefix("--ignore=").partition("::")[0] for word in line}
+            modules = [after for word, after in pairwise(line) if word == "-m"]
+            named |= {m.replace(".", "/") for m in modules if m.startswith("integration_tests")}
+    places = ("packages/", "integration_tests/", "tools/", "benchmarks/")
+    files = {word for word in named if word.startswith(places)}
+    assert len(files) > 150
+    assert not {f for f in files if not ((ROOT / f).exists() or (ROOT / f"{f}.py").exists())}

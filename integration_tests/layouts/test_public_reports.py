@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from integration_tests.runs import Result, config_of, train_in
 
@@ -58,30 +56,3 @@ def require_equal(found: Result, expected: Result) -> None:
             assert (ours[name] - tensor).norm() <= 1e-12 * tensor.norm() + 1e-30, (kind, name)
     assert found.norms == pytest.approx(expected.norms, rel=1e-12)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_module_may_be_used_first_in_a_later_microbatch(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Automodel #3540: gradients of other dtypes, of what earlier microbatches have left out."""
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    from integration_tests.models.plain_transformers import make_folder, run_of  # noqa: PLC0415
-
-    usual = llama.LlamaMLP.forward
-
-    def sometimes(self: Any, x: Tensor) -> Tensor:
-        made: Tensor = usual(self, x) if float(x[0, 0, 0]) > 0 else torch.zeros_like(x)
-        return made
-
-    monkeypatch.setattr(llama.LlamaMLP, "forward", sometimes)
-    folder = make_folder("llama", tmp_path / "model")
-    keys: dict[str, Any] = {"train__dtype": dtype, "train__microbatch_size": 1}
-    expected = train_in(run_of(folder, **keys), tmp_path / "one")
-    keys |= {"mesh__dp_shard": 2, "mesh__gather": "block", "mesh__reduce_once": True}
-
-    found = train_in(run_of(folder, **keys), tmp_path / "two")
-
-    rel = 1e-12 if dtype == "float64" else 1e-6
-    assert found.norms == pytest.approx(expected.norms, rel=rel)

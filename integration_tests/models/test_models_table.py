@@ -8,7 +8,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from hp_base.process import run_command
 from hp_trainer.config.options import build
 from hp_transformers.stages import notes, proven
 from hp_transformers.stages.notes import doubts
@@ -269,13 +268,6 @@ def test_new_architectures_are_those_without_a_row_or_with_other_code(
     told = capsys.readouterr().out
     assert "1 new, 1 with other code, 1 gone" in told
     assert "to do: " in told
-
-
-def test_an_architecture_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-
-    assert run_command(command.run, ["no-such-model"]) == 2
-    assert "must be a causal model of transformers, or a folder" in capsys.readouterr().err
 
 
 def test_only_kinds_that_are_missing_or_red_are_run_again() -> None:

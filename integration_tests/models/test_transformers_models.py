@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from integration_tests.models.plain_transformers import FIELDS, make_folder, run_of, train_plainly
 from integration_tests.runs import Result, train_in
 
 pytest.importorskip("transformers", reason="of `nox -s transformers`")
+from transformers.models.llama import modeling_llama
+
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -165,3 +169,32 @@ def test_documents_do_not_see_each_other(
     expected = train_plainly(config, tmp_path / "plain")
     assert abs(expected.losses[0] - joined.losses[0]) > 1e-6  # there are documents
     require_equal(train_in(config, tmp_path / "run"), expected)
+
+
+def _leave_out_perceptrons() -> None:
+    """Let those of Llama be used in some microbatches alone."""
+    usual = modeling_llama.LlamaMLP.forward
+
+    def sometimes(self: Any, x: Tensor) -> Tensor:
+        made: Tensor = usual(self, x) if float(x[0, 0, 0]) > 0 else torch.zeros_like(x)
+        return made
+
+    modeling_llama.LlamaMLP.forward = sometimes
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_module_may_be_used_first_in_a_later_microbatch(dtype: str, tmp_path: Path) -> None:
+    """Automodel #3540: gradients of other dtypes, of what earlier microbatches have left out."""
+    folder = make_folder("llama", tmp_path / "model")
+    keys: dict[str, Any] = {"train__dtype": dtype, "train__microbatch_size": 1}
+    always = train_in(run_of(folder, **keys), tmp_path / "always")
+    expected = train_in(
+        run_of(folder, **keys), tmp_path / "one", prepare_rank=_leave_out_perceptrons
+    )
+    keys |= {"mesh__dp_shard": 2, "mesh__gather": "block", "mesh__reduce_once": True}
+
+    found = train_in(run_of(folder, **keys), tmp_path / "two", prepare_rank=_leave_out_perceptrons)
+
+    rel = 1e-12 if dtype == "float64" else 1e-6
+    assert found.norms == pytest.approx(expected.norms, rel=rel)
+    assert expected.norms != pytest.approx(always.norms, rel=1e-3)

@@ -140,3 +140,8 @@ def test_the_first_lines_of_a_run_say_what_was_never_compared(tmp_path: Path) ->
     config = build({"model.transformers": str(tmp_path)})
 
     assert notes(config) == ["warning: of_tomorrow was never compared with transformers"]
+
+
+def test_an_architecture_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(command.run, ["no-such-model"]) == 2
+    assert "must be a causal model of transformers, or a folder" in capsys.readouterr().err
