@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hp_plan import MACHINES, estimate
 from hp_plan.layouts.measure import measure
-from hp_plan.price.gather import planned
+from hp_plan.price.estimate import planned
 from hp_platform import shutdown
 from hp_platform.testing import record_exchanges, run_distributed
 from hp_trainer.training.trainer import Trainer

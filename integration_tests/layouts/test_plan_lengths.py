@@ -15,7 +15,7 @@ from hp_packing.lengths import (
     whole,
 )
 from hp_plan.costs.machine import MACHINES
-from hp_plan.price.gather import estimate
+from hp_plan.price.estimate import estimate
 from hp_train.cli import main
 from hp_trainer.config.options import resolve
 

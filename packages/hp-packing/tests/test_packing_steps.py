@@ -408,7 +408,7 @@ def test_costs_are_what_a_layout_is_priced_at(name: str, machine: str) -> None:
     rates = MACHINES[machine].with_values(launch_seconds=0.0 if machine == "cpu" else 1e-12)
     costs = learned_costs(layout, rates, vocab_size=256)
     plan = Plan(layout, rates, vocab_size=256)
-    tokens = plan.tokens
+    tokens = plan.config.microbatch_tokens
     pairs = sum(pairs_of([2048] * (tokens // 2048), costs))
     for stage, priced in zip(costs.stages, plan.prices, strict=True):
         mine = stage.alone(tokens, pairs)

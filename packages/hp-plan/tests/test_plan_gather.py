@@ -3,8 +3,7 @@
 import pytest
 
 from hp_plan import MACHINES, choose, estimate
-from hp_plan.price.estimate import Plan
-from hp_plan.price.gather import ROOM, decided, fits, most_memory
+from hp_plan.price.estimate import ROOM, Plan, decided, fits, most_memory
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve, with_keys
 

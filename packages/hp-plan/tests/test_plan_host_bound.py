@@ -9,7 +9,7 @@ from hp_dry.report.work import Cell, Cost, Work
 from hp_dry.trace import Trace
 from hp_plan.costs.machine import MACHINES, Machine, machine_named
 from hp_plan.layouts.report import details, table
-from hp_plan.price.gather import planned
+from hp_plan.price.estimate import planned
 from hp_trainer.config import Config
 from hp_trainer.config.options import resolve
 

@@ -22,8 +22,7 @@ from hp_plan.costs.memory import (
 from hp_plan.costs.modules import stage, whole_model
 from hp_plan.costs.work import Kernel, Kernels, Weight
 from hp_plan.layouts.report import as_dict, name
-from hp_plan.price.estimate import Plan
-from hp_plan.price.gather import planned
+from hp_plan.price.estimate import Plan, planned
 from hp_plan.price.rates import Rates, Routed
 from hp_plan.price.traffic import (
     activation_transfers,
@@ -330,7 +329,7 @@ def test_a_layer_that_runs_again_keeps_a_slice_of_its_input_and_exchanges_once_m
         )
         for recompute in ("none", "full")
     }
-    model, tokens = plans["full"].config.model, plans["full"].tokens
+    model, tokens = plans["full"].config.model, plans["full"].config.microbatch_tokens
     size = BYTES[plans["full"].config.train.dtype]
     first = stage(plans["full"].config, VOCAB, layers=range(1), first=False, last=False)
     assert first.kept_bytes(tokens, tp=2) == model.dim * size * tokens / 2

@@ -16,8 +16,8 @@ from hp_expert import deduplication_pays, dispatch_bytes, expected_rows_per_toke
 from hp_plan.costs import cache as module
 from hp_plan.costs.cache import FOLDER, cached
 from hp_plan.costs.dispatch import RowCosts, row_costs
-from hp_plan.costs.modules import _kernels, _model, _stage, _stages
-from hp_plan.costs.stored import StoredKernels, StoredModel
+from hp_plan.costs.modules import StoredKernels, _kernels, _model, _stage, _stages
+from hp_plan.costs.work import ModelWork
 from hp_platform.testing import run_distributed
 from hp_trainer.config import ModelConfig
 
@@ -49,21 +49,21 @@ def test_what_was_learned_is_taken_and_what_was_damaged_is_learned_again(folder:
 def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -> None:
     key = (ModelConfig(num_dense_layers=1, num_mtp_modules=1), 256, 64, "bfloat16", 1, 1)
     _model.cache_clear()
-    learned = StoredModel.of(_model(key))
-    assert cached([1], StoredModel, lambda: learned) is learned
-    name = module._name(StoredModel.__name__, [1])
+    learned = _model(key)
+    assert cached([1], ModelWork, lambda: learned) is learned
+    name = module._name(ModelWork.__name__, [1])
     entry = folder / name
     text = json.loads(entry.read_text())
     deep = '{"again":' * 100_000
     for content in (
-        json.dumps(text | {"before": len(learned.works)}),
-        json.dumps(text | {"loss": -1}),
+        json.dumps(text | {"before": 3}),
+        json.dumps(text | {"loss": text["loss"] | {"flops": "1"}}),
         json.dumps(text | {"blocks": {"layers.0": [0, 0, 99999]}}),
-        f'{{"works": [{deep}',
+        f'{{"before": {deep}',
         f'{{"x": {"[" * 1_000_000}',
     ):
         entry.write_text(content)
-        assert cached([1], StoredModel, lambda: learned) is learned
+        assert cached([1], ModelWork, lambda: learned) is learned
     for trap in ("folder", "pipe", "link"):
         entry.unlink()
         if trap == "folder":
@@ -72,7 +72,7 @@ def test_what_others_have_written_into_an_entry_is_learned_again(folder: Path) -
             os.mkfifo(entry)
         else:
             entry.symlink_to("/dev/zero")
-        assert cached([1], StoredModel, lambda: learned) is learned
+        assert cached([1], ModelWork, lambda: learned) is learned
         if trap == "folder":
             entry.rmdir()
             entry.touch()
@@ -140,15 +140,18 @@ def test_models_and_kernels_are_the_same_when_they_were_kept() -> None:
         function.cache_clear()
     again = _model(key), _kernels(key)
     assert again[0] is not first[0]
-    # Works are told apart by identity: as many of them, at the same places.
-    assert StoredModel.of(again[0]) != StoredModel.of(first[0])
-    assert _as_text(StoredModel.of(again[0])) == _as_text(StoredModel.of(first[0]))
+    # Works are told apart by identity: layers of a kind have one and the same, as before.
+    assert again[0] != first[0]
+    assert repr(again[0]) == repr(first[0])
+    assert _same(again[0]) == _same(first[0])
     assert StoredKernels.of(again[1]) == StoredKernels.of(first[1])
     assert again[1] == first[1]
 
 
-def _as_text(stored: StoredModel) -> str:
-    return repr(stored)
+def _same(model: ModelWork) -> list[set[str]]:
+    """Return the names of blocks that are one and the same, for each block."""
+    blocks = model.blocks.items()
+    return [{name for name, other in blocks if other is block} for _, block in blocks]
 
 
 def test_rows_of_experts_are_those_of_the_dispatcher() -> None:

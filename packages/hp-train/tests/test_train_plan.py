@@ -17,7 +17,7 @@ from hp_plan.layouts.candidate import Candidate
 from hp_plan.layouts.choose import _identity, plan_axes
 from hp_plan.layouts.report import as_dict, details, name, reasons
 from hp_plan.layouts.space import Axis, enumerate_meshes
-from hp_plan.price.gather import fits, planned
+from hp_plan.price.estimate import fits, planned
 from hp_plan.price.prices import Prices
 from hp_schedule import Precedence
 from hp_train.cli import main

@@ -55,8 +55,7 @@ def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepC
     message = 0.0
     if num > 1:
         link = edge_link(config, layout, machine, source=0, destination=1)
-        tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
-        message = link.bytes / link.link.bandwidth / tokens
+        message = link.bytes / link.link.bandwidth / config.microbatch_tokens
     return StepCosts(tuple(stages), node=machine.node_size, message=message, windows=model.windows)
 
 

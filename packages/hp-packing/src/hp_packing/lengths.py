@@ -23,7 +23,7 @@ from hp_packing.planning.planner import Planner
 from hp_packing.pricing import costs_of
 from hp_plan.costs.machine import Machine
 from hp_plan.layouts.report import in_bytes, in_seconds
-from hp_plan.price.estimate import Plan
+from hp_plan.price.estimate import Plan, gathers_by_stage
 from hp_plan.price.prices import Prices
 from hp_plan.price.traffic import Spread
 from hp_schedule import (
@@ -122,7 +122,7 @@ class LengthPrices:
     """Prices of the steps of a layout by the lengths of their documents.
 
     Args:
-        config: Configuration of the layout, decided; see `hp_plan.price.gather.decided`.
+        config: Configuration of the layout, decided; see `hp_plan.price.estimate.decided`.
         machine: Machine of the layout.
         vocab_size: Tokens of the vocabulary.
     """
@@ -204,8 +204,7 @@ class LengthPrices:
         return Steps("planned", tuple(seconds), tuple(held), tuple(map(sum, batches)))
 
     def _gathered(self, schedule: Schedule) -> Schedule:
-        is_sharded = any(place.is_sharded for place in self._plan.layout.stages)
-        if self.config.mesh.gather != "stage" or not is_sharded:
+        if not gathers_by_stage(self.config):
             return schedule
         return add_fsdp_unshard_reshard(add_fsdp_reduce_grad(schedule))
 

@@ -7,8 +7,7 @@ from hp_base.lazy import lazily
 if TYPE_CHECKING:
     from hp_plan.costs.machine import MACHINES, Machine
     from hp_plan.layouts.choose import Choice, choose
-    from hp_plan.price.estimate import Estimate
-    from hp_plan.price.gather import estimate
+    from hp_plan.price.estimate import Estimate, estimate
     from hp_plan.price.traffic import Spread
 
 __all__ = [
@@ -32,6 +31,6 @@ __getattr__, __dir__ = lazily(
         "Machine": "hp_plan.costs.machine",
         "Spread": "hp_plan.price.traffic",
         "choose": "hp_plan.layouts.choose",
-        "estimate": "hp_plan.price.gather",
+        "estimate": "hp_plan.price.estimate",
     },
 )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hp_plan.costs.machine import Machine, machine_found
 from hp_plan.layouts.command import known_vocab_size
-from hp_plan.price.gather import decided
+from hp_plan.price.estimate import decided
 from hp_trainer.config import Config
 from hp_trainer.config.options import Resolved
 

@@ -382,8 +382,7 @@ def _losing(config: Config, stages: Sequence[Work], layout: StageLayout) -> int:
     size = BYTES[config.train.dtype]
     wide = max(size, WIDE_BYTES)
     copy = size if size < wide else 0
-    tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
-    rows = -(-round(logits) // layout.tp)
+    tokens, rows = config.microbatch_tokens, -(-round(logits) // layout.tp)
     tile = logit_tile(tokens, rows, size=size)
     if tile is not None:
         logits, dim = tile.tokens * tile.rows, config.model.dim
@@ -397,8 +396,8 @@ def _recomputed(config: Config, layout: StageLayout) -> int:
     """Return the bytes that one layer keeps while backward recomputes it."""
     if config.train.recompute == "none":
         return 0
-    tokens = config.train.microbatch_size * config.data.seq_len // layout.cp
-    return round(kept_once(config, tp=layout.tp, padded=padding(config, layout)) * tokens)
+    per_token = kept_once(config, tp=layout.tp, padded=padding(config, layout))
+    return round(per_token * config.microbatch_tokens)
 
 
 def padding(config: Config, layout: StageLayout) -> float:
@@ -411,13 +410,12 @@ def padding(config: Config, layout: StageLayout) -> float:
         return 1.0
     from hp_expert import rows_per_pair  # noqa: PLC0415 - imports torch
 
-    tokens = config.train.microbatch_size * config.data.seq_len // (layout.cp * layout.tp)
+    tokens = config.microbatch_tokens // layout.tp
     rows = rows_per_pair(tokens, model.top_k, model.num_experts, layout.ep, factor=factor)
     return rows * layout.ep / (tokens * model.top_k)
 
 
 def message_bytes(config: Config, layout: StageLayout) -> int:
     """Return the bytes that a rank sends to the next stage for a microbatch, and as many back."""
-    sharing = layout.cp if config.model.transformers else layout.cp * layout.tp
-    tokens = config.train.microbatch_size * config.data.seq_len // sharing
+    tokens = config.microbatch_tokens // (1 if config.model.transformers else layout.tp)
     return tokens * config.model.stage_width * BYTES[config.train.dtype]

@@ -66,7 +66,7 @@ def run(
     dtype: str,
     sizes: Mapping[str, int],
 ) -> ModelWork:
-    """Run forward and loss of a model, with the first layer of each kind for all of that kind.
+    """Run forward and loss of a model with one layer of each kind, the first of it.
 
     Args:
         model: Configuration of the model.
@@ -80,8 +80,7 @@ def run(
             over these ranks.
     """
     build = partial(build_stage, model, vocab_size, compute_dtype=getattr(torch, dtype))
-    same = alike(model)
-    stage = build(layers=sorted({*same.values()}), first=True, last=True)
+    stage = build(layers=sorted({*alike(model).values()}), first=True, last=True)
     if isinstance(stage, Countable):
         stage.expect_no_values()
     if isinstance(stage, Spreading):
@@ -121,10 +120,9 @@ def run(
         for name in blocks
     }
     loss, tiled = work(LOSS), work(TILED)
-    layers = {f"layers.{index}": works[f"layers.{of}"] for index, of in same.items()}
     return ModelWork(
         before=before + Work(summed=float(summed)),
-        blocks=layers | {name: each for name, each in works.items() if name not in layers},
+        blocks=works,
         after=after,
         loss=loss,
         tiled_loss=replace(tiled, again=Work(flops=tiled.flops)) if tiled.flops else loss,

@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeAlias
+
+from msgspec import Struct
 
 from hp_base.dtypes import BYTES
 from hp_plan.costs.cache import cached
-from hp_plan.costs.stored import Key, StoredKernels, StoredModel
 from hp_plan.costs.work import BlockWork, Kernel, Kernels, ModelWork, Work, alike, together
 from hp_trainer.config import Config, ModelConfig
 from hp_trainer.layout.schedules import layers_of_stages, placement
 from hp_trainer.layout.vocabulary import logit_tile
+
+Key: TypeAlias = tuple[ModelConfig, int, int, str, int, int]
+"""Everything that learned costs depend on: configuration of the model, vocabulary, sequence length
+and dtype; if the model cuts itself, tensor-parallel ranks and min(2, expert-parallel ranks)."""
+_Counts: TypeAlias = tuple[tuple[Kernel, int], ...]
+
+
+class StoredKernels(Struct, frozen=True):
+    """Kernels of parts by name, in types that JSON has: of forward, of backward, and run again.
+
+    Attributes:
+        parts: Kernels of each part, each with its number.
+    """
+
+    parts: dict[str, tuple[_Counts, _Counts, _Counts]]
+
+    @classmethod
+    def of(cls, kernels: Mapping[str, Kernels]) -> StoredKernels:
+        """Return the stored form of kernels."""
+        return cls(
+            {
+                name: (
+                    tuple(part.forward.items()),
+                    tuple(part.backward.items()),
+                    tuple(part.again.items()),
+                )
+                for name, part in kernels.items()
+            }
+        )
+
+    @property
+    def kernels(self) -> dict[str, Kernels]:
+        """Return the kernels in their usual form."""
+        return {
+            name: Kernels(*(Counter(dict(way)) for way in ways))
+            for name, ways in self.parts.items()
+        }
 
 
 def stage(config: Config, vocab_size: int, *, layers: range, first: bool, last: bool) -> Work:
@@ -57,10 +96,9 @@ def require_stages(config: Config) -> None:
 def is_tiled(config: Config, vocab_size: int) -> bool:
     """Tell whether a loss computes logits by tiles, see `hp_trainer.layout.vocabulary`."""
     last = placement(config.pipeline, num_ranks=config.mesh.pp)[-1]
-    tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
     cut = 1 if config.model.transformers else config.mesh.tp_sizes[last]
     rows = -(-vocab_size // cut)
-    return logit_tile(tokens, rows, size=BYTES[config.train.dtype]) is not None
+    return logit_tile(config.microbatch_tokens, rows, size=BYTES[config.train.dtype]) is not None
 
 
 def kept_once(config: Config, *, tp: int, padded: float) -> float:
@@ -90,15 +128,18 @@ def _key(config: Config, vocab_size: int) -> Key:
 
 @lru_cache(maxsize=64)
 def _model(key: Key) -> ModelWork:
-    def learn() -> StoredModel:
+    """Return the work of a model, in which layers of a kind have one and the same work."""
+
+    def learn() -> ModelWork:
         from hp_plan.costs.meta_run import run  # noqa: PLC0415 - imports torch
 
         model, vocab_size, seq_len, dtype, tp, ep = key
-        sizes = {"tp": tp, "ep": ep}
-        return StoredModel.of(run(model, vocab_size, seq_len=seq_len, dtype=dtype, sizes=sizes))
+        return run(model, vocab_size, seq_len=seq_len, dtype=dtype, sizes={"tp": tp, "ep": ep})
 
     # A model of one's own is code that may change.
-    return (learn() if key[0].is_own else cached(key, StoredModel, learn)).model
+    found = learn() if key[0].is_own else cached(key, ModelWork, learn)
+    layers = {f"layers.{i}": found.blocks[f"layers.{of}"] for i, of in alike(key[0]).items()}
+    return replace(found, blocks={**layers, **found.blocks})
 
 
 @lru_cache(maxsize=4096)  # thousands of layouts cut a model in few ways

@@ -27,9 +27,8 @@ from hp_plan.costs.memory import padding, static_memory
 from hp_plan.costs.work import Work
 from hp_plan.layouts.candidate import Candidate
 from hp_plan.layouts.space import Axis
-from hp_plan.price.estimate import plain_schedule
-from hp_plan.price.gather import fits
-from hp_plan.price.prices import Prices, StagePrice
+from hp_plan.price.estimate import fits, plain_schedule
+from hp_plan.price.prices import Prices, StagePrice, once
 from hp_schedule import Path, Precedence, length
 from hp_trainer.config import Config, MeshConfig, PipelineConfig, rules
 from hp_trainer.layout.ranks import Layout, StageLayout
@@ -198,8 +197,7 @@ class BranchAndBound:
         in all stages when its backward begins.
         """
         stages, place = self._as_one(config)
-        tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
-        padded = padding(config, place)
+        tokens, padded = config.microbatch_tokens, padding(config, place)
         kept = sum(stage.kept_bytes(tokens, tp=place.tp, padded=padded) for stage in stages)
         tensors = (sum(static_memory(config, stages, place)) + kept) / config.mesh.pp
         machine = self.prices.machine
@@ -232,9 +230,7 @@ class BranchAndBound:
         place = self._as_one(config)[1]
         place = replace_place(place, dp_replicate=place.dp, dp_shard=1)
         key = place, config.mesh.pp, config.train.microbatch_size, config.train.recompute
-        if key not in self._compute_bounds:
-            self._compute_bounds[key] = self._computed(config, place)
-        return self._compute_bounds[key]
+        return once(self._compute_bounds, key, lambda: self._computed(config, place))
 
     def _computed(self, config: Config, place: StageLayout) -> _ComputeBounds:
         plainest, number = replace(config, pipeline=_PLAINEST), config.model.num_layers
@@ -347,10 +343,8 @@ class BranchAndBound:
     def _walk(self, pipeline: PipelineConfig, pp: int, number: int, *, is_sharded: bool) -> _Steps:
         """Return the steps of a schedule with a number of microbatches."""
         key = (pipeline.schedule, pipeline.stages_per_rank, pp, number, is_sharded)
-        if key not in self._steps:
-            schedule = plain_schedule(pipeline, pp, number, is_sharded=is_sharded)
-            self._steps[key] = _Steps(Precedence(schedule))
-        return self._steps[key]
+        make = partial(plain_schedule, pipeline, pp, number, is_sharded=is_sharded)
+        return once(self._steps, key, lambda: _Steps(Precedence(make())))
 
     def _choices(self, key: str, only: object) -> Sequence[object]:
         """Return the values of an axis; the only value of a key that is none."""

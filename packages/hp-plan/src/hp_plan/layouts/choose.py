@@ -12,8 +12,7 @@ from hp_plan.costs import modules
 from hp_plan.costs.machine import Machine
 from hp_plan.layouts.branch_and_bound import BranchAndBound
 from hp_plan.layouts.space import Axis, enumerate_meshes
-from hp_plan.price.estimate import Estimate, Plan
-from hp_plan.price.gather import fits, room
+from hp_plan.price.estimate import Estimate, Plan, fits, room
 from hp_plan.price.prices import Prices
 from hp_plan.price.traffic import Spread
 from hp_trainer.config import Config

@@ -19,8 +19,7 @@ from hp_plan.costs.machine import MACHINES, Machine
 from hp_plan.costs.routing import busiest_load, parse_skew
 from hp_plan.layouts.choose import Choice, choose
 from hp_plan.layouts.report import as_dict, details, name, reasons, table
-from hp_plan.price.estimate import Estimate, Plan
-from hp_plan.price.gather import estimate
+from hp_plan.price.estimate import Estimate, Plan, estimate
 from hp_plan.price.traffic import Spread
 from hp_schedule import SearchResult, search
 from hp_trainer.config import Config, PipelineConfig

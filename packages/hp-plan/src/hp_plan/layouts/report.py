@@ -5,8 +5,7 @@ from itertools import groupby
 
 from hp_plan.costs.machine import Machine
 from hp_plan.layouts.choose import Choice
-from hp_plan.price.estimate import Estimate
-from hp_plan.price.gather import room
+from hp_plan.price.estimate import Estimate, room
 from hp_trainer.layout.ranks import Layout
 
 _NEGLIGIBLE = 0.005

@@ -4,11 +4,11 @@ The price of a stage depends on a few properties of a layout: the ranks that sha
 tokens of a microbatch, and the gathers of its parameters. Thousands of layouts share these.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hp_plan.costs import modules
 from hp_plan.costs.machine import Machine
@@ -38,6 +38,7 @@ from hp_trainer.layout.ranks import Layout, StageLayout
 from hp_trainer.layout.schedules import KINDS, count_microbatches, layers_of_stages
 
 _EVEN = Spread()
+T = TypeVar("T")
 
 
 class StagePrice(NamedTuple):
@@ -153,18 +154,16 @@ class Prices:
             layers: Number of its layers.
             slowed: Factor by which ranks that share cores are slower.
         """
-        mesh = config.mesh
-        once = count_microbatches(config) if mesh.reduce_once else 0
+        mesh, size = config.mesh, config.train.microbatch_size
+        microbatches = count_microbatches(config) if mesh.reduce_once else 0
         parts = self.parts(config.pipeline)
-        key = (stage, place, config.train.microbatch_size, mesh.gather, once, slowed, parts)
-        found = self._stages.get(key)
-        if found is None:
-            tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
-            compute = self._compute(
-                config, stage, place, tokens, kernels=kernels, layers=layers, slowed=slowed
-            )
-            found = self._stages[key] = self._stage(config, stage, place, tokens, compute)
-        return found
+        key = (stage, place, size, mesh.gather, microbatches, slowed, parts)
+        compute = partial(self._compute, kernels=kernels, layers=layers, slowed=slowed)
+        return once(
+            self._stages,
+            key,
+            lambda: self._stage(config, stage, place, compute(config, stage, place)),
+        )
 
     def parts(self, pipeline: PipelineConfig) -> int:
         """Return the number of parts of a microbatch that each take a layer's fixed seconds."""
@@ -172,7 +171,7 @@ class Prices:
         return 2 + splits
 
     def _stage(
-        self, config: Config, stage: Work, place: StageLayout, tokens: int, compute: Compute
+        self, config: Config, stage: Work, place: StageLayout, compute: Compute
     ) -> StagePrice:
         ahead, back, again = self._waits(config, stage, place)
         gather, reduce = self.gather(config, stage, place)
@@ -185,7 +184,9 @@ class Prices:
             reduced=reduce,
             device=compute.device,
             host=compute.host,
-            kept=stage.kept_bytes(tokens, tp=place.tp, padded=padding(config, place)),
+            kept=stage.kept_bytes(
+                config.microbatch_tokens, tp=place.tp, padded=padding(config, place)
+            ),
             message=float(message_bytes(config, place)),
         )
         return price.by_block(reductions(config)) if config.mesh.gather == "block" else price
@@ -193,9 +194,7 @@ class Prices:
     def _waits(self, config: Config, stage: Work, place: StageLayout) -> list[float]:
         """Return the seconds of exchanges in forward, in backward and in recomputation."""
         key = (place, config.train.microbatch_size)
-        each = self._each.get(key)
-        if each is None:
-            each = self._each[key] = self._seconds_of_each(config, place)
+        each = once(self._each, key, lambda: self._seconds_of_each(config, place))
         amounts = stage.exchanged
         repeated = stage.again.exchanged if stage.again else ()
         return [
@@ -223,27 +222,25 @@ class Prices:
 
     def gather(self, config: Config, stage: Work, place: StageLayout) -> tuple[float, float]:
         """Return the seconds to gather the parameters of a stage, and to reduce their gradients."""
-        key = (kinds_of(stage), place)
-        found = self._gathers.get(key)
-        if found is None:
-            gather = shard_transfer(config, stage, place, self.machine, what="gathered")
-            reduce = shard_transfer(config, stage, place, self.machine, what="reduced")
-            found = self._gathers[key] = gather.seconds, reduce.seconds
-        return found
+        way = partial(shard_transfer, config, stage, place, self.machine)
+        return once(
+            self._gathers,
+            (kinds_of(stage), place),
+            lambda: (way(what="gathered").seconds, way(what="reduced").seconds),
+        )
 
     def _compute(
         self,
         config: Config,
         stage: Work,
         place: StageLayout,
-        tokens: int,
         *,
         kernels: Kernels | None,
         layers: int,
         slowed: float,
     ) -> Compute:
         """Return the compute of a stage for the tokens that attention sees on a rank."""
-        machine, number = self.machine, tokens / place.tp
+        machine, number = self.machine, config.microbatch_tokens / place.tp
         if kernels is not None:
             rates = rates_of(machine, is_compiled=config.train.compile != "none", slowed=slowed)
             routed = Routed(self.spread.load(place.ep), padding(config, place))
@@ -295,11 +292,17 @@ class Prices:
         """
         mesh, size = config.mesh, config.train.microbatch_size
         key = (stages, place, mesh.pp > 1, mesh.gather, mesh.reduce_once, size)
-        tensors = self._tensors.get(key)
-        if tensors is None:
-            tensors = self._tensors[key] = tensor_memory(config, stages, place)
+        tensors = once(self._tensors, key, lambda: tensor_memory(config, stages, place))
         tensors = tensors.with_activations(activations, in_turn(config, stages, place))
         return tensors.with_margin(config, rank, self.machine)
+
+
+def once(table: dict[object, T], key: object, make: Callable[[], T]) -> T:
+    """Return the entry of a key in a table, made when it is asked for first."""
+    found = table.get(key)
+    if found is None:
+        found = table[key] = make()
+    return found
 
 
 _UNLIKE_BACKWARD = ("rows", "balances", "losses")
@@ -345,7 +348,7 @@ def exchanges(
         tokens: Tokens that attention sees on a rank; None: those of a microbatch.
     """
     if tokens is None:
-        tokens = config.train.microbatch_size * config.data.seq_len // config.mesh.cp
+        tokens = config.microbatch_tokens
     found: list[Transfer] = []
     if place.tp * place.cp > 1:
         found += activation_transfers(

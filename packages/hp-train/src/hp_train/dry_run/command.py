@@ -14,7 +14,7 @@ from hp_dry.cli import add_flags, require_places
 from hp_plan.costs.machine import machine_found
 from hp_plan.costs.routing import parse_skew
 from hp_plan.layouts.command import known_vocab_size, lengths_plugin
-from hp_plan.price.gather import decided
+from hp_plan.price.estimate import decided
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import COMMAND_LINE, resolve, with_keys
 

@@ -544,6 +544,11 @@ class Config(Struct, frozen=True, kw_only=True):
         """Return the number of sequences in one microbatch of all data-parallel ranks together."""
         return self.mesh.dp_replicate * self.mesh.dp_shard * self.train.microbatch_size
 
+    @property
+    def microbatch_tokens(self) -> int:
+        """Return the number of tokens of a microbatch that attention sees on a rank."""
+        return self.train.microbatch_size * self.data.seq_len // self.mesh.cp
+
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Return the settings as plain tables, ready for TOML or JSON."""
