@@ -33,7 +33,7 @@ from hp_expert import BoundedAllToAllDispatcher, ExpertParallel, GroupedExperts,
 from hp_expert import rows_per_pair as rows_of
 from hp_plan.costs.routing import Skew
 from hp_platform import initialize
-from hp_platform.dry import answering
+from hp_platform.dry_device import answering
 from hp_train.dry_run.answers import Answers
 
 T, K, E, D, H = 4096, 8, 128, 2048, 768

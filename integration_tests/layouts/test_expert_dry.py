@@ -14,7 +14,7 @@ from hp_dry.trace import Allocate, Fault, Launch
 from hp_expert import ExchangeRead, ExpertParallel, GroupedExperts, MoE, TopKRouter
 from hp_expert.kernels import kernels_for, triton_rows, triton_sorting
 from hp_platform import initialize
-from hp_platform.dry import answering
+from hp_platform.dry_device import answering
 
 
 def test_rows_are_moved_by_triton_as_far_as_shapes_go() -> None:

@@ -37,7 +37,7 @@ from hp_expert.kernels import (
 )
 from hp_plan.costs.routing import parse_skew
 from hp_platform import initialize
-from hp_platform.dry import answering
+from hp_platform.dry_device import answering
 from hp_train.dry_run.answers import Answers
 from hp_trainer.config.options import resolve
 

@@ -21,7 +21,7 @@ from hp_context import (
     SequenceLayout,
     SlidingWindow,
 )
-from hp_context.attention.core_mask import PositionsOnly
+from hp_context.attention.core import PositionsOnly
 from hp_platform import PeerError
 from hp_platform.testing import run_in_threads
 

@@ -1,4 +1,4 @@
-"""Two threads on one group: see Note [A group belongs to a thread] of `hp_platform.threads.use`."""
+"""Two threads on one group: see Note [A group belongs to a thread] of `hp_platform.threads`."""
 
 import threading
 from datetime import timedelta

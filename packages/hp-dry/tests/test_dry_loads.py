@@ -9,7 +9,7 @@ import torch
 
 from hp_dry import DryDevice, late_loads, prove
 from hp_dry.trace import Collective, Event, HostWait, Launch, Trace, WaitWork
-from hp_platform.dry import launch
+from hp_platform.dry_device import launch
 
 SHAPE = (((4,), "bfloat16"),)
 OWN, TORCH = "pack.kernel bfloat16", "aten.mm.default"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hp_dry import DryDevice
 from hp_dry.trace import Event, Fault, HostWait, Launch
-from hp_platform.dry import launch
+from hp_platform.dry_device import launch
 
 
 def line() -> str:

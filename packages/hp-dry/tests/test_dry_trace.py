@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hp_dry.trace import Allocate, Collective, HostMessage, Label, Launch, Trace
-from hp_platform.dry import answering, arrived
+from hp_platform.dry_device import answering, arrived
 
 
 def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hp_expert import AllToAllDispatcher, ExchangeRead, TensorSlicedDispatcher
 from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
 from hp_platform import new_group
-from hp_platform.dry import answering
+from hp_platform.dry_device import answering
 from hp_platform.testing import run_distributed
 
 TOKENS, CHOICES, EXPERTS, DIM = 6, 2, 8, 4

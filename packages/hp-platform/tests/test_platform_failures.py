@@ -31,7 +31,7 @@ from hp_platform import (
 )
 from hp_platform.failures.liveness import Answer, blame
 from hp_platform.testing import run_distributed
-from hp_platform.threads.places import current_place, place_of
+from hp_platform.threads import current_place, place_of
 
 _GROUP_SECONDS = 3.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from hp_platform.membership import new_secret, require_members
+from hp_platform.groups import new_secret, require_members
 from hp_platform.testing import run_distributed
 
 

@@ -18,7 +18,7 @@ unwanted = {
     "hp_platform.collectives.narrow",
     "hp_platform.launch",
     "hp_platform.testing",
-    "hp_platform.threads.use",
+    "hp_platform.threads",
     "torch.distributed.tensor",
 }
 assert not loaded & unwanted, loaded & unwanted

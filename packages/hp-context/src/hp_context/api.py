@@ -26,8 +26,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.attention.core import Attention
-from hp_context.attention.core_mask import CoreMask, PositionsOnly, check_core, check_used, guard
+from hp_context.attention.core import (
+    Attention,
+    CoreMask,
+    PositionsOnly,
+    check_core,
+    check_used,
+    guard,
+)
 from hp_context.attention.parts import PartsMask
 from hp_context.attention.spread import HeadSplit, Spread, split_heads
 from hp_context.batch import (

@@ -15,7 +15,7 @@ from hp_dry.cluster import Gpu
 from hp_dry.cuda import api, methods, random_state
 from hp_dry.operators.dispatch import Operators
 from hp_dry.recording.recorder import DeviceRecorder, recording_by
-from hp_platform.dry import noting, set_dry
+from hp_platform.dry_device import noting, set_dry
 
 
 class DryDevice(DeviceRecorder):

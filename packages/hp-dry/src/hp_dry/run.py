@@ -30,7 +30,7 @@ from hp_dry.world.hub import Hub, HubClient
 from hp_dry.world.world import DryWorld
 from hp_platform._internals import known_groups
 from hp_platform.failures.failures import describe, is_echo
-from hp_platform.threads.places import place_of
+from hp_platform.threads import place_of
 
 _DIE_WITH_PARENT = 1
 _LOOK_SECONDS = 0.2

@@ -23,12 +23,12 @@ from hp_dry.report.labels import GRADIENTS, PARAMETERS, add_labels
 from hp_dry.report.ranks import report_of
 from hp_dry.report.summary import Summary
 from hp_dry.trace import Trace
-from hp_platform.dry import Answer, answering
+from hp_platform.dry_device import Answer, answering
 
 MOST_PROCESSES = 16
 """Largest number of ranks that all run; for more ranks, some must be named."""
 ANSWERS = "hp_dry.answers"
-"""Group of entry points, which are functions of the type `hp_platform.dry.Answer`."""
+"""Group of entry points, which are functions of the type `hp_platform.dry_device.Answer`."""
 
 
 def rehearse_script(

@@ -10,9 +10,8 @@ from hp_base.lazy import lazily
 if TYPE_CHECKING:
     from hp_expert.batch import ExpertBatch, LocalDispatcher, LocalRead
     from hp_expert.checkpoint import ExpertNames, expert_names
-    from hp_expert.checkpoint.convert import from_hf, to_hf
     from hp_expert.checkpoint.load import load_experts
-    from hp_expert.checkpoint.parts import StackedPart, stacked_parts
+    from hp_expert.checkpoint.parts import StackedPart, from_hf, stacked_parts, to_hf
     from hp_expert.checkpoint.save import save_experts
     from hp_expert.data_parallel import (
         expert_parameter_names,
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
         RunAhead,
         rows_per_pair,
     )
-    from hp_expert.dispatch.cost import (
+    from hp_expert.dispatch.deduplicated import (
         DispatchBytes,
+        SlotExchange,
         deduplication_pays,
         dispatch_bytes,
         expected_rows_per_token,
     )
-    from hp_expert.dispatch.deduplicated import SlotExchange
     from hp_expert.dispatch.exchange_plan import ExchangeRead
     from hp_expert.dispatch.tensor_sliced import SlicedState, TensorSlicedDispatcher
     from hp_expert.dispatch.tensor_summed import TensorSummedDispatcher
@@ -158,7 +157,7 @@ __getattr__, __dir__ = lazily(
         "BoundedState": "hp_expert.dispatch.bounded",
         "BufferOverflowError": "hp_expert.dispatch.bounded",
         "ClampedSwiGLU": "hp_expert.experts.activation",
-        "DispatchBytes": "hp_expert.dispatch.cost",
+        "DispatchBytes": "hp_expert.dispatch.deduplicated",
         "DispatchState": "hp_expert.dispatch",
         "DispatchedParallel": "hp_expert.styles",
         "Dispatcher": "hp_expert.dispatch",
@@ -191,13 +190,13 @@ __getattr__, __dir__ = lazily(
         "apply_to_transformers": "hp_expert.hugging_face.apply",
         "check_replay": "hp_expert.routing.router",
         "clip_grad_norm_": "hp_expert.gradients",
-        "deduplication_pays": "hp_expert.dispatch.cost",
-        "dispatch_bytes": "hp_expert.dispatch.cost",
+        "deduplication_pays": "hp_expert.dispatch.deduplicated",
+        "dispatch_bytes": "hp_expert.dispatch.deduplicated",
         "document_balance_loss": "hp_expert.routing.balance",
-        "expected_rows_per_token": "hp_expert.dispatch.cost",
+        "expected_rows_per_token": "hp_expert.dispatch.deduplicated",
         "expert_names": "hp_expert.checkpoint",
         "expert_parameter_names": "hp_expert.data_parallel",
-        "from_hf": "hp_expert.checkpoint.convert",
+        "from_hf": "hp_expert.checkpoint.parts",
         "fully_shard_experts": "hp_expert.data_parallel",
         "gather_slots": "hp_expert.permute",
         "global_balance_loss": "hp_expert.routing.balance",
@@ -221,7 +220,7 @@ __getattr__, __dir__ = lazily(
         "stacked_parts": "hp_expert.checkpoint.parts",
         "sum_slots": "hp_expert.permute",
         "take_loads": "hp_expert.routing.correction",
-        "to_hf": "hp_expert.checkpoint.convert",
+        "to_hf": "hp_expert.checkpoint.parts",
         "update_correction_biases": "hp_expert.routing.correction",
     },
 )

@@ -7,7 +7,7 @@ D width.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from hp_expert.permute import (
     sort_counted,
     sum_slots,
 )
-from hp_platform.dry import arrived, require_on_device
+from hp_platform.dry_device import arrived, require_on_device
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of rows and routing weights."""
@@ -206,9 +206,41 @@ class ExpertBatch(NamedTuple):
         return [slice(*ends) for ends in pairwise(accumulate(self.counts, initial=0))]
 
 
+class SharesGroups:
+    """A value that copies of a module share, because process groups cannot be copied."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return itself."""
+        return self
+
+
+class RowsStay:
+    """The calls of a dispatcher between whose ranks no rows are exchanged.
+
+    The state of the calls is the batch, and the experts sum over the slots of each token.
+    """
+
+    __slots__ = ()
+
+    def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
+        """Return the rows and the state unchanged."""
+        return rows, state
+
+    def finish_dispatch(self, rows: Tensor, state: ExpertBatch) -> ExpertBatch:
+        """Return the batch with these rows."""
+        return state._replace(rows=rows)
+
+    def launch_combine(self, y: Tensor, state: ExpertBatch) -> Tensor:
+        """Return `y`."""
+        del state
+        return y
+
+
 @dataclass(frozen=True, slots=True)
 class LocalRead:
-    """The host read of a layer whose experts are all here: a purpose of `hp_platform.dry`.
+    """The host read of a layer whose experts are all here: a purpose of `hp_platform.dry_device`.
 
     Attributes:
         num_tokens: Number of tokens, T.
@@ -236,7 +268,7 @@ class LocalRead:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalDispatcher:
+class LocalDispatcher(RowsStay):
     """The dispatcher of experts that are all in this process: rows stay, nothing is copied.
 
     Where the products of the experts take their counts from the device, the host reads nothing:
@@ -275,19 +307,6 @@ class LocalDispatcher:
             placed = None if placed is None else placed.first(sum(numbers))
         num_tokens, num_choices = counted.counts[: self.num_experts], experts.shape[1]
         return x, ExpertBatch(x, weights, order, counts, num_tokens, num_choices, placed)
-
-    def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
-        """Return the rows and the state unchanged."""
-        return rows, state
-
-    def finish_dispatch(self, rows: Tensor, state: ExpertBatch) -> ExpertBatch:
-        """Return the batch with these rows."""
-        return state._replace(rows=rows)
-
-    def launch_combine(self, y: Tensor, state: ExpertBatch) -> Tensor:
-        """Return `y`: the experts have summed over the slots of each token."""
-        del state
-        return y
 
     def finish_combine(self, rows: Tensor, state: ExpertBatch) -> Tensor:
         """Return `rows`."""

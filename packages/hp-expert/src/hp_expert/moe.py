@@ -11,7 +11,7 @@ graphs: another number of tokens compiles nothing anew.
 from torch import Tensor, nn
 
 from hp_expert.batch import LocalDispatcher
-from hp_expert.dispatch.refusal import (
+from hp_expert.dispatch import (
     dispatching,
     groups_of,
     refuse,

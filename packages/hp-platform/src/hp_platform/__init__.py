@@ -7,12 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hp_platform.autograd.graphs import outside_graph, sync_hook
-    from hp_platform.autograd.weight_grads import (
+    from hp_platform.autograd import (
         WeightGradQueue,
         linear,
+        outside_graph,
         put_off_weight_grad,
         submit_weight_grad,
+        sync_hook,
     )
     from hp_platform.collectives.collectives import (
         StartedAllToAll,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
         use_stream,
     )
     from hp_platform.device.float64 import float64_norms
-    from hp_platform.dry import is_dry
+    from hp_platform.dry_device import is_dry
     from hp_platform.failures.failures import (
         FailureNote,
         FailureReport,
@@ -69,8 +70,7 @@ if TYPE_CHECKING:
         resolve_group,
     )
     from hp_platform.launch import RankInfo, Runtime, initialize, shutdown
-    from hp_platform.threads.places import doing, mark_place, place_of
-    from hp_platform.threads.use import ThreadContext
+    from hp_platform.threads import ThreadContext, doing, mark_place, place_of
 
 __all__ = [
     "Event",
@@ -148,8 +148,8 @@ _HOMES = {
     "RankInfo": "hp_platform.launch",
     "Runtime": "hp_platform.launch",
     "StartedAllToAll": "hp_platform.collectives.collectives",
-    "ThreadContext": "hp_platform.threads.use",
-    "WeightGradQueue": "hp_platform.autograd.weight_grads",
+    "ThreadContext": "hp_platform.threads",
+    "WeightGradQueue": "hp_platform.autograd",
     "agree": "hp_platform.failures.messages",
     "all_gather_json": "hp_platform.failures.messages",
     "all_gather_uneven": "hp_platform.collectives.collectives",
@@ -160,7 +160,7 @@ _HOMES = {
     "break_group": "hp_platform.failures.failures",
     "current_stream": "hp_platform.device.device",
     "default_note": "hp_platform.failures.failures",
-    "doing": "hp_platform.threads.places",
+    "doing": "hp_platform.threads",
     "explained": "hp_platform.failures.failures",
     "failing_together": "hp_platform.failures.failures",
     "first_failure": "hp_platform.failures.failures",
@@ -168,7 +168,7 @@ _HOMES = {
     "give_up": "hp_platform.failures.failures",
     "initialize": "hp_platform.launch",
     "irecv": "hp_platform.collectives.p2p",
-    "is_dry": "hp_platform.dry",
+    "is_dry": "hp_platform.dry_device",
     "is_echo": "hp_platform.failures.failures",
     "is_no_failure": "hp_platform.failures.failures",
     "is_waited": "hp_platform.collectives.collectives",
@@ -176,18 +176,18 @@ _HOMES = {
     "isend_irecv": "hp_platform.collectives.p2p",
     "launch_all_gather": "hp_platform.collectives.collectives",
     "launch_all_to_all": "hp_platform.collectives.collectives",
-    "linear": "hp_platform.autograd.weight_grads",
+    "linear": "hp_platform.autograd",
     "local_device": "hp_platform.device.device",
     "mark_agreed": "hp_platform.failures.failures",
-    "mark_place": "hp_platform.threads.places",
+    "mark_place": "hp_platform.threads",
     "mesh_of": "hp_platform.groups",
     "new_group": "hp_platform.groups",
     "new_group_of_members": "hp_platform.groups",
     "new_groups": "hp_platform.groups",
     "on_one_rank": "hp_platform.failures.messages",
-    "outside_graph": "hp_platform.autograd.graphs",
-    "place_of": "hp_platform.threads.places",
-    "put_off_weight_grad": "hp_platform.autograd.weight_grads",
+    "outside_graph": "hp_platform.autograd",
+    "place_of": "hp_platform.threads",
+    "put_off_weight_grad": "hp_platform.autograd",
     "raise_first": "hp_platform.failures.failures",
     "reduce_scatter_uneven": "hp_platform.collectives.collectives",
     "resolve_group": "hp_platform.groups",
@@ -198,8 +198,8 @@ _HOMES = {
     "shutdown": "hp_platform.launch",
     "side_stream": "hp_platform.device.device",
     "start_all_to_all": "hp_platform.collectives.collectives",
-    "submit_weight_grad": "hp_platform.autograd.weight_grads",
-    "sync_hook": "hp_platform.autograd.graphs",
+    "submit_weight_grad": "hp_platform.autograd",
+    "sync_hook": "hp_platform.autograd",
     "use_stream": "hp_platform.device.device",
     "wait_tensor": "hp_platform.collectives.collectives",
 }

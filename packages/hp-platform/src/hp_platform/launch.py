@@ -32,7 +32,7 @@ from hp_platform.device.device import (
     why_no_nccl,
 )
 from hp_platform.failures.liveness import stop_watching, watch
-from hp_platform.membership import agree_on_call, require_members
+from hp_platform.groups import agree_on_call, require_members
 
 _log = logging.getLogger("hp_platform")
 

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_context.attention import segmented, softmax
 from hp_context.attention.core import SpreadMask, Terms, check_dropout
-from hp_context.attention.softmax import Scores
+from hp_context.attention.softmax import Scores, sinks_gradient, with_sinks
 from hp_context.attention.spread import HeadShare, Needs, Rows, Spread, in_order, slices
 from hp_context.kernels import varlen
 from hp_context.kernels.varlen import padded
@@ -100,11 +100,60 @@ class PartsMask(SpreadMask):
             outs.append(of_row.attend(q, k, v, terms))
         return torch.cat(outs)
 
-    @abstractmethod
     def attend_to_parts(
         self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
     ) -> Tensor:
         """Return [B, H, s, E]; differentiable. `sinks` are [H], see `softmax.with_sinks`."""
+        out: Tensor = _OverParts.apply(self.exchange(qkv, scores), *qkv, sinks)
+        return out
+
+    @abstractmethod
+    def exchange(self, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores) -> "PartsExchange":
+        """Return the exchanges of one call, for forward and backward."""
+
+
+class PartsExchange(Protocol):
+    """The exchanges of keys and values, and of their gradients, in one call of attention."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output [B, H, s, E] and log-sum-exp [B, H, s] over the keys of all parts."""
+
+    def gradients(
+        self, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of q, and of this rank's keys and values, packed.
+
+        Args:
+            qkv: Same as in `attend`.
+            out: [B, H, s, E], with sinks if there are any.
+            lse: [B, H, s], likewise.
+            grad_out: [B, H, s, E].
+        """
+
+
+class _OverParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: PartsExchange, *inputs: Tensor) -> Tensor:
+        q, k, v, sinks = inputs
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = with_sinks(*exchange.attend(q, k, v), sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.exchange = exchange
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            dq, home = ctx.exchange.gradients((q, k, v), out, lse, grad_out)
+            dk, dv = unpacked(home, k.size(-1))
+            dsinks = (
+                sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
+                if ctx.needs_input_grad[4]
+                else None
+            )
+        return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 class _Moved(torch.autograd.Function):

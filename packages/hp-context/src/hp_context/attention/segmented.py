@@ -24,7 +24,7 @@ from hp_context.kernels import varlen
 from hp_context.kernels.varlen import Lengths, padded
 from hp_context.masks import Mask, of_sequences
 from hp_context.masks.segments import Call, calls, is_known
-from hp_platform.dry import device_number
+from hp_platform.dry_device import device_number
 
 MOST_NUMBERS = 1 << 22  # of calls that are kept on devices: 16 MiB
 

@@ -1,9 +1,7 @@
 """Models of Hugging Face's transformers over a sequence that is split across ranks."""
 
 from importlib import import_module
-from typing import Any
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,10 +60,6 @@ def register_attention(
         layout=layout,
         load_balance=load_balance,
     )
-
-    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        return spread(*args, **kwargs)
-
-    attention.register(name, outside_graph(attend))
+    attention.register(name, outside_graph(spread.__call__))
     masks.register(name, outside_graph(make_call_mask))
     watch_models(name, models.PreTrainedModel)

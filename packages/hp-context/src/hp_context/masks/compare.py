@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from hp_context.masks import Both, Causal, EachSequence, Full, Mask, SlidingWindow
 from hp_platform import agree, mark_agreed
 from hp_platform.groups import global_ranks
-from hp_platform.threads.use import note_use
+from hp_platform.threads import note_use
 
 _COMPARED = "_hp_context_compared"
 _OF_THE_MODEL = Full | Causal | SlidingWindow

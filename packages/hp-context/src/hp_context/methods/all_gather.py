@@ -34,9 +34,8 @@ from hp_context.attention.parts import (
     packed,
     start_backward,
     start_forward,
-    unpacked,
 )
-from hp_context.attention.softmax import Scores, sinks_gradient, with_sinks
+from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import (
     HeadShare,
     Needs,
@@ -78,16 +77,13 @@ class GatheredMask(PartsMask):
         super().__init__(mask, spread, mode, share)
         self.rates = rates
 
-    def attend_to_parts(
-        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
-    ) -> Tensor:
-        """See `PartsMask.attend_to_parts`."""
+    def exchange(self, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores) -> "_Call":
+        """See `PartsMask.exchange`."""
         q, k, v = qkv
         routes = Routes(self.spread, self.mask)
         work = Work(self.mask, self.spread.mine, routes.held)
         strides = _strides(q.size(1), k.size(1), self._num_strides(q, k, v, routes))
-        out: Tensor = _Attention.apply(_Call(scores, routes, work, strides), q, k, v, sinks)
-        return out
+        return _Call(scores, routes, work, strides)
 
     def _num_strides(self, q: Tensor, k: Tensor, v: Tensor, routes: "Routes") -> int:
         """Return the same number on all ranks: of means over them, not of this rank's work."""
@@ -200,56 +196,40 @@ class _Call:
         for (_, queries), received in zip(self.strides, _in_turn(launches), strict=True):
             yield queries, self.routes.gathered(received)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PartsExchange.attend`."""
+        if len(self.strides) == 1:
+            ((_, part),) = self.parts(k, v)
+            attention = start_forward(q, self.scores)
+            attention.add(part, self.work)
+            return attention.result(v.size(-1))
+        out, lse = new_results(q, v.size(-1))
+        for heads, part in self.parts(k, v):
+            attention = start_forward(q[:, heads], self.scores)
+            attention.add(part, self.work)
+            attention.write(out[:, heads], lse[:, heads])
+        return out, lse
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: Tensor) -> Tensor:
-        q, k, v, sinks = inputs
-        with torch.autocast(q.device.type, enabled=False):
-            if len(call.strides) == 1:
-                ((_, part),) = call.parts(k, v)
-                attention = start_forward(q, call.scores)
-                attention.add(part, call.work)
-                out, lse = attention.result(v.size(-1))
-            else:
-                out, lse = new_results(q, v.size(-1))
-                for heads, part in call.parts(k, v):
-                    attention = start_forward(q[:, heads], call.scores)
-                    attention.add(part, call.work)
-                    attention.write(out[:, heads], lse[:, heads])
-            out, lse = with_sinks(out, lse, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.call = call
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        call: _Call = ctx.call
+    def gradients(
+        self, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `PartsExchange.gradients`."""
+        q, k, v = qkv
         dqs = []
         homeward = []
-        with torch.autocast(q.device.type, enabled=False):
-            for heads, part in call.parts(k, v):
-                gradients = start_backward(
-                    q[:, heads],
-                    out=out[:, heads],
-                    lse=lse[:, heads],
-                    grad_out=grad_out[:, heads],
-                    scores=call.scores,
-                )
-                grads = gradients.add(part, call.work)
-                homeward.append(call.routes.launch_home(grads))
-                dqs.append(gradients.dq.to(q.dtype))
-            home = torch.cat([call.routes.summed(pending.wait()) for pending in homeward], 2)
-            dsinks = (
-                sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
-                if ctx.needs_input_grad[4]
-                else None
+        for heads, part in self.parts(k, v):
+            gradients = start_backward(
+                q[:, heads],
+                out=out[:, heads],
+                lse=lse[:, heads],
+                grad_out=grad_out[:, heads],
+                scores=self.scores,
             )
-        dk, dv = unpacked(home, k.size(-1))
-        dq = dqs[0] if len(dqs) == 1 else torch.cat(dqs, 1)
-        return None, dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+            grads = gradients.add(part, self.work)
+            homeward.append(self.routes.launch_home(grads))
+            dqs.append(gradients.dq.to(q.dtype))
+        home = torch.cat([self.routes.summed(pending.wait()) for pending in homeward], 2)
+        return dqs[0] if len(dqs) == 1 else torch.cat(dqs, 1), home
 
 
 class _Gather(torch.autograd.Function):

@@ -111,8 +111,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._launched = self._overlapped = 0
-        self._fallbacks: Counter[Fallback] = Counter()
+        self._launched = 0
+        self._arrived: Counter[Fallback | None] = Counter()
 
     def launched(self) -> None:
         """Count one launch."""
@@ -122,13 +122,10 @@ class Tally:
     def arrived(self, reason: Fallback | None) -> None:
         """Count one exchange that reached attention: overlapped, or not for a reason."""
         with self._lock:
-            if reason is None:
-                self._overlapped += 1
-            else:
-                self._fallbacks[reason] += 1
+            self._arrived[reason] += 1
 
     def read(self) -> OverlapCounts:
         """Return the counts of now."""
         with self._lock:
-            fallbacks = MappingProxyType(dict(self._fallbacks))
-            return OverlapCounts(self._launched, self._overlapped, fallbacks)
+            fallbacks = {reason: n for reason, n in self._arrived.items() if reason is not None}
+            return OverlapCounts(self._launched, self._arrived[None], MappingProxyType(fallbacks))

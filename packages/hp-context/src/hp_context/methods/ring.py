@@ -20,11 +20,10 @@ heads, G key/value heads, D head size of queries and keys, E head size of values
 
 from collections.abc import Generator
 from contextlib import closing, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_context.attention.parts import (
     PartsMask,
@@ -32,9 +31,8 @@ from hp_context.attention.parts import (
     packed,
     start_backward,
     start_forward,
-    unpacked,
 )
-from hp_context.attention.softmax import Scores, sinks_gradient, with_sinks
+from hp_context.attention.softmax import Scores
 from hp_context.attention.spread import HeadShare, Needs, Rows, Spread, add_to, length, take
 from hp_context.masks import Mask
 from hp_platform import Pending, isend_irecv
@@ -66,13 +64,10 @@ class RingMask(PartsMask):
         super().__init__(mask, spread, mode, share)
         self.straight = straight
 
-    def attend_to_parts(
-        self, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, scores: Scores
-    ) -> Tensor:
-        """See `PartsMask.attend_to_parts`."""
-        make = StraightRing if self.straight else Ring
-        out: Tensor = _Attention.apply(make(self.spread, scores), *qkv, sinks)
-        return out
+    def exchange(self, qkv: tuple[Tensor, Tensor, Tensor], scores: Scores) -> "Ring":
+        """See `PartsMask.exchange`."""
+        del qkv
+        return StraightRing(self.spread, scores) if self.straight else Ring(self.spread, scores)
 
 
 class Route(NamedTuple):
@@ -177,6 +172,34 @@ class Ring:
         sends = [(held, self.peer(1))] if held is not None and goes_on else []
         receives = [(buffer[: length(self.at(number + 1).rows)], self.peer(-1))] if comes else []
         return isend_irecv(sends, receives, group=self.group, tag=_KEYS)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `PartsExchange.attend`."""
+        attention = start_forward(q, self.scores)
+        with closing(self.steps(packed(k, v))) as steps:
+            for step in steps:
+                if step.part is not None:
+                    attention.add(step.part, self.work(step))
+        return attention.result(v.size(-1))
+
+    def gradients(
+        self, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `PartsExchange.gradients`."""
+        q, k, v = qkv
+        gradients = start_backward(q, out=out, lse=lse, grad_out=grad_out, scores=self.scores)
+        home = torch.empty(0)
+        with closing(self.sums()) as sums, closing(self.steps(packed(k, v))) as steps:
+            for step in steps:
+                share = None
+                if step.part is not None:
+                    share = gradients.add(step.part, self.work(step))
+                if step.number == 0 and share is not None:
+                    home = share
+                else:
+                    sums.add(step, share, home)
+            sums.add_home_to(home)
+        return gradients.dq, home
 
     def sums(self) -> "Sums":
         """Return the sums that bring gradients home."""
@@ -338,49 +361,6 @@ class StraightSums(Sums):
 
     def _wait(self) -> None:
         self._arrived += [(self._awaited, part) for part in self._received()]
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ring: Ring, *inputs: Tensor) -> Tensor:
-        q, k, v, sinks = inputs
-        with torch.autocast(q.device.type, enabled=False):
-            attention = start_forward(q, ring.scores)
-            with closing(ring.steps(packed(k, v))) as steps:
-                for step in steps:
-                    if step.part is not None:
-                        attention.add(step.part, ring.work(step))
-            out, lse = with_sinks(*attention.result(v.size(-1)), sinks)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.ring = ring
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        with torch.autocast(q.device.type, enabled=False):
-            gradients = start_backward(q, out=out, lse=lse, grad_out=grad_out, scores=ring.scores)
-            mine = packed(k, v)
-            home = torch.empty(0)
-            with closing(ring.sums()) as sums, closing(ring.steps(mine)) as steps:
-                for step in steps:
-                    share = None
-                    if step.part is not None:
-                        share = gradients.add(step.part, ring.work(step))
-                    if step.number == 0 and share is not None:
-                        home = share
-                    else:
-                        sums.add(step, share, home)
-                sums.add_home_to(home)
-            dk, dv = unpacked(home, k.size(-1))
-            dsinks = (
-                sinks_gradient(sinks, grad_out=grad_out, out=out, lse=lse)
-                if ctx.needs_input_grad[4]
-                else None
-            )
-        return None, gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 def drain(flight: Pending[list[Tensor]]) -> None:

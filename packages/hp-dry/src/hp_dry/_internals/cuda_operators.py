@@ -22,7 +22,7 @@ from torch.backends import cuda as switches
 from torch.nn import functional
 
 from hp_dry.cluster import Gpu
-from hp_platform.dry import launch
+from hp_platform.dry_device import launch
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_MAX_HEAD_SIZE = 256

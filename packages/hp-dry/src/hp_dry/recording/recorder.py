@@ -30,7 +30,7 @@ from hp_dry.trace import (
     Trace,
     WaitEvent,
 )
-from hp_platform.threads.places import current_place
+from hp_platform.threads import current_place
 
 T = TypeVar("T")
 OnCollective: TypeAlias = Callable[[Operator, Arguments, Keywords], object]

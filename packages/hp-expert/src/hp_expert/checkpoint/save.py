@@ -15,8 +15,7 @@ from hp_checkpoint.manifest import DIGEST, MANIFEST, NAME_OF, Manifest
 from hp_checkpoint.safetensors import INDEX, index_of
 from hp_checkpoint.save import Written, finish, write_file
 from hp_expert.checkpoint import ExpertNames
-from hp_expert.checkpoint.convert import to_hf
-from hp_expert.checkpoint.parts import StackedPart, find_experts
+from hp_expert.checkpoint.parts import StackedPart, find_experts, to_hf
 from hp_platform import agree
 from hp_platform.failures.messages import agreeing
 

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch, summed_dtype
+from hp_expert.batch import ExpertBatch, SharesGroups, summed_dtype
 from hp_expert.dispatch import DispatchState
-from hp_expert.dispatch.cost import deduplication_pays
 from hp_expert.dispatch.deduplicated import (
     Destinations,
     SlotExchange,
+    deduplication_pays,
     destinations,
     place_codes,
     sort_codes,
@@ -61,7 +61,7 @@ from hp_platform import Pending, all_to_all_lazy, launch_all_to_all, wait_tensor
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAllDispatcher:
+class AllToAllDispatcher(SharesGroups):
     """Rank r of `group` has experts r * L .. (r + 1) * L - 1; each slot's row is sent there.
 
     Attributes:
@@ -93,10 +93,6 @@ class AllToAllDispatcher:
             )
         if self.deduplicate not in (True, False, "auto"):
             raise ValueError(f"deduplicate ({self.deduplicate}) must be True, False or 'auto'")
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "AllToAllDispatcher":
-        """Return itself: copies of a module share the group, which cannot be copied."""
-        return self
 
     def deduplicates(self, x: Tensor, experts: Tensor, weights: Tensor | None = None) -> bool:
         """Tell whether tokens [T, D] are sent to a rank once, from shapes and dtypes alone."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch, Places, summed_dtype
+from hp_expert.batch import ExpertBatch, Places, SharesGroups, summed_dtype
 from hp_expert.dispatch.all_to_all import by_expert
 from hp_expert.dispatch.exchange_plan import (
     CODE,
@@ -152,7 +152,7 @@ class BoundedState:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundedAllToAllDispatcher:
+class BoundedAllToAllDispatcher(SharesGroups):
     """`AllToAllDispatcher` with buffers of a fixed size.
 
     Every rank sends every other rank C rows, whatever the routing: slots sorted by expert, then
@@ -199,10 +199,6 @@ class BoundedAllToAllDispatcher:
             raise ValueError(f"rows_per_pair ({self.rows_per_pair}) must be at least 1")
         object.__setattr__(self, "_found", torch.zeros(3, dtype=torch.int64, device=self.device))
         object.__setattr__(self, "_lock", threading.Lock())
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "BoundedAllToAllDispatcher":
-        """Return itself: copies of a module share the group, which cannot be copied."""
-        return self
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None

@@ -3,8 +3,8 @@
 Every rank counts its slots of each expert (`count_block`), and one small all-to-all tells every
 rank what it will receive. `agreed_plans` reads the numbers sent and received on the host, once; all
 splits, sizes and buffers of the layer follow from them (`ExchangePlan`). In a dry run nothing was
-counted, and an `ExchangeRead` gives the numbers. `hp_expert.dispatch.cost` has the bytes of such a
-plan on average.
+counted, and an `ExchangeRead` gives the numbers. `hp_expert.dispatch.deduplicated` has the bytes
+of such a plan on average.
 
 Note [All or none]. A rank that raised on its own would leave the others waiting for its rows. Every
 rank therefore sends a verdict on its input with its counts, at no extra cost; all ranks see the
@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_expert.batch import FLOATS, wrong_input
+from hp_expert.dispatch import refused
 from hp_expert.dispatch.deduplicated import Destinations
-from hp_expert.dispatch.refusal import refused
 from hp_expert.permute import SlotCounts
 from hp_platform import Event, PeerError, Pending, agree, side_stream, use_stream
-from hp_platform.dry import arrived
+from hp_platform.dry_device import arrived
 
 _NO_WEIGHTS = len(FLOATS)
 _GRAIN = 512
@@ -149,7 +149,7 @@ class ExchangePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeRead:
-    """The one host read of a layer: the `purpose` of `hp_platform.dry.arrived`.
+    """The one host read of a layer: the `purpose` of `hp_platform.dry_device.arrived`.
 
     Attributes:
         header: Header that every rank sends.

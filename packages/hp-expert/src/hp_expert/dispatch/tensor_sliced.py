@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, SharesGroups
 from hp_expert.dispatch import DispatchState
 from hp_expert.dispatch.all_to_all import (
     AllToAllDispatcher,
@@ -68,7 +68,7 @@ class SlicedState:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSlicedDispatcher:
+class TensorSlicedDispatcher(SharesGroups):
     """The ranks of `group` share the hidden dim of experts that are spread over `over_ep.group`.
 
     There is one host read, as without `group`: ranks agree over ep on the plans of all slices. A
@@ -84,10 +84,6 @@ class TensorSlicedDispatcher:
     over_ep: AllToAllDispatcher
     group: ProcessGroup
     sliced: bool = False
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "TensorSlicedDispatcher":
-        """Return itself: copies of a module share the groups, which cannot be copied."""
-        return self
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hp_expert.batch import ExpertBatch
+from hp_expert.batch import ExpertBatch, RowsStay, SharesGroups
 from hp_expert.dispatch.exchange_plan import (
     FAILED,
     ExchangeRead,
@@ -34,7 +34,7 @@ _CODE, _INVALID, _TOKENS, _COUNTS = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSummedDispatcher:
+class TensorSummedDispatcher(RowsStay, SharesGroups):
     """Each rank of `group` has a part of the hidden dim of all experts, and the same tokens.
 
     The sums are in `prepare` (in backward) and in `finish_combine`; the launches do nothing. The
@@ -47,10 +47,6 @@ class TensorSummedDispatcher:
 
     group: ProcessGroup
     num_experts: int
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "TensorSummedDispatcher":
-        """Return itself: copies of a module share the group, which cannot be copied."""
-        return self
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
@@ -88,19 +84,6 @@ class TensorSummedDispatcher:
         counts = tuple(mine[_COUNTS:])
         order, num_tokens = order[: sum(counts)], counted.counts[:E]
         return x, ExpertBatch(x, weights, order, counts, num_tokens, experts.shape[1])
-
-    def launch_dispatch(self, rows: Tensor, state: ExpertBatch) -> tuple[Tensor, ExpertBatch]:
-        """Return the rows and the state unchanged."""
-        return rows, state
-
-    def finish_dispatch(self, rows: Tensor, state: ExpertBatch) -> ExpertBatch:
-        """Return the batch with these rows."""
-        return state._replace(rows=rows)
-
-    def launch_combine(self, y: Tensor, state: ExpertBatch) -> Tensor:
-        """Return `y`."""
-        del state
-        return y
 
     def finish_combine(self, rows: Tensor, state: ExpertBatch) -> Tensor:
         """Sum the outputs over the ranks."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast
-from hp_expert.dispatch import Dispatcher
-from hp_expert.dispatch.refusal import dispatching, through_experts
+from hp_expert.dispatch import Dispatcher, dispatching, through_experts
 from hp_expert.experts.activation import SWIGLU, Activation, require_activation
 from hp_expert.experts.grouped import Grouped, GroupedProducts
 from hp_expert.experts.swiglu import routed_swiglu_by

@@ -27,8 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast_dtype
-from hp_expert.dispatch import AnyDispatcher
-from hp_expert.dispatch.refusal import dispatching, refuse, rows_for, through_experts
+from hp_expert.dispatch import AnyDispatcher, dispatching, refuse, rows_for, through_experts
 from hp_expert.dispatch.tensor_sliced import GatherSlices, Slice, even_sizes
 from hp_expert.experts.module import SpreadExperts
 from hp_expert.experts.swiglu import routed_swiglu_fused

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hp_expert.kernels import torch_rows, triton_rows
-from hp_platform.dry import are_noted
+from hp_platform.dry_device import are_noted
 
 
 class RowKernels(Protocol):

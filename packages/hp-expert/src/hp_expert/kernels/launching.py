@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hp_platform.dry import launch
+from hp_platform.dry_device import launch
 
 _ALIGNED = 16
 

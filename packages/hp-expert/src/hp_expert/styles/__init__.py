@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from hp_expert.batch import ExpertBatch, LocalDispatcher
+from hp_expert.batch import ExpertBatch, LocalDispatcher, SharesGroups
 from hp_expert.dispatch import AnyDispatcher, Dispatcher, MakeDispatcher
 from hp_expert.dispatch.all_to_all import AllToAllDispatcher
 from hp_expert.dispatch.tensor_sliced import TensorSlicedDispatcher
@@ -186,15 +186,12 @@ class _StyleState:
 
 
 @dataclass(frozen=True, slots=True)
-class _StyleDispatcher:
+class _StyleDispatcher(SharesGroups):
     """The dispatcher of a style's `dispatch` and `combine`, which run in the two launches."""
 
     style: BaseExpertParallel
     ranks: ExpertRanks
     num_experts: int
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "_StyleDispatcher":
-        return self
 
     def prepare(
         self, x: Tensor, experts: Tensor, weights: Tensor | None = None
@@ -239,12 +236,9 @@ class ExpertParallel(DispatchedParallel):
 
     def own_dispatcher(self, ranks: ExpertRanks, num_experts: int) -> Dispatcher[Any]:
         """Return the dispatcher that exchanges rows; a group of one rank exchanges nothing."""
-        assert ranks.ep is not None
-        if self.dispatcher is not None:
+        if self.dispatcher is not None and ranks.ep is not None:
             return self.dispatcher(ranks.ep, num_experts)
-        if ranks.ep_size == 1:
-            return LocalDispatcher(num_experts)
-        return AllToAllDispatcher(ranks.ep, num_experts, deduplicate=self.deduplicate)
+        return _dispatcher_of(ranks, num_experts, deduplicate=self.deduplicate)
 
 
 class TensorParallel(DispatchedParallel):
@@ -260,10 +254,7 @@ class TensorParallel(DispatchedParallel):
 
     def own_dispatcher(self, ranks: ExpertRanks, num_experts: int) -> Dispatcher[Any]:
         """Return the dispatcher that sums over the ranks; a group of one rank sums nothing."""
-        assert ranks.tp is not None
-        if ranks.tp_size == 1:
-            return LocalDispatcher(num_experts)
-        return TensorSummedDispatcher(ranks.tp, num_experts)
+        return _dispatcher_of(ranks, num_experts)
 
 
 class ExpertTensorParallel(DispatchedParallel):
@@ -297,13 +288,23 @@ class ExpertTensorParallel(DispatchedParallel):
 
     def own_dispatcher(self, ranks: ExpertRanks, num_experts: int) -> Dispatcher[Any]:
         """Return the dispatcher over both axes; along an axis of one rank nothing is exchanged."""
-        assert ranks.ep is not None
-        assert ranks.tp is not None
-        if ranks.tp_size == ranks.ep_size == 1:
-            return LocalDispatcher(num_experts)
-        if ranks.ep_size == 1 and not self.sliced:
-            return TensorSummedDispatcher(ranks.tp, num_experts)
-        over_ep = AllToAllDispatcher(ranks.ep, num_experts, deduplicate=self.deduplicate)
-        if ranks.tp_size == 1:
-            return over_ep
-        return TensorSlicedDispatcher(over_ep, ranks.tp, sliced=self.sliced)
+        return _dispatcher_of(ranks, num_experts, deduplicate=self.deduplicate, sliced=self.sliced)
+
+
+def _dispatcher_of(
+    ranks: ExpertRanks,
+    num_experts: int,
+    *,
+    deduplicate: bool | Literal["auto"] = "auto",
+    sliced: bool = False,
+) -> AnyDispatcher:
+    """Return the dispatcher over the axes of more than one rank."""
+    if ranks.tp_size == ranks.ep_size == 1:
+        return LocalDispatcher(num_experts)
+    if ranks.tp is not None and ranks.ep_size == 1 and not sliced:
+        return TensorSummedDispatcher(ranks.tp, num_experts)
+    assert ranks.ep is not None
+    over_ep = AllToAllDispatcher(ranks.ep, num_experts, deduplicate=deduplicate)
+    if ranks.tp is None or ranks.tp_size == 1:
+        return over_ep
+    return TensorSlicedDispatcher(over_ep, ranks.tp, sliced=sliced)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hp_expert.experts.module import GroupedExperts
 from hp_expert.placement import ExpertRanks
 from hp_platform import PeerError, all_gather_json
-from hp_platform.dry import is_dry
+from hp_platform.dry_device import is_dry
 
 
 def shard_dim(name: str, axis: str) -> int | None:

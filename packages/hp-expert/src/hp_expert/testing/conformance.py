@@ -7,8 +7,8 @@ all of them that names the fault and the place; errors of the dispatcher are pas
 that leaves ranks waiting for each other runs into the time-out of the group: give it a short one.
 """
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 
@@ -242,23 +242,15 @@ def _check_concurrency(
 
 def _in_threads(works: list[Callable[[], object]]) -> None:
     """Run each function in its own thread, and wait; raise the error that came first."""
-    errors: list[BaseException] = []
     context = ThreadContext.capture()
 
-    def guarded(work: Callable[[], object]) -> None:
-        try:
-            with context.apply():
-                work()
-        except BaseException as error:  # noqa: BLE001  # raised below
-            errors.append(error)
+    def run_here(work: Callable[[], object]) -> None:
+        with context.apply():
+            work()
 
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in as_completed([pool.submit(run_here, work) for work in works]):
+            done.result()
 
 
 def _agree_on_bits(

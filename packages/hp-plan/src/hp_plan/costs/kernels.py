@@ -26,7 +26,7 @@ from hp_dry.trace import Launch, Trace
 from hp_expert import ExchangeRead, LocalRead, MoE
 from hp_plan.costs.routing import ALL_LAYERS, Skew, rows_per_rank
 from hp_plan.costs.work import Kernel, KernelKind, Kernels
-from hp_platform.dry import answering
+from hp_platform.dry_device import answering
 from hp_trainer.config import ModelConfig
 from hp_trainer.model import DropoutKey, Microbatch, look_ahead
 from hp_trainer.model.block import Block
@@ -214,7 +214,7 @@ def routed(read: ExchangeRead | LocalRead, copy: Tensor, skew: Skew, *, layer: s
     """Return the numbers that the host reads of a routing, where no router runs.
 
     Args:
-        read: Read of a layer of experts; see `hp_platform.dry`.
+        read: Read of a layer of experts; see `hp_platform.dry_device`.
         copy: Host tensor in place of which the numbers are returned.
         skew: Shares of the experts.
         layer: Name of the layer.

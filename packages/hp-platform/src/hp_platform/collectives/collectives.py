@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_platform import _internals
 from hp_platform.collectives.pending import Pending
 from hp_platform.groups import resolve_group
-from hp_platform.threads.use import note_use
+from hp_platform.threads import note_use
 
 Splits = list[int] | None
 

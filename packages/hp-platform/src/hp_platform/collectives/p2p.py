@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from hp_platform import _internals
 from hp_platform.collectives.pending import Pending
 from hp_platform.groups import global_ranks
-from hp_platform.threads.use import note_use
+from hp_platform.threads import note_use
 
 
 def isend(x: Tensor, dst: int, *, group: ProcessGroup, tag: int = 0) -> Pending[None]:

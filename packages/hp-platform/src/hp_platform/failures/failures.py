@@ -29,8 +29,7 @@ from torch.distributed import ProcessGroup
 from hp_platform import _internals
 from hp_platform._internals import Store
 from hp_platform.groups import global_ranks
-from hp_platform.threads.places import doing, mark_place, place_of
-from hp_platform.threads.use import Scope, current_scope, in_scope
+from hp_platform.threads import Scope, current_scope, doing, in_scope, mark_place, place_of
 
 _MAX_CHARACTERS = 1500
 _SETTLE_SECONDS = 1.0  # until a rank that breaks connections has written its report everywhere

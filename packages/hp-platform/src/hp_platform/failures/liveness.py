@@ -29,7 +29,7 @@ from hp_platform.failures.failures import (
     break_group,
     describe,
 )
-from hp_platform.threads.places import describe_stacks, main_place, place_of
+from hp_platform.threads import describe_stacks, main_place, place_of
 
 _KEY = "hp_platform/liveness"
 _PROCESS_KEY = "hp_platform/process"

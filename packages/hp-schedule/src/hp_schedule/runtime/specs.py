@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_platform.dry import arrived
+from hp_platform.dry_device import arrived
 
 HEADER_SIZE = 256
 """Numbers in a header: enough for 36 tensors of four dimensions."""
@@ -230,7 +230,7 @@ def to_header(specs: Specs | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HeaderRead:
-    """The read of a header: the `purpose` of `hp_platform.dry.arrived`.
+    """The read of a header: the `purpose` of `hp_platform.dry_device.arrived`.
 
     Attributes:
         likely: Specs that it holds if the stages fit together; None: unknown.

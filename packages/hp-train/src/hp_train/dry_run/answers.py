@@ -1,4 +1,4 @@
-"""Answers to host reads of a device that computes nothing; see `hp_platform.dry`."""
+"""Answers to host reads of a device that computes nothing; see `hp_platform.dry_device`."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from hp_expert import ExchangeRead, LocalRead
 from hp_plan.costs.kernels import routed
 from hp_plan.costs.routing import ALL_LAYERS, Skew
-from hp_platform.threads.places import current_place
+from hp_platform.threads import current_place
 from hp_schedule.runtime import HeaderRead
 
 SQUARES = "squared gradient norms"
@@ -28,7 +28,7 @@ class Answers:
     skew: Skew
 
     def __call__(self, copy: Tensor, purpose: object) -> Tensor:
-        """See `hp_platform.dry.Answer`."""
+        """See `hp_platform.dry_device.Answer`."""
         if isinstance(purpose, ExchangeRead | LocalRead):
             return routed(purpose, copy, self.skew, layer=_layer())
         if isinstance(purpose, HeaderRead):

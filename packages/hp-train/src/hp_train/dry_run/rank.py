@@ -19,7 +19,7 @@ from hp_dry.report.ranks import report_of
 from hp_dry.report.summary import Saved
 from hp_plan.costs.routing import Skew
 from hp_platform import RankInfo, doing, failing_together
-from hp_platform.dry import answering
+from hp_platform.dry_device import answering
 from hp_train.dry_run.answers import Answers
 from hp_trainer.config import Config
 from hp_trainer.launch.heartbeats import Heartbeats

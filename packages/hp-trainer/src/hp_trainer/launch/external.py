@@ -30,7 +30,7 @@ from hp_platform import FailureReport, PeerError, RankInfo, default_note
 from hp_platform.failures.failures import WORLD_KEY
 from hp_platform.failures.liveness import whom_to_blame
 from hp_platform.launch import INIT_METHOD_VARIABLE
-from hp_platform.threads.places import describe_stacks, main_place
+from hp_platform.threads import describe_stacks, main_place
 from hp_trainer.config.options import Resolved
 from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.agent import (

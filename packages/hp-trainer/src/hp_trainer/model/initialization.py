@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hp_platform.dry import is_dry
+from hp_platform.dry_device import is_dry
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.parameters import Parameter
 from hp_trainer.model.randomness import generator

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from hp_base.errors import NumericsError
 from hp_platform import all_gather_json, float64_norms
-from hp_platform.dry import arrived
+from hp_platform.dry_device import arrived
 from hp_trainer.config import TrainConfig
 from hp_trainer.layout.mesh import Mesh
 from hp_trainer.layout.parameter import SIDE_BY_SIDE

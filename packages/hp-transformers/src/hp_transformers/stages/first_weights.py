@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from hp_base.errors import ConfigError
 from hp_base.seeds import derive_seed
 from hp_checkpoint import Part
-from hp_platform.dry import is_dry
+from hp_platform.dry_device import is_dry
 from hp_trainer.config import ModelConfig
 from hp_trainer.model import Stage
 from hp_trainer.model.parameters import Parameter

@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hp_checkpoint.weight_files import first_of
-from hp_platform.dry import is_dry
+from hp_platform.dry_device import is_dry
 from hp_trainer.config import Config, PipelineConfig
 from hp_trainer.layout.schedules import KINDS as SCHEDULES
 from hp_transformers.families.config import read_config

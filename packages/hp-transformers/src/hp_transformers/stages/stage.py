@@ -30,7 +30,7 @@ from hp_context import ContextParallel
 from hp_context.hugging_face.mixers import current_trial
 from hp_expert import apply_to_transformers
 from hp_expert.hugging_face.modules import expert_modules
-from hp_platform.dry import is_dry
+from hp_platform.dry_device import is_dry
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.transformers_folder import text_config_of
 from hp_trainer.model import Counted, Microbatch, Stage

@@ -1,6 +1,7 @@
-"""Deferred weight gradients: backward computes input gradients now and weight gradients later.
+"""Hooks of autograd, functions outside compiled graphs, and deferred weight gradients.
 
-A pipeline stage can send its input gradient before it computes the gradients of its weights, for
+Backward computes input gradients now and weight gradients later where a layer asks for it, so that
+a pipeline stage can send its input gradient before it computes the gradients of its weights, for
 which no other stage waits ("Zero Bubble Pipeline Parallelism", Qi et al. 2023, arXiv:2401.10241).
 Instead of cutting the autograd graph in two, layers give the second half of their backward to a
 queue: inside `WeightGradQueue.defer` the queue stores it, outside it is computed at once.
@@ -11,14 +12,71 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_platform._internals import version_of
+from hp_platform import _internals
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Hook = Callable[[], None]
+
+
+def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
+    """Exclude a function, and all that it calls, from compiled graphs: one break for each call.
+
+    Use it for code that cannot be compiled, such as reads of sizes on the host, to choose where
+    graphs break. It works like `torch.compiler.disable`, but a program that compiles nothing does
+    not import the compiler, which takes seconds.
+
+    Args:
+        function: Function or method.
+    """
+    uncompiled = _internals.dynamo_disabled(function)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (uncompiled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    # torch counts compilations by code object, and stops at eight: each function needs its own.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
+    return wraps(function)(call)
+
+
+class _SyncHook(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Hook | None, backward: Hook | None) -> Tensor:
+        ctx.hook = backward
+        if forward is not None:
+            forward()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.hook is not None:
+            ctx.hook()
+        return grad, None, None
+
+
+@outside_graph
+def sync_hook(x: Tensor, *, forward: Hook | None = None, backward: Hook | None = None) -> Tensor:
+    """Return `x` unchanged; call `forward` now and `backward` when the gradient of `x` arrives.
+
+    Nothing reads the tensor, so that the result of a pending collective stays pending. Without a
+    gradient (`x` does not require grad, or grad mode is off) only `forward` is called. A compiled
+    region breaks its graph here.
+
+    Args:
+        x: Any tensor.
+        forward: Function that is called before `sync_hook` returns.
+        backward: Function that is called in each backward pass, in the thread that runs this node.
+    """
+    y: Tensor = _SyncHook.apply(x, forward, backward)
+    return y
+
 
 Compute = Callable[[], Tensor]
 X = TypeVar("X", Tensor, Tensor | None)
@@ -227,7 +285,7 @@ class _Linear(torch.autograd.Function):
         if not torch.is_grad_enabled():
             x, grad = x.detach(), grad.detach()
         if ctx.needs_input_grad[1]:
-            compute = partial(_weight_grad, grad, x, weight.dtype, version_of(x))
+            compute = partial(_weight_grad, grad, x, weight.dtype, _internals.version_of(x))
             grad_weight = submit_weight_grad(weight, compute)
         if ctx.needs_input_grad[2]:
             grad_bias = submit_weight_grad(bias, partial(_bias_grad, grad, bias.dtype))
@@ -252,10 +310,10 @@ def _accumulate(entries: list[_Entry]) -> None:
 
 
 def _weight_grad(grad: Tensor, x: Tensor, dtype: torch.dtype, version: int) -> Tensor:
-    if version_of(x) != version:
+    if _internals.version_of(x) != version:
         raise RuntimeError(
-            f"version of x ({version_of(x)}) must equal that in backward ({version}): the input of "
-            "a linear was written before its weight gradient was computed"
+            f"version of x ({_internals.version_of(x)}) must equal that in backward ({version}): "
+            "the input of a linear was written before its weight gradient was computed"
         )
     rows_grad = grad.reshape(-1, grad.shape[-1])
     return rows_grad.t().mm(x.reshape(-1, x.shape[-1]).to(grad.dtype)).to(dtype)

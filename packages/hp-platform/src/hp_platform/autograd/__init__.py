@@ -1,1 +1,0 @@
-"""Hooks of autograd, functions outside compiled graphs, deferred weight gradients."""

@@ -1,1 +1,0 @@
-"""State that a thread hands to helpers, words for its work, and its process groups."""
