@@ -2,18 +2,19 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from hp_platform.testing import run_distributed
 from hp_verify.comparing.compare import compare, with_floor
 from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
-from hp_verify.recording.begin import recording
+from hp_verify.recording.begin import begin
 from hp_verify.recording.request import Request
 
 
 def _work(request: Request, train: Callable[[], object]) -> None:
-    with recording(request):
+    with closing(begin(request)):
         train()
 
 

@@ -3,6 +3,7 @@
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hp_verify.comparing.compare import Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
-from hp_verify.recording.begin import recording
+from hp_verify.recording.begin import begin
 from hp_verify.recording.request import Request
 from integration_tests.jobs.demo.cells import Bred
 from integration_tests.jobs.zoo.bugs import FAILS, Bug
@@ -137,5 +138,5 @@ def recorded(folder: Path, train: Callable[[], None], *, ranks: int, **asked: An
 
 
 def _record(request: Request, train: Callable[[], None]) -> None:
-    with recording(request):
+    with closing(begin(request)):
         train()

@@ -9,7 +9,7 @@ from traps import TRAPS, within
 from hp_base.errors import HpError
 from hp_verify.cli import read_names
 from hp_verify.files.curves import read_curve
-from hp_verify.files.manifest import read_listing
+from hp_verify.files.sources import read_listing
 from hp_verify.recording import events
 from hp_verify.recording.rules import read_rules
 

@@ -1,6 +1,7 @@
 """What one process of a job writes down: launches, own gradients, evaluations, norms, closures."""
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_platform.testing import run_distributed
 from hp_verify.comparing.recordings import Recording, Step, join, numbers_of
-from hp_verify.recording.begin import recording
+from hp_verify.recording.begin import begin
 from hp_verify.recording.digests import digest_of
 from hp_verify.recording.events import EVALUATION, FORWARD, GRADIENT, NORM, OWN, START
 from hp_verify.recording.launches import Launches
@@ -53,7 +54,7 @@ def test_a_step_is_whole_when_all_ranks_have_recorded_it() -> None:
 
 
 def _recorded(folder: Path, job: Callable[[], None]) -> None:
-    with recording(Request(str(folder), steps=2)):
+    with closing(begin(Request(str(folder), steps=2))):
         job()
 
 

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.comparing.ties import first_flip
 from hp_verify.jobs import report
-from hp_verify.recording.begin import recording
+from hp_verify.recording.begin import begin
 from hp_verify.recording.events import Choice
 from hp_verify.recording.request import Request
 from hp_verify.recording.samples import Samples, choices_in
@@ -82,7 +83,7 @@ def train(router: Router, before: float, dtype: torch.dtype) -> None:
 
 
 def _work(request: Request, router: Router, before: float, dtype: torch.dtype) -> None:
-    with recording(request):
+    with closing(begin(request)):
         train(router, before, dtype)
 
 

@@ -54,7 +54,7 @@ class Checkpoint:
         Raises:
             CheckpointError: In one line, if the manifest is missing, damaged or cannot be read.
         """
-        with _reading(path):
+        with reading(path):
             manifest = read_manifest(path)
         return cls(path, manifest)
 
@@ -74,7 +74,7 @@ class Checkpoint:
             for entry in of_file
             if names is None or entry.tensor in names
         ]
-        with _reading(self.path):
+        with reading(self.path):
             verify_entries(self.path, self.manifest, chosen)
 
     def require_fit(self, parts: Mapping[str, Part]) -> None:
@@ -104,7 +104,7 @@ class Checkpoint:
         wanted = [
             entry for of_file in self.manifest.entries for entry in of_file if entry.tensor in parts
         ]
-        with torch.no_grad(), _reading(self.path), opened_directory(self.path) as directory:
+        with torch.no_grad(), reading(self.path), opened_directory(self.path) as directory:
             for entry in wanted:
                 part = parts[entry.tensor]
                 if both := part.box.overlap(entry.chunk.box):
@@ -120,7 +120,7 @@ class Checkpoint:
         """
         dtype, shape, chunks = self.manifest.tensors[tensor]
         chunk = next(chunk for chunk in chunks if chunk.offsets == offsets)
-        with _reading(self.path), opened_directory(self.path) as directory:
+        with reading(self.path), opened_directory(self.path) as directory:
             entry = Entry.of(tensor, dtype, shape, chunk)
             return self._read(directory, entry, problem="is not what was saved").clone()
 
@@ -140,7 +140,7 @@ class Checkpoint:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Raise errors of a checkpoint, or of reading it, as CheckpointError in one line."""
     try:
         yield

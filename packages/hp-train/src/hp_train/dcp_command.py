@@ -17,6 +17,7 @@ from hp_base.errors import CheckpointError, ConfigError
 from hp_base.folder import DamageError, Folder, opened_directory, read_whole
 from hp_checkpoint import open_checkpoint
 from hp_checkpoint.boxes import Box
+from hp_checkpoint.checkpoint import reading
 from hp_checkpoint.dcp import read_sources, sources_in, write_sources
 from hp_checkpoint.files import failed
 from hp_checkpoint.json_file import MAX_EXTRA_BYTES, decode_extra, encode_extra
@@ -83,12 +84,8 @@ def import_dcp(folder: Path, run: Path, *, resolved: Resolved | None, step: int 
         CheckpointError: When the checkpoint is hostile or damaged, or a file cannot be written.
     """
     sources, left_out = read_sources(folder)
-    try:
+    with reading(folder):
         extra = _extra(folder)
-    except DamageError as damage:
-        raise CheckpointError(f"{folder}: {damage}") from None
-    except OSError as error:
-        raise failed("read", folder, error) from None
     config = _resolved(folder, resolved, extra)
     if not any(name.startswith("optimizer.") for name in sources):
         sources |= _new_moments(sources)

@@ -64,12 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"hp-verify {__version__}")
     jobs.add_arguments(made)
-    _add_flags_of_files(made)
-    return made
-
-
-def _add_flags_of_files(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_mutually_exclusive_group()
+    kinds = made.add_mutually_exclusive_group()
     kinds.add_argument(
         "--checkpoint",
         nargs=2,
@@ -88,18 +83,19 @@ def _add_flags_of_files(parser: argparse.ArgumentParser) -> None:
         help="whether the losses of B differ from those of A by more than noise: A B, and repeats "
         "of A behind them",
     )
-    parser.add_argument("--ignore", metavar="REGEX", help="names that are not compared")
-    parser.add_argument(
+    made.add_argument("--ignore", metavar="REGEX", help="names that are not compared")
+    made.add_argument(
         "--names", metavar="FILE", help='JSON: names in B -> names in A, {"lm_head.weight": ...}'
     )
-    parser.add_argument("--out", metavar="FILE", help="of --manifest: a new file")
-    parser.add_argument("--pattern", metavar="REGEX", help="of a log: groups step and loss")
-    parser.add_argument(
+    made.add_argument("--out", metavar="FILE", help="of --manifest: a new file")
+    made.add_argument("--pattern", metavar="REGEX", help="of a log: groups step and loss")
+    made.add_argument(
         "--level",
         type=real("--level"),
         default=_LEVEL,
         help=f"how often noise may be called a difference (default: {_LEVEL:g})",
     )
+    return made
 
 
 def _compare_files(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from hp_base.session import last_lines, status_of
 from hp_base.signals import ending
 from hp_verify.comparing.compare import Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
-from hp_verify.comparing.findings import UPDATE, Comparison, Difference
+from hp_verify.comparing.findings import UPDATE, Comparison
 from hp_verify.comparing.recordings import NothingRecordedError, Recording, join
 from hp_verify.recording.request import Focus, Request, environment
 from hp_verify.recording.rules import read_rules
@@ -28,6 +28,7 @@ _STEPS = 3
 _SECONDS = 1800.0
 _SHOWN = 12
 AGAINST = "--against"
+_REFERENCE, _OTHER_SUMS, _JOB = "reference", "reference, other sums", "job"
 
 
 class JobFailedError(HpError):
@@ -185,13 +186,14 @@ def verify(
         read_rules(rules)  # before anything runs
     with _folder(keep) as folder:
         common = Request("", seed=seed, steps=steps, float64=float64, outputs=outputs)
-        of_job = replace(
-            common,
-            reference=str(folder / "reference"),
-            start=same_start,
-            rules=str(rules.resolve()) if rules is not None else "",
-        )
-        runs = _Runs(job, reference, folder, common, of_job, seconds, tell)
+        beside = replace(common, reference=str(folder / _REFERENCE))
+        place = str(rules.resolve()) if rules is not None else ""
+        sides = {
+            _REFERENCE: (reference, common),
+            _OTHER_SUMS: (reference, beside),
+            _JOB: (job, replace(beside, start=same_start, rules=place)),
+        }
+        runs = _Runs(sides, folder, seconds, tell)
         actual, expected, floor = runs.first()
         comparison = compare(actual, expected, floor)
         if rules is not None:
@@ -212,20 +214,14 @@ class _Runs:
     """Runs a job and its reference as often as a comparison needs.
 
     Attributes:
-        job: Command of the job.
-        reference: Command of the reference.
+        sides: Name of a program -> its command, and the request to it, without a folder.
         folder: An empty folder for the recordings.
-        common: Request to the reference, without its folder.
-        of_job: Request to the job, without its folder.
         seconds: Most seconds that one run may take.
         tell: Called with a line after each run.
     """
 
-    job: Sequence[str]
-    reference: Sequence[str]
+    sides: Mapping[str, tuple[Sequence[str], Request]]
     folder: Path
-    common: Request
-    of_job: Request
     seconds: float
     tell: Callable[[str], object]
 
@@ -237,16 +233,11 @@ class _Runs:
         """
 
         def referred(name: str, seed: int) -> Recording:
-            asked = replace(self.common, folder=str(self.folder / name), disturb=seed)
-            if not seed:
-                return self._recorded(self.reference, asked, "reference")
-            asked = replace(asked, reference=self.of_job.reference)
-            return self._recorded(self.reference, asked, "reference, other sums")
+            return self._recorded(_OTHER_SUMS if seed else _REFERENCE, name, disturb=seed)
 
         expected, floor = with_floor(referred)
         try:
-            asked = replace(self.of_job, folder=str(self.folder / "job"))
-            actual = self._recorded(self.job, asked, "job")
+            actual = self._recorded(_JOB, _JOB)
         except JobFailedError as failed:
             failed.so_far = _before_failing(failed.recording, expected, floor)
             raise
@@ -254,15 +245,16 @@ class _Runs:
 
     def again(self, side: str, focus: Focus) -> Path:
         """Run the "job" or the "reference" once more, around a difference; return its folder."""
-        is_job = side == "job"
-        folder = self.folder / f"{side}-again"
-        asked = replace(self.of_job if is_job else self.common, folder=str(folder), focus=focus)
-        self._recorded(self.job if is_job else self.reference, asked, f"{side}, once more")
-        return folder
+        self._recorded(side, f"{side}-again", focus=focus)
+        return self.folder / f"{side}-again"
 
-    def _recorded(self, command: Sequence[str], request: Request, who: str) -> Recording:
+    def _recorded(
+        self, side: str, name: str, *, disturb: int = 0, focus: Focus | None = None
+    ) -> Recording:
         """Run a program under the recorder, and put together what its processes wrote."""
-        folder = Path(request.folder)
+        command, common = self.sides[side]
+        folder, who = self.folder / name, side if focus is None else f"{side}, once more"
+        request = replace(common, folder=str(folder), disturb=disturb, focus=focus)
         folder.mkdir()
         began = time.monotonic()
         log = folder / "log.txt"
@@ -312,7 +304,7 @@ def _before_failing(recording: Recording | None, expected: Recording, floor: Flo
 def report(comparison: Comparison) -> str:
     """Say in lines what was found: `print(report(comparison))`."""
     first = comparison.first
-    here = [p for p in comparison.differences if first and _where(p) == _where(first)]
+    here = comparison.together
     lines = [f"FAIL  {difference}" for difference in here[:_SHOWN]]
     more = {
         "more there": len(here) - len(lines),
@@ -352,10 +344,6 @@ def _exactly(comparison: Comparison) -> list[str]:
     elif comparison.again:
         lines.append(f"no reproduction: {comparison.again}")
     return lines
-
-
-def _where(difference: Difference) -> tuple[int, str]:
-    return difference.step, difference.phase
 
 
 @contextmanager

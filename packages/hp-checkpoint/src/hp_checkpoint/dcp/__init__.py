@@ -15,11 +15,10 @@ from torch import Tensor
 from hp_base.errors import CheckpointError
 from hp_base.folder import DamageError
 from hp_checkpoint.boxes import Box
-from hp_checkpoint.checkpoint import Checkpoint
+from hp_checkpoint.checkpoint import Checkpoint, reading
 from hp_checkpoint.dcp.metadata import StoredTensor, read_metadata
 from hp_checkpoint.dcp.planner import write_sources
 from hp_checkpoint.dcp.tensors import read_box
-from hp_checkpoint.files import failed
 from hp_checkpoint.manifest import DTYPES
 from hp_checkpoint.save import Source
 
@@ -40,12 +39,8 @@ def read_sources(folder: Path) -> tuple[dict[str, Source], tuple[str, ...]]:
         hp_base.CheckpointError: If the checkpoint is hostile or damaged, or a file cannot be read.
             A source may raise it as well, when its values are read.
     """
-    try:
+    with reading(folder):
         stored = read_metadata(folder)
-    except DamageError as damage:
-        raise CheckpointError(f"{folder}: {damage}") from None
-    except OSError as error:
-        raise failed("read", folder, error) from None
     found = {name: _source(folder, name, tensor) for name, tensor in stored.tensors.items()}
     return found, stored.left_out
 
@@ -72,6 +67,7 @@ def _chunk(checkpoint: Checkpoint, name: str, box: Box) -> Tensor:
 
 
 def _source(folder: Path, name: str, tensor: StoredTensor) -> Source:
+    @reading(folder)
     def read(box: Box) -> Tensor:
         try:
             return read_box(folder, tensor.boxes[box], dtype=tensor.dtype, sizes=box[1])

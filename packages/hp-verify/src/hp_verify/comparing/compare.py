@@ -5,7 +5,7 @@ import re
 import statistics
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -66,7 +66,8 @@ def _errors_of(mine: Step, theirs: Step) -> Iterator[tuple[str, str, float]]:
             if tensor is not None and not (tensor.problem or reference.problem):
                 yield phase, name, _error(tensor, reference, phase)
     for phase in (ev.LOSS, ev.NORM):
-        yield phase, "", _error_of_numbers(mine, theirs, phase, "")
+        error, _ = _error_of_numbers(mine, theirs, phase, "")
+        yield phase, "", error
 
 
 def with_floor(record: Callable[[str, int], Recording]) -> tuple[Recording, Floor]:
@@ -342,7 +343,7 @@ def _phase(  # noqa: PLR0917
                 )
             )
         elif not error <= bound and not error * reference.norm <= tiny:
-            factor, rest = _nearest(tensor, reference)
+            factor, rest = _nearest(_common(tensor, reference))
             origin = _origin(mine, theirs, phase, name, bound, is_scaled=rest <= _TIMES * bound)
             result.differences.append(
                 Difference(index, phase, name, error, bound, factor, rest, origin=origin)
@@ -372,7 +373,7 @@ def _origin(
         return ""
     if _error(own, reference) <= bound:
         return REDUCTION
-    _, rest = _nearest(own, reference)
+    _, rest = _nearest(_common(own, reference))
     if rest <= _TIMES * bound:
         return "" if is_scaled else REDUCTION
     return ev.BACKWARD
@@ -398,7 +399,7 @@ def _find_scaled(result: Comparison, index: int, mine: Step | None, theirs: Step
             step.tensors.get(ev.OWN, {}).get(difference.name) for step in (mine, theirs) if step
         )
         if difference.origin == REDUCTION and own and reference and not _why_not(own, reference):
-            factor, rest = _nearest(own, reference)
+            factor, rest = _nearest(_common(own, reference))
             near = [difference.rest, rest, abs(factor * difference.factor - 1)]
             if all(error <= _TIMES * difference.bound for error in near):
                 result.differences[at] = replace(difference, origin=ev.BACKWARD)
@@ -416,15 +417,9 @@ def scales(mine: Step, theirs: Step) -> dict[str, float]:
         if name in ours and not _why_not(ours[name], reference):
             for row, (sums, _) in ours[name].rows.items():
                 if row not in found and row in reference.rows:
-                    factor = _projected(sums, reference.rows[row][0])
-                    found |= {row: 1.0 / factor} if factor else {}
+                    factor, _ = _nearest([(sums, reference.rows[row][0])])
+                    found |= {row: 1.0 / factor} if factor and math.isfinite(factor) else {}
     return found
-
-
-def _projected(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    square = math.fsum(y * y for y in theirs)
-    factor = math.fsum(x * y for x, y in zip(mine, theirs, strict=True)) / (square or math.nan)
-    return factor if math.isfinite(factor) else 0.0
 
 
 def _why_not(tensor: Digests, reference: Digests) -> str:
@@ -444,12 +439,12 @@ def _shortest(tensor: Digests, reference: Digests) -> str:
     return max((tensor.dtype, reference.dtype), key=lambda dtype: _EPSILON.get(dtype, 0.0))
 
 
-def _pairs(
+def _common(
     tensor: Digests, reference: Digests
-) -> Iterable[tuple[tuple[float, ...], tuple[float, ...], float]]:
-    for row, (sums, norm) in reference.rows.items():
-        if row in tensor.rows:
-            yield tensor.rows[row][0], sums, size_of(sums, norm)
+) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Return the sums of each sample that both have."""
+    rows = reference.rows.items()
+    return [(tensor.rows[row][0], sums) for row, (sums, _) in rows if row in tensor.rows]
 
 
 def _why_mixed(reference: Digests, bound: float) -> str:
@@ -463,10 +458,11 @@ def _error(tensor: Digests, reference: Digests, phase: str = "") -> float:
     if phase in _OF_BACKWARD and not (tensor.is_finite or reference.is_finite):
         return 0.0
     common = tensor.rows.keys() & reference.rows.keys()
-    if any(_is_finite(tensor, row) != _is_finite(reference, row) for row in common):
+    ours, theirs = ({row: t.rows[row] for row in common} for t in (tensor, reference))
+    if any(math.isfinite(ours[row][1]) != math.isfinite(theirs[row][1]) for row in common):
         return math.inf
-    difference = math.fsum(distance(a, b) ** 2 for a, b, _ in _pairs(tensor, reference))
-    norm = math.fsum(norm**2 for *_, norm in _pairs(tensor, reference))
+    difference = math.fsum(distance(a, b) ** 2 for a, b in _common(tensor, reference))
+    norm = math.fsum(size_of(sums, norm) ** 2 for sums, norm in theirs.values())
     if math.isnan(difference) or math.isnan(norm):
         return math.inf
     if norm == 0.0:
@@ -474,19 +470,18 @@ def _error(tensor: Digests, reference: Digests, phase: str = "") -> float:
     return math.sqrt(difference / norm)
 
 
-def _is_finite(tensor: Digests, row: str) -> bool:
-    return math.isfinite(tensor.rows[row][1])
+def _nearest(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float]:
+    """Return the reference's factor that comes nearest, and the error that is left.
 
-
-def _nearest(tensor: Digests, reference: Digests) -> tuple[float, float]:
-    """Return the reference's factor that comes nearest, and the error that is left."""
-    pairs = list(_pairs(tensor, reference))
-    product = math.fsum(x * y for a, b, _ in pairs for x, y in zip(a, b, strict=True))
-    square = math.fsum(y * y for _, b, _ in pairs for y in b)
+    Args:
+        pairs: Sums of samples that both have, see `_common`.
+    """
+    product = math.fsum(x * y for a, b in pairs for x, y in zip(a, b, strict=True))
+    square = math.fsum(y * y for _, b in pairs for y in b)
     if not square or not math.isfinite(product):
         return math.nan, math.nan
     factor = product / square
-    rest = math.fsum((x - factor * y) ** 2 for a, b, _ in pairs for x, y in zip(a, b, strict=True))
+    rest = math.fsum((x - factor * y) ** 2 for a, b in pairs for x, y in zip(a, b, strict=True))
     return factor, math.sqrt(rest / square)
 
 
@@ -501,7 +496,7 @@ def _numbers(  # noqa: PLR0917
         if not ours:
             result.unaligned.setdefault(where, "the job has not computed it")
             continue
-        error = _error_of_numbers(mine, theirs, phase, name)
+        error, ratio = _error_of_numbers(mine, theirs, phase, name)
         dtypes = mine.dtypes.get(phase, set()) | theirs.dtypes.get(phase, set())
         shortest = max(dtypes or {"float32"}, key=lambda dtype: _EPSILON.get(dtype, 0.0))
         bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else shortest)
@@ -511,10 +506,6 @@ def _numbers(  # noqa: PLR0917
             continue  # but for rounding, as where advantages have no mean: no digit is right
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if not error <= bound:
-            mean = statistics.fmean(expected) if expected else 0.0
-            ratio = statistics.fmean(ours) / mean if mean else math.nan
-            if phase == ev.LOSS:
-                _, ratio = _apart(ours, expected)
             result.differences.append(Difference(index, phase, name, error, bound, ratio, 0.0))
 
 
@@ -530,16 +521,18 @@ def _rounding_of_loss(step: Step) -> float:
     return _ULPS * made
 
 
-def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> float:
-    """Return how far numbers of a phase are from the reference's."""
+def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> tuple[float, float]:
+    """Return how far numbers of a phase are from the reference's, and the ratio of both."""
     ours, expected = numbers_of(mine, phase, name), numbers_of(theirs, phase, name)
     if phase == ev.LOSS:
-        return _apart(ours, expected)[0]
+        return _apart(ours, expected)
+    mean = statistics.fmean(expected or [0.0])
+    ratio = statistics.fmean(ours) / mean if mean and ours else math.nan
     lists = [[*step.numbers.get(phase, {}).get(name, {}).values()] for step in (mine, theirs)]
     if len({len(some) for some in lists[0] + lists[1]}) != 1:
-        return _farthest(ours, expected)
+        return _farthest(ours, expected), ratio
     pairs = zip(zip(*lists[0], strict=True), zip(*lists[1], strict=True), strict=True)
-    return max(_farthest(*pair) for pair in pairs)  # of several in a step each with its own
+    return max(_farthest(*pair) for pair in pairs), ratio  # of several each with its own
 
 
 def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:

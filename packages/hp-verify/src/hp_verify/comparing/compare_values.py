@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hp_verify.comparing.findings import Difference
-from hp_verify.comparing.ties import CHOICES, SCORES, Flip, excuses
+from hp_verify.comparing.ties import CHOICES, SCORES, Flip, excuses, first_flip
+from hp_verify.recording.events import Choice
 from hp_verify.recording.values import RecordedStep, read_steps, widened
 
 _EXPLANATIONS = (CHOICES, SCORES)
@@ -65,7 +66,7 @@ class RunComparison:
 
     @property
     def errors(self) -> Mapping[str, float]:
-        """The largest error of each quantity."""
+        """Return the largest error of each quantity."""
         return {
             quantity: max((each.error for each in names.values()), default=0.0)
             for quantity, names in self.worst.items()
@@ -147,9 +148,7 @@ def compare_runs(
             break
         for side, step in (("", mine), ("expected run, ", theirs)):
             flaws += [f"{side}step {step.index}: {flaw}" for flaw in step.flaws]
-        mine_chose, they_chose = (step.tensors.get(CHOICES, {}) for step in (mine, theirs))
-        scores = theirs.tensors.get(SCORES, {})
-        flip = flip or _first_flip(theirs.index, mine_chose, they_chose, scores)
+        flip = flip or first_flip(theirs.index, _choices_of(mine), _choices_of(theirs))
         num_values += _count_common(mine, theirs)
         for each in _differences(mine, theirs, norms_of, measure):
             names = worst.setdefault(each.phase, {})
@@ -164,43 +163,23 @@ def compare_runs(
     )
 
 
-def _first_flip(
-    step: int,
-    mine: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
-    scores: Mapping[str, Tensor],
-) -> Flip | None:
-    """Look for tokens that choose others, in the first layer that has any.
-
-    Args:
-        step: The step, counted from 1.
-        mine: Layer -> choices of the run that is judged, int64 `[..., K]`.
-        theirs: Layer -> choices of the reference, in the order in which layers are computed.
-        scores: Layer -> scores of the reference, `[..., E]`.
-    """
-    for name in theirs:
-        if name not in mine or mine[name].shape != theirs[name].shape:
-            continue
-        mine_TK, theirs_TK = mine[name].flatten(0, -2), theirs[name].flatten(0, -2)
-        differing = (mine_TK.sort(dim=-1).values != theirs_TK.sort(dim=-1).values).any(dim=-1)
-        tokens = differing.nonzero().flatten().tolist()
-        if tokens:
-            margin = math.inf
-            if name in scores:
-                scores_TE = scores[name].flatten(0, -2)
-                margin = max(_margin_of(scores_TE[t], mine_TK[t], theirs_TK[t]) for t in tokens)
-            return Flip(step, name, len(tokens), margin)
-    return None
-
-
-def _margin_of(scores_E: Tensor, mine_K: Tensor, theirs_K: Tensor) -> float:
-    """Return how far the scores of experts that only one run took are apart."""
-    ours, others = set(mine_K.tolist()), set(theirs_K.tolist())
-    here, there = sorted(ours - others), sorted(others - ours)
-    if not here or not there:  # the same expert twice, or a dropped slot
-        return math.inf
-    values = scores_E.double()
-    return float((values[here][:, None] - values[there][None, :]).abs().max())
+def _choices_of(step: RecordedStep) -> dict[str, dict[tuple[str, int], Choice]]:
+    """Return what a step's layers chose as `first_flip` takes it: all tokens of a layer as one."""
+    found = {}
+    for name, chosen in step.tensors.get(CHOICES, {}).items():
+        rows = chosen.flatten(0, -2).sort(dim=-1).values
+        scores = step.tensors.get(SCORES, {}).get(name, chosen[..., :0]).flatten(0, -2).double()
+        num = scores.shape[-1]
+        taken, scored = (
+            some.int().contiguous().numpy().tobytes()
+            for some in (rows, torch.arange(num).expand(len(rows), -1))
+        )
+        values = scores.contiguous().numpy().tobytes()
+        one = Choice(
+            *(step.index, name, 0, "", 0, "", ""), *(rows.shape[-1], taken, num, scored, values)
+        )
+        found[name] = {(str(tuple(chosen.shape)), 0): one}
+    return found
 
 
 def _count_common(mine: RecordedStep, theirs: RecordedStep) -> int:

@@ -42,16 +42,11 @@ def explain(comparison: Comparison) -> list[str]:
     first = comparison.first
     if first is None:
         return []
-    together = [
-        difference
-        for difference in comparison.differences
-        if difference.step == first.step and difference.phase == first.phase
-    ]
     dropout = [comparison.random[first.step]] if first.step in comparison.random else []
     return [
         *(comparison.more.get(first.step, ()) if first.phase not in _ALONE else ()),
         *(dropout if first.phase in _RANDOM else []),
-        *_reasons(comparison, first, together),
+        *_reasons(comparison, first, comparison.together),
     ]
 
 
@@ -74,7 +69,8 @@ def _reasons(
         since = ", or weights that were changed after the last update" if first.step > 1 else ""
         yield f"what {what} was given is equal and what it gives is not: {why}{since}"
     elif first.origin:
-        yield from _of_origin(first, together)
+        yield from _rounded(together) if first.origin == REDUCTION else ()
+        yield _ORIGINS[first.origin]
     elif first.phase == ev.WEIGHT and ev.GRADIENT not in comparison.largest:
         yield "the backward, a reduction or the update: gradients were not compared"
     elif first.phase in _AFTER and not (first.phase == ev.GRADIENT and first.who):
@@ -89,12 +85,6 @@ def _rounded(differences: Sequence[Difference]) -> Iterator[str]:
         if are_so and statistics.median(errors) > step / 16:
             yield f"errors are as large as those of rounding to {dtype}: ranks may exchange that"
             return
-
-
-def _of_origin(first: Difference, together: Sequence[Difference]) -> Iterator[str]:
-    if first.origin == REDUCTION:
-        yield from _rounded(together)
-    yield _ORIGINS[first.origin]
 
 
 def _of_module(name: str) -> str:

@@ -143,8 +143,14 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first difference; None: there is none."""
+        """Return the first difference; None: there is none."""
         return self.differences[0] if self.differences else None
+
+    @property
+    def together(self) -> list[Difference]:
+        """Return the first difference and all others of its step and phase."""
+        place = [(d.step, d.phase) for d in self.differences]
+        return [d for d, where in zip(self.differences, place, strict=True) if where == place[0]]
 
     @property
     def is_equal(self) -> bool:

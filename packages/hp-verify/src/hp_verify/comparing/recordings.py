@@ -59,7 +59,7 @@ class Digests:
 
     @property
     def norm(self) -> float:
-        """Its 2-norm; where not all of it is finite, that of what stands in for it."""
+        """Return the 2-norm; where not all values are finite, that of what stands in for them."""
         return math.sqrt(sum(size_of(sums, norm) ** 2 for sums, norm in self.rows.values()))
 
     @property
@@ -126,12 +126,12 @@ class Recording:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that have recorded something, in whichever launch of the job."""
+        """Count ranks that have recorded something, in whichever launch of the job."""
         return len({facts["rank"] for facts in self.facts})
 
     @property
     def num_steps(self) -> int:
-        """Updates of the weights."""
+        """Count updates of the weights."""
         return sum(step.is_update for step in self.steps.values())
 
     def is_whole(self, steps: int) -> bool:

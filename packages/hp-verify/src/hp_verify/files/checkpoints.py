@@ -14,8 +14,14 @@ from hp_checkpoint.manifest import DTYPES
 from hp_verify.files.content import Rows
 from hp_verify.files.judging import Verdict, is_quantised, judge, judge_quantised, scales_of
 from hp_verify.files.made import OTHER, STATE, Made, fused, known, short
-from hp_verify.files.manifest import Listed, digest, write_listing
-from hp_verify.files.sources import Entry, Source, opened_source
+from hp_verify.files.sources import (
+    Entry,
+    Listed,
+    Source,
+    digest,
+    opened_source,
+    write_listing,
+)
 from hp_verify.recording.names import Renaming
 
 _SHOWN = 12

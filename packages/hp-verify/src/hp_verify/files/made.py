@@ -78,7 +78,7 @@ def known(source: Source) -> dict[str, Made]:
 
 
 def short(name: str) -> str:
-    """Name without what wraps a model, and without ``model.`` before it."""
+    """Strip from a name what wraps a model, and ``model.`` before it."""
     before, name = "", plain(name)
     while name != before:
         before, name = name, name.removeprefix("model.").removeprefix("module.")

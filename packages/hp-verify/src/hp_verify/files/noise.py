@@ -163,7 +163,7 @@ class _Noise:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean of a series, times the root of its length."""
+        """Return the standard error of the mean of a series, times the root of its length."""
         return float(np.sqrt((self.innovations**2).mean()) / (1 - self.rho))
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> _Floats:
@@ -186,8 +186,7 @@ class _Noise:
         for step in range(shocks.shape[1]):
             state = self.rho * state + shocks[:, step]
             drawn[:, step] = state
-        kept: _Floats = drawn[:, warm : warm + length]
-        return kept
+        return np.asarray(drawn[:, warm : warm + length])
 
     def statistic(self, series: _Floats) -> tuple[_Floats, NDArray[np.int64]]:
         """Return each series' largest mean of last steps in standard errors, and its first step."""
@@ -220,8 +219,7 @@ def _residuals(series: _Floats) -> _Floats:
         (before[rows, cut] / sizes[cut])[:, None],
         (after[rows, cut] / (length - sizes[cut]))[:, None],
     )
-    left: _Floats = series - levels
-    return left
+    return np.asarray(series - levels)
 
 
 def _rho(left: _Floats) -> _Floats:

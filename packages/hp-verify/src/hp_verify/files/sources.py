@@ -1,5 +1,10 @@
-"""Checkpoints of several formats, read tensor by tensor; nothing is unpickled that could run."""
+"""Checkpoints of several formats, read tensor by tensor; nothing is unpickled that could run.
 
+One of them is a manifest of tensors: what an engine holds, as names, shapes, dtypes and digests, in
+JSON.
+"""
+
+import hashlib
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -8,22 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-import hp_checkpoint as store
 from hp_base.errors import CheckpointError
-from hp_base.folder import DamageError
-from hp_checkpoint import Part, open_checkpoint
-from hp_checkpoint.dcp.metadata import METADATA, StoredTensor, read_metadata
-from hp_checkpoint.dcp.tensors import read_box
+from hp_base.folder import read_named, why_not
+from hp_checkpoint import Box, decode_extra, open_checkpoint
+from hp_checkpoint import Source as Boxes
+from hp_checkpoint.dcp import read_sources, sources_in
+from hp_checkpoint.dcp.metadata import METADATA
 from hp_checkpoint.manifest import DTYPES, MANIFEST, NAME_OF
 from hp_checkpoint.runs.directory import complete_checkpoints, newest_checkpoint
 from hp_checkpoint.safetensors import INDEX, FileTensor, opened_tensors
 from hp_checkpoint.weight_files import weight_files
-from hp_verify.files.manifest import read_listing
 
 _TORCH = ("*.pt", "*.pth", "*.bin")
+_FORMAT = "hp-tensors"
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +123,20 @@ def _of_folder(path: Path, stack: ExitStack) -> Source:
 
 def _native(path: Path) -> Source:
     checkpoint = open_checkpoint(path)
+    config = decode_extra(checkpoint.manifest.extra).get("config")
+    return Source(path, "hp-train", _entries(sources_in(checkpoint)), config=config)
 
-    def read(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        values = torch.empty(shape, dtype=DTYPES[dtype])
-        checkpoint.fill({name: Part(values, shape, (0,) * len(shape))})
-        return values
 
-    tensors = {
-        name: Entry(saved.dtype, saved.shape, partial(read, name, saved.dtype, saved.shape))
-        for name, saved in checkpoint.manifest.tensors.items()
-    }
-    extra = store.decode_extra(checkpoint.manifest.extra)
-    return Source(path, "hp-train", tensors, config=extra.get("config"))
+def _entries(sources: Mapping[str, Boxes]) -> dict[str, Entry]:
+    """Return tensors of boxes as tensors that are read whole."""
+    return {n: Entry(NAME_OF[s.dtype], s.shape, partial(_whole, s)) for n, s in sources.items()}
+
+
+def _whole(source: Boxes) -> Tensor:
+    values = torch.empty(source.shape, dtype=source.dtype)
+    for box in source.boxes:
+        values[box.within(_all_of(source.shape))] = source.read(box)
+    return values
 
 
 def _of_files(path: Path, files: Mapping[str, FileTensor]) -> Source:
@@ -140,32 +149,14 @@ def _of_files(path: Path, files: Mapping[str, FileTensor]) -> Source:
 
 
 def _distributed(path: Path) -> Source:
-    def read(stored: StoredTensor) -> Tensor:
-        values = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        with _damage(path):
-            for box, place in stored.boxes.items():
-                part = read_box(path, place, dtype=stored.dtype, sizes=box.sizes)
-                values[box.within(_all_of(stored.shape))] = part
-        return values
-
-    with _damage(path):
-        found = read_metadata(path)
-    tensors = {n: Entry(t.dtype, t.shape, partial(read, t)) for n, t in found.tensors.items()}
+    sources, left_out = read_sources(path)
     others = tuple(file.name for file in path.glob("*.pt"))  # Megatron's arguments, and groups
     name = "torch.distributed.checkpoint"
-    return Source(path, name, tensors, (*found.left_out, *others))
+    return Source(path, name, _entries(sources), (*left_out, *others))
 
 
-def _all_of(shape: tuple[int, ...]) -> store.Box:
-    return store.Box((0,) * len(shape), shape)
-
-
-@contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (DamageError, OSError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
+def _all_of(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 def _of_torch(paths: list[Path], shown: Path) -> Source:
@@ -210,3 +201,59 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     for key, item in items:
         yield from _flat(f"{prefix}.{key}" if prefix else key, item)
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A tensor.
+
+    Attributes:
+        dtype: Its dtype as safetensors calls it, such as `"BF16"`.
+        shape: Its shape.
+        sha256: SHA of its bytes, little-endian, in C order; hexadecimal.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    format: str
+    tensors: dict[str, Listed]
+
+
+def digest(values: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes in C order."""
+    flat = values.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()
+
+
+def write_listing(path: Path, tensors: Mapping[str, Listed]) -> None:
+    """Write a new manifest.
+
+    Raises:
+        CheckpointError: When it cannot be, or is there.
+    """
+    text = msgspec.json.format(msgspec.json.encode(_Manifest(_FORMAT, dict(tensors))), indent=1)
+    try:
+        with path.open("xb") as file:
+            file.write(text + b"\n")
+    except OSError as error:
+        raise CheckpointError(f"{path} must be a new file: {error.strerror}") from None
+
+
+def read_listing(path: Path) -> dict[str, Listed]:
+    """Read a manifest.
+
+    Raises:
+        CheckpointError: When it is none.
+    """
+    try:
+        found = msgspec.json.decode(read_named(path, limit=_MOST_BYTES), type=_Manifest)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} must be a manifest of tensors: {why_not(error)}") from None
+    unknown = sorted({tensor.dtype for tensor in found.tensors.values()} - DTYPES.keys())
+    if found.format != _FORMAT or unknown:
+        wrong = f"dtype {unknown[0]}" if unknown else f"format {found.format[:40]}"
+        raise CheckpointError(f"{path} must be a manifest of tensors: {wrong} is not known")
+    return found.tensors

@@ -7,8 +7,8 @@ differs from itself by as much (`Disturbing`).
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -24,20 +24,8 @@ _SEEDS = 1 << 32
 """numpy takes smaller ones."""
 
 
-@contextmanager
-def recording(request: Request) -> Iterator[None]:
-    """Record what this process computes inside; nothing else must be recorded in it.
-
-    Args:
-        request: Request to the process.
-    """
-    recorder = begin(request)
-    yield
-    recorder.close()
-
-
 def begin(request: Request) -> Recorder:
-    """Record this process from now on; the recording is written at the end of the process.
+    """Record this process from now on; what is left is written at its end, or by `close` before.
 
     Args:
         request: Request to the process.

@@ -12,7 +12,7 @@ _LAST = re.compile(r"(?:^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 
 def plain(name: str) -> str:
-    """Name of a module or parameter as its model gave it."""
+    """Return the name of a module or parameter as its model gave it."""
     name = _LAST.sub("", _WRAPPERS.sub("", f"{name}"))
     return "" if name == "module" else name
 

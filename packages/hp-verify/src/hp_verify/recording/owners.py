@@ -37,11 +37,6 @@ class Learned:
     whole: list[Tensor]
     flat: list[Tensor]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return what holds these values."""
-        return [*self.whole, *self.flat]
-
 
 class Owners:
     """Maps every tensor of a job to parts of the reference's parameters.

@@ -64,30 +64,22 @@ def _of_ends(tokens: Tensor) -> tuple[Span, ...]:
     return ()
 
 
-class Unpadded:
-    """The reference's samples by their tokens, to look for those of a job among them.
+def unpadded(
+    row: Sequence[int], names: Mapping[tuple[int, ...], str], real: Iterable[Span]
+) -> tuple[str, Span] | None:
+    """Find a sample whose tokens are those of a row without its padding.
 
     Args:
-        known: Name -> tokens; of a padded sample the real part is there as well.
+        row: Tokens.
+        names: Tokens of the reference's samples -> name; of a padded one the real part is there as
+            well.
+        real: The part of the row that is known to be real, if it is.
     """
-
-    def __init__(self, known: Mapping[str, Sequence[int]]) -> None:
-        self._names: dict[tuple[int, ...], str] = {}
-        for name, tokens in known.items():
-            self._names.setdefault(tuple(tokens), name)
-
-    def find(self, row: Sequence[int], real: Iterable[Span] = ()) -> tuple[str, Span] | None:
-        """Find a sample whose tokens are those of a row without its padding.
-
-        Args:
-            row: Tokens.
-            real: The part of it that is known to be real, if it is.
-        """
-        for first, last in (*real, *_without_ends(row)):
-            name = self._names.get(tuple(row[first:last]))
-            if name is not None:
-                return name, (first, last)
-        return None
+    for first, last in (*real, *_without_ends(row)):
+        name = names.get(tuple(row[first:last]))
+        if name is not None:
+            return name, (first, last)
+    return None
 
 
 def _without_ends(row: Sequence[int]) -> Iterable[Span]:

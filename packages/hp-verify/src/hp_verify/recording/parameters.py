@@ -1,14 +1,17 @@
-"""The recorder of parameters of one process: their names, values and own gradients."""
+"""The recorder of parameters of one process: their names, values, own gradients and updates."""
 
 import contextlib
 import functools
+import gc
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hp_base.dtypes import dtype_name
 from hp_base.errors import HpError
@@ -24,11 +27,37 @@ from hp_verify.recording.owners import Owners
 from hp_verify.recording.parts import Reference, keep_weights, read_weights, take_weights
 from hp_verify.recording.request import WITHIN, Request
 from hp_verify.recording.rules import read_rules
-from hp_verify.recording.slices import Run, Slice, all_of, dense
+from hp_verify.recording.slices import Run, Slice, all_of, dense, placed, whole
 from hp_verify.recording.trees import is_dtensor
-from hp_verify.recording.updates import Updates, models_of
 
 _BARE = "parameter "
+
+
+@dataclass(slots=True)
+class Updates:
+    """State of the updates of the weights in a process.
+
+    Attributes:
+        are_by_hand: Whether the job has no optimizer of torch; None: not known before a backward.
+        weights: Parameters that may be updated.
+        done: Optimizers that have made an update in this step, and the first parameter of each.
+        num_made: Updates by optimizers since a scaler has begun one.
+    """
+
+    are_by_hand: bool | None = None
+    weights: list[Tensor] = field(default_factory=list)
+    done: set[tuple[int, int]] = field(default_factory=set)
+    num_made: int = 0
+    _then: list[list[float]] | None = None
+
+    def are_made_by_hand(self) -> bool:
+        """Tell whether weights have other values than when this was asked last."""
+        if not self.are_by_hand:
+            return False
+        parts = [placed(weight)[0] for weight in self.weights]
+        now = [digest_of(part, whole(part.shape)).sums.flatten().tolist() for part in parts]
+        before, self._then = self._then, now
+        return before is not None and before != now[: len(before)]
 
 
 class ParameterRecorder(Listener):
@@ -135,6 +164,7 @@ class ParameterRecorder(Listener):
         self._own_names |= {id(p): f"{inside}{name}" for name, p in named.items()}
         owners = self._all_owners()
         learned = owners.learn(root, named, inside)
+        tensors = [*learned.whole, *learned.flat]
         if self._launch().steps:
             pass  # these are no first weights
         elif not self._request.reference:
@@ -151,8 +181,8 @@ class ParameterRecorder(Listener):
             # Of a model that is first called after an update, an average say, they are made of it.
             is_late = self._has_updated or self._step > 1
             phase = ev.EVALUATION if is_late else ev.START
-            self._parameters(phase, ((p, p) for p in learned.tensors))
-        self._updates.weights += [p for p in learned.tensors if p.requires_grad]
+            self._parameters(phase, ((p, p) for p in tensors))
+        self._updates.weights += [p for p in tensors if p.requires_grad]
         owners.forget()
 
     def _meet_unowned(self, parameters: Sequence[Tensor]) -> None:
@@ -302,3 +332,26 @@ def _is_of_columns(part: Slice) -> bool:
     """Say if a part of a matrix has some of its columns: a product with it is a term of a sum."""
     is_cut = len(part.shape) == 2 and part.box[-1] != (0, part.shape[-1])
     return is_cut and part.laid is None
+
+
+def updated(optimizer: Optimizer) -> list[Tensor]:
+    """Return what an optimizer updates."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizers_here() -> list[Optimizer]:
+    """Return all optimizers of this process, in the order in which they were made."""
+    return [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+
+
+def models_of(parameters: Collection[Tensor]) -> list[nn.Module]:
+    """Return the outermost modules that have some of these parameters.
+
+    Args:
+        parameters: Parameters, of any models.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    objects: list[nn.Module] = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    holders = [o for o in objects if any(id(p) in wanted for p in o.parameters())]
+    inner = {id(m) for holder in holders for m in holder.modules() if m is not holder}
+    return [holder for holder in holders if id(holder) not in inner]

@@ -9,6 +9,7 @@ as long as both jobs start from the same weights.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -75,20 +76,29 @@ class Reference:
 
     def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         self._read = read
-        self._weights: Mapping[str, Tensor] | None = None
-        self._rows: dict[bytes, list[tuple[int, int]]] | None = None
-        self._runs: Runs | None = None
 
-    @property
+    @cached_property
     def weights(self) -> Mapping[str, Tensor]:
-        """Name -> whole tensor, read when it is asked for."""
-        if self._weights is None:
-            self._weights = self._read()
-        return self._weights
+        """Return whole tensors by name, read when they are asked for."""
+        return self._read()
+
+    @cached_property
+    def _rows(self) -> dict[bytes, list[tuple[int, int]]]:
+        """Find rows by their bits: numbers of the weights that have each, and its index there."""
+        rows: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
+        for number, weight in enumerate(self.weights.values()):
+            for index, text in enumerate(_row_names(weight) if weight.ndim >= 2 else ()):
+                rows[text].append((number, index))
+        return rows
+
+    @cached_property
+    def _runs(self) -> Runs:
+        return Runs(self.weights)
 
     def forget(self) -> None:
         """Free what was read and made of it, until something is to be found again."""
-        self._weights = self._rows = self._runs = None
+        for name in ("weights", "_rows", "_runs"):
+            vars(self).pop(name, None)
 
     def find(
         self,
@@ -171,8 +181,6 @@ class Reference:
         Args:
             values: First values of some parameters, end to end, `[N]`.
         """
-        if self._runs is None:
-            self._runs = Runs(self.weights)
         return self._runs.find(values)
 
     def _is_there(
@@ -186,8 +194,7 @@ class Reference:
     def _by_rows(self, local: Tensor) -> list[Slice]:
         if local.ndim < 2:
             return []
-        rows = self._all_rows()
-        places = [rows.get(text, []) for text in _row_names(local)]
+        places = [self._rows.get(text, []) for text in _row_names(local)]
         if not all(len(place) == 1 for place in places):
             return []
         slices: list[Slice] = []
@@ -238,15 +245,6 @@ class Reference:
             of = [s for s in weight if s.name.rpartition(".")[0] == other.rpartition(".")[0]]
             return [Slice(other, tuple(theirs.shape), (s.local[0],), (s.box[0],)) for s in of]
         return []
-
-    def _all_rows(self) -> dict[bytes, list[tuple[int, int]]]:
-        """Return rows by their bits: numbers of the weights that have each, and its index there."""
-        if self._rows is None:
-            self._rows = defaultdict(list)
-            for number, weight in enumerate(self.weights.values()):
-                for index, text in enumerate(_row_names(weight) if weight.ndim >= 2 else ()):
-                    self._rows[text].append((number, index))
-        return self._rows
 
 
 def _boxes(

@@ -45,12 +45,11 @@ from hp_verify.recording.calls import (
 from hp_verify.recording.digests import digest_of
 from hp_verify.recording.launches import is_in_group
 from hp_verify.recording.notes import Notes
-from hp_verify.recording.parameters import ParameterRecorder, why
+from hp_verify.recording.parameters import ParameterRecorder, optimizers_here, updated, why
 from hp_verify.recording.request import Request
 from hp_verify.recording.samples import Made, Samples, batch_of, choices_in
 from hp_verify.recording.slices import dense, whole
 from hp_verify.recording.trees import is_compared, is_dtensor, tensors_in
-from hp_verify.recording.updates import optimizers_here, updated
 
 TORCH, NUMPY, PYTHON, CUDA = "torch", "numpy", "python", "cuda"
 _OF_NO_SAMPLES = "not made of samples, or not told by which dim"

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hp_base.dtypes import dtype_name
 from hp_verify.recording.digests import Digest, digest_rows, digests_of_rows
 from hp_verify.recording.events import REAL, Box, Choice, Rows
-from hp_verify.recording.padding import Span, Unpadded, real_of
+from hp_verify.recording.padding import Span, real_of, unpadded
 from hp_verify.recording.slices import placed, whole
 from hp_verify.recording.trees import is_dtensor, tensors_in
 
@@ -318,8 +318,8 @@ def _unpadded(
     local: list[list[int]], real: Sequence[Span], known: Mapping[str, Sequence[int]]
 ) -> list[Run]:
     """Find samples without their padding among the reference's; none where one is not there."""
-    among = Unpadded(known)
-    found = [among.find(row, real[i : i + 1]) for i, row in enumerate(local)]
+    by_tokens = {tuple(tokens): name for name, tokens in reversed([*known.items()])}
+    found = [unpadded(row, by_tokens, real[i : i + 1]) for i, row in enumerate(local)]
     names = [one[0] for one in found if one]
     if len(names) < len(local):
         return []

@@ -307,7 +307,7 @@ def _plain(value: object) -> Plain | None:
 
 
 def _autocast() -> str:
-    """Name of the dtype that this thread's operators on the host are cast to; "": they are not."""
+    """Return the dtype that this thread's operators on the host are cast to; "": they are not."""
     if not torch.is_autocast_enabled("cpu"):
         return ""
     return dtype_name(torch.get_autocast_dtype("cpu"))

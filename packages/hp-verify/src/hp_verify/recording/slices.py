@@ -85,10 +85,6 @@ class Flat:
     shape: tuple[int, ...]
     first: int
 
-    def detach(self) -> Tensor:
-        """Return the values without a graph."""
-        return self.values.detach()
-
 
 def dense(values: Tensor) -> Tensor:
     """Return a sparse tensor as a dense one, any other as it is."""
@@ -118,7 +114,8 @@ def placed(tensor: Tensor | Flat) -> tuple[Tensor, list[Slice], tuple[int, ...]]
     """
     if isinstance(tensor, Flat):
         shape, size = tensor.shape, tensor.values.numel()
-        return tensor.detach(), list(parts_of_run("", shape, tensor.first, size)), shape
+        parts = list(parts_of_run("", shape, tensor.first, size))
+        return tensor.values.detach(), parts, shape
     shape = tuple(tensor.shape)
     if not is_dtensor(tensor):
         return tensor.detach(), [Slice("", shape, whole(shape), whole(shape))], shape

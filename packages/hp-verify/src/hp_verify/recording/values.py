@@ -59,7 +59,7 @@ class Part:
 
     @property
     def box(self) -> Box:
-        """First and last + 1 index of each dim."""
+        """Return the first and last + 1 index of each dim."""
         return tuple((o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
 
 

@@ -1,8 +1,9 @@
 """Around the first difference both jobs run again: where exactly it lies, and a program for it."""
 
 import math
-import re
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from hp_base.errors import HpError
 from hp_verify.comparing.compare import scales
-from hp_verify.comparing.findings import Comparison, Difference, Exact
+from hp_verify.comparing.findings import Comparison, Difference, Exact, Reproduction
 from hp_verify.comparing.recordings import Recording, Step
 from hp_verify.recording import events as ev
 from hp_verify.recording.request import Focus
@@ -18,13 +19,28 @@ from hp_verify.recording.second_run import BEFORE, HELD, module_of
 from hp_verify.recording.slices import index_of
 from hp_verify.recording.values import Part
 from hp_verify.reproducing.elements import combinations, exact, ranks_in_words
+from hp_verify.reproducing.module_programs import blames_inputs
 from hp_verify.reproducing.modules import CannotError, Pair
-from hp_verify.reproducing.reproduce import reproduce
-from hp_verify.reproducing.reproduce_module import parents_of
-from hp_verify.reproducing.reproduce_update import OF_NUMBERS, by_rank, parameter
+from hp_verify.reproducing.programs import MOST_LINES
+from hp_verify.reproducing.reproduce_module import (
+    Maker,
+    backwards,
+    forwards,
+    gradients,
+    parents_of,
+)
+from hp_verify.reproducing.reproduce_update import (
+    OF_NUMBERS,
+    by_rank,
+    of_phase,
+    parameter,
+    show_values,
+)
 from hp_verify.reproducing.second_run_tensors import SecondRun
 
 _OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
+_SECONDS = 300
+_PROGRAM, _RECORD = "reproduce.py", "record.pt"
 
 
 def focus_of(first: Difference, expected: Recording) -> Focus:
@@ -210,18 +226,15 @@ def _others(first: Difference, pair: Pair, actual: Tensor, parts: list[Part]) ->
             found[f"the reference's of backward {part.call + 1} of {len(terms)} alone"] = (
                 part.values
             )
-    moment = re.fullmatch(f"{ev.MOMENT} (.*)", phase)
+    moment = f"{BEFORE} {phase.removeprefix(f'{ev.MOMENT} ')}"
     before = {
         ev.GRADIENT: (step - 1, ev.GRADIENT, "stale: the gradient of the step before"),
         ev.CLIPPED: (step, ev.GRADIENT, "the gradient as it was before clipping"),
         ev.WEIGHT: (step, f"{BEFORE} weight", "stale: the weight before the update"),
-    }.get(phase)
-    if moment:
-        before = step, f"{BEFORE} {moment[1]}", "stale: the state before the update"
-    if before is not None:
-        whole = pair.actual.whole(before[0], before[1], name)
-        if whole is not None and whole.is_complete:
-            found[before[2]] = whole.values
+    }.get(phase, (step, moment, "stale: the state before the update"))
+    whole = pair.actual.whole(before[0], before[1], name)
+    if whole is not None and whole.is_complete:
+        found[before[2]] = whole.values
     return found
 
 
@@ -264,3 +277,88 @@ def _of_own(pair: Pair, first: Difference, actual: Tensor, parts: list[Part]) ->
             whole = found.setdefault(title, torch.full_like(actual, torch.nan))
             whole[index] = value
     return found
+
+
+def reproduce(
+    first: Difference, pair: Pair, steps: tuple[Step, Step], folder: Path
+) -> tuple[Reproduction | None, list[str]]:
+    """Write the smallest program that shows a difference, and run it.
+
+    Args:
+        first: The first difference.
+        pair: Both second runs.
+        steps: The job's and the reference's step in the first runs.
+        folder: Folder for the program and its record; it is made if need be.
+
+    Returns:
+        The first program that computes the reference's value again; reasons why others do not.
+    """
+    title = f"Step {first.step}, {first.phase} {first.name}".rstrip()
+    folder.mkdir(parents=True, exist_ok=True)
+    why: list[str] = []
+    blaming: Maker | None = None
+    for make in _of_modules(first, pair, title):
+        made = _made(make, folder, why)
+        if made is not None and not blames_inputs(made.verdict):
+            return made, why
+        if made is not None:
+            blaming = blaming or make
+    rest = (
+        [blaming]
+        if blaming
+        else [
+            lambda _: of_phase(first, pair, steps, title),
+            lambda _: show_values(first, pair, title),
+        ]
+    )
+    found = (_made(make, folder, why) for make in rest)
+    return next((made for made in found if made is not None), None), why
+
+
+def _made(make: Maker, folder: Path, why: list[str]) -> Reproduction | None:
+    """Write a program and run it; None, and one more reason, where it does not run."""
+    try:
+        text, record = make(folder)
+    except CannotError as error:
+        why.append(str(error))
+        return None
+    except Exception as error:  # noqa: BLE001 - a stranger's job; the difference is told without it
+        why.append(f"{type(error).__name__}: {error}"[:200])
+        return None
+    if (count := text.count("\n")) > MOST_LINES:
+        why.append(f"its program would have {count} lines")
+        return None
+    torch.save(record, folder / _RECORD)
+    path = folder / _PROGRAM
+    path.write_text(text, encoding="utf-8")
+    output, failure = _run(path)
+    if failure is not None:
+        why.append(failure)
+        return None
+    return Reproduction(path, text, output)
+
+
+def _run(path: Path) -> tuple[str, str | None]:
+    """Run a program: what it printed; and the last line of its error where it failed."""
+    try:
+        done = subprocess.run(  # noqa: S603 - it was just written
+            [sys.executable, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"it ran for {_SECONDS} s"
+    last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+    return done.stdout, None if done.returncode == 0 else last[0]
+
+
+def _of_modules(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
+    """Yield programs that compute modules again, the smallest first."""
+    if first.phase in (ev.FORWARD, ev.EVALUATION):
+        yield from forwards(first, pair, title)
+    elif first.phase == ev.BACKWARD:
+        yield from backwards(first, pair, title)
+    elif first.phase == ev.GRADIENT and first.origin == ev.BACKWARD:
+        yield from gradients(first, pair, title)

@@ -141,9 +141,6 @@ class ModuleSides:
         if not self.file or not all(entry["file"] for entry in self.entries):
             raise CannotError(f"{title} cannot be pickled: {facts.get('not pickled', '')}")
         self.has_terms = False
-        self.kind: str = self.entries[0]["kind"]
-        self.is_main: bool = self.entries[0]["is_main"]
-        self.autocast: str = self.entries[0]["autocast"]
 
     def settings(self) -> dict[str, Any]:
         """Return the module's numbers and flags in the job that differ from the reference's."""
@@ -156,7 +153,7 @@ class ModuleSides:
         return found
 
     def outputs(self, call: int, times: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name of each output of a call -> Python that takes it, shape."""
+        """Return outputs of a call: name -> Python that takes it, and its shape."""
         key = self.module, call, times
         outputs = self._pair.expected.outputs
         given = (e["names"] for e in outputs if (e["module"], e["call"], e["times"]) == key)

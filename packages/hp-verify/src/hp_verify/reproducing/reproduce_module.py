@@ -37,61 +37,50 @@ def _call(
     *,
     with_grads: bool = True,
 ) -> tuple[ModuleCall, dict[str, Any]]:
-    """Say what all programs of a module share; what they unpickle is copied into their folder."""
-    settings, name = sides.settings(), sides.module or "the model"
+    """Say what all programs of a module share, and return what they read.
+
+    What they unpickle is copied into their folder: this process does not.
+    """
+    settings, name, one = sides.settings(), sides.module or "the model", entries[0]
     prepare = []
     if pair.float64:
         prepare = [
             "torch.set_default_dtype(torch.double); torch.Tensor.float = torch.Tensor.double"
         ]
-    elif sides.autocast:
-        prepare = [f'torch.autocast("cpu", torch.{sides.autocast}).__enter__()']
-    grads = sides.graded(entries[0])
-    texts = sides.outputs(entries[0]["call"], entries[0]["times"])
+    elif one["autocast"]:
+        prepare = [f'torch.autocast("cpu", torch.{one["autocast"]}).__enter__()']
+    grads = sides.graded(one)
+    texts = sides.outputs(one["call"], one["times"])
     call = ModuleCall(
         title,
         pair.bound,
-        sides.kind,
+        one["kind"],
         name,
         outputs=[texts[grad][0] for grad in grads] if with_grads else (),
         settings=bool(settings),
-        is_main=sides.is_main,
+        is_main=one["is_main"],
         prepare=prepare,
     )
     if with_grads and not grads:
         raise CannotError(f"no gradient of what {name} gives was seen")
-    _save(sides, pair, entries, folder)
+    for index, entry in enumerate(entries):
+        (folder / f"call-{index}.pt").write_bytes(Path(entry["file"]).read_bytes())
+    (folder / _MODULE).write_bytes(Path(sides.file).read_bytes())
+    if one["is_main"]:
+        source = classes_of(Path(pair.expected.main).read_text(encoding="utf-8"))
+        (folder / f"{OWN_CLASSES}.py").write_text(source, encoding="utf-8")
     parted = ((key.rpartition("."), value) for key, value in settings.items())
     record: dict[str, Any] = {
         "path": pair.expected.path,
         "settings": [(path, key, value) for (path, _, key), value in parted],
     }
+    for side, kept in (("reference", pair.expected), ("job", pair.actual)):
+        calls = [
+            sides.call(entry, f"call-{index}.pt", of_job=side == "job", with_grads=with_grads)
+            for index, entry in enumerate(entries)
+        ]
+        record[side] = {"weights": sides.weights(kept), "calls": calls}
     return call, record
-
-
-def _sides(
-    sides: ModuleSides, pair: Pair, entries: Sequence[Any], *, with_grads: bool
-) -> dict[str, Any]:
-    return {
-        side: {
-            "weights": sides.weights(kept),
-            "calls": [
-                sides.call(entry, f"call-{index}.pt", of_job=side == "job", with_grads=with_grads)
-                for index, entry in enumerate(entries)
-            ],
-        }
-        for side, kept in (("reference", pair.expected), ("job", pair.actual))
-    }
-
-
-def _save(sides: ModuleSides, pair: Pair, entries: Sequence[Any], folder: Path) -> None:
-    """Copy what a program unpickles: this process does not."""
-    for index, entry in enumerate(entries):
-        (folder / f"call-{index}.pt").write_bytes(Path(entry["file"]).read_bytes())
-    (folder / _MODULE).write_bytes(Path(sides.file).read_bytes())
-    if sides.is_main:
-        source = classes_of(Path(pair.expected.main).read_text(encoding="utf-8"))
-        (folder / f"{OWN_CLASSES}.py").write_text(source, encoding="utf-8")
 
 
 def _worst(
@@ -136,8 +125,7 @@ def _forward(first: Difference, pair: Pair, title: str, module: str, folder: Pat
         call = replace(call, result=text)
     else:
         call = replace(call, result=f"seen[{times}]", hook=(_inside(own, module), text))
-    record |= values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=False)
-    return module_program(call), record
+    return module_program(call), record | values_of(expected, actual)
 
 
 def _giving(pair: Pair, name: str) -> _Given:
@@ -153,7 +141,7 @@ def _called(pair: Pair, modules: Sequence[str]) -> list[str]:
 
 
 def _inside(name: str, module: str) -> str:
-    """Name of a module or parameter in another one that it is in."""
+    """Return the name of a module or parameter inside of another module."""
     return name.removeprefix(f"{module}.") if module else name
 
 
@@ -183,11 +171,8 @@ def backwards(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
 
 def parents_of(name: str) -> list[str]:
     """Return the modules around a module or parameter, the innermost first; "" is the model."""
-    parents = []
-    while name:
-        name = name.rpartition(".")[0]
-        parents.append(name)
-    return parents
+    words = name.split(".") if name else []
+    return [".".join(words[:end]) for end in reversed(range(len(words)))]
 
 
 def _backward(  # noqa: PLR0917
@@ -203,8 +188,8 @@ def _backward(  # noqa: PLR0917
     entries = [e for e in sides.entries if e["times"] == 0]
     entry, expected, actual = _worst(first, pair, entries, given)
     call, record = _call(sides, pair, title, [entry], folder)
-    record |= values_of(expected, actual) | _sides(sides, pair, [entry], with_grads=True)
-    return module_program(replace(call, terms=sides.has_terms, **changes)), record
+    text = module_program(replace(call, terms=sides.has_terms, **changes))
+    return text, record | values_of(expected, actual)
 
 
 def gradients(first: Difference, pair: Pair, title: str) -> Iterator[Maker]:
@@ -217,6 +202,6 @@ def _parameter(first: Difference, pair: Pair, title: str, module: str, folder: P
     sides = ModuleSides(pair, module)
     call, record = _call(sides, pair, title, sides.entries, folder)
     expected, actual, _ = parameter(pair, first.phase, first.name)
-    record |= values_of(expected, actual) | _sides(sides, pair, sides.entries, with_grads=True)
+    record |= values_of(expected, actual)
     result = f"module.get_parameter({_inside(first.name, module)!r}).grad"
     return module_program(replace(call, result=result)), record

@@ -215,7 +215,7 @@ _MAKERS: dict[str, Callable[[Difference, Pair, tuple[Step, Step], str], Made]] =
 }
 
 
-def values(first: Difference, pair: Pair, title: str) -> Made:
+def show_values(first: Difference, pair: Pair, title: str) -> Made:
     """Show both values, where nothing can be computed again."""
     name = first.name
     if first.phase in (*OF_NUMBERS, ev.INPUT):
