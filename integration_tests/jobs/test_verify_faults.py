@@ -194,7 +194,7 @@ def test_a_layout_that_goes_through_logits_in_tiles_is_equal(
 
 
 def test_one_process_without_a_bug_equals_the_oracle(corpus: str, runs: Runs) -> None:
-    comparison = runs.compare_with_oracle(one_process(config_of(corpus, "")))
+    comparison = runs.compare(one_process(config_of(corpus, "")), None)
     assert comparison.ok, str(comparison)
 
 
@@ -227,7 +227,7 @@ def test_a_bug_is_found_and_named(
         runs = runs_like(other, tmp_path) if "model." in fault.layout else runs
         comparison = runs.compare(config, other if fault.beside else one_process(other))
     else:
-        comparison = runs.compare_with_oracle(config)
+        comparison = runs.compare(config, None)
     assert not comparison.ok
     first = str(comparison.first or comparison.flaws[0])
     assert re.match(fault.found, first), first

@@ -46,7 +46,7 @@ def test_a_family_computes_what_the_oracle_does(name: str, tmp_path: Path) -> No
     scratch = tmp_path / "runs"
     scratch.mkdir()
     runs = Runs(scratch, base=config, program=PROGRAM)
-    comparison = runs.compare_with_oracle(config)
+    comparison = runs.compare(config, None)
     assert comparison.ok, str(comparison)
     assert comparison.bound == 1e-12
     assert not comparison.bitwise  # it is other code

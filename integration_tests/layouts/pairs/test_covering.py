@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hp_base.errors import ConfigError
-from hp_train.verify.oracle import Oracle, Rows
+from hp_train.verify.oracle import Oracle
 from hp_train.verify.pairs import WITHOUT_EFFECT
 from hp_trainer.config import Config, rules, to_dict
 from hp_trainer.config.options import resolve, with_keys
@@ -154,7 +154,7 @@ def trained(config: Config) -> list[torch.Tensor]:
     begun = [tensor.clone() for tensor in weights.values()]
     oracle = Oracle(to_dict(config), weights, separator=257)
     tokens = torch.randint(250, (1, 17), generator=torch.Generator().manual_seed(1))
-    outcome = oracle.train_step(Rows(tokens, 0), max_norm=1.0, skip=False)
+    outcome = oracle.train_step(tokens, 0, max_norm=1.0, skip=False)
     return [*begun, *outcome.gradients.values(), *oracle.weights.values()]
 
 

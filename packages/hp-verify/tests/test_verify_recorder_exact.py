@@ -25,8 +25,8 @@ from hp_verify.recording.values import Part, whole_of
 from hp_verify.reproducing.elements import exact, mixture
 from hp_verify.reproducing.locate import focus_of
 from hp_verify.reproducing.module_programs import ModuleCall, classes_of, module_program
-from hp_verify.reproducing.modules import laid_like
 from hp_verify.reproducing.programs import MOST_LINES
+from hp_verify.reproducing.second_runs import laid_like
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

@@ -247,11 +247,7 @@ def _verify_one(
         why = " (they differ in nothing that may change a bit)" if exact else ""
         against = described(other, config)
     say(f"{described(config, config)}  against  {against}{why}, in {options.dtype}")
-    comparison = (
-        runs.compare(config, others[0], bound=options.bound)
-        if others
-        else runs.compare_with_oracle(config, bound=options.bound)
-    )
+    comparison = runs.compare(config, others[0] if others else None, bound=options.bound)
     say(str(comparison))
     if not comparison.ok:
         where = comparison.first or comparison.flaws[0]

@@ -25,18 +25,6 @@ _UNDECAYED = ("norm.weight", ".bias", ".b1", ".b2", ".b3", ".sinks")
 _MASK = 2**32 - 1
 
 
-class Rows(NamedTuple):
-    """Some sequences.
-
-    Attributes:
-        tokens: Ids, and the one that follows the last, int64 [B, S + 1].
-        first: Index of the first sequence in the whole training, which its dropout depends on.
-    """
-
-    tokens: Tensor
-    first: int
-
-
 class Losses(NamedTuple):
     """Parts of the loss of a step.
 
@@ -122,16 +110,19 @@ class Oracle:
         )
         self.step = self.updates = 0
 
-    def train_step(self, rows: Rows, *, max_norm: float, skip: bool = False) -> Outcome:
+    def train_step(
+        self, tokens: Tensor, first: int, *, max_norm: float, skip: bool = False
+    ) -> Outcome:
         """Train on one global batch.
 
         Args:
-            rows: The whole batch.
+            tokens: Ids of all sequences, and the one that follows the last, int64 [B, S + 1].
+            first: Index of the first sequence in the whole training, which its dropout depends on.
             max_norm: Largest norm of the gradients, which are scaled down to it; 0: they are not.
             skip: Whether the weights are to stay as they are.
         """
         parameters = {name: self.weights[name].requires_grad_() for name in self.names}
-        found, losses = self._backward(rows)
+        found, losses = self._backward(tokens, first)
         gradients: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             gradients[name] = (
@@ -152,17 +143,17 @@ class Oracle:
         self.step += 1
         return outcome
 
-    def _backward(self, rows: Rows) -> tuple[list[_Pass], Losses]:
+    def _backward(self, tokens: Tensor, first: int) -> tuple[list[_Pass], Losses]:
         """Add up the gradients of all sequences, some at a time; sums are over all of them."""
         ahead = range(self.model["num_mtp_modules"] + 1)
-        counts = [max(1, int((aims >= 0).sum())) for aims in self.aims(rows.tokens, ahead)]
+        counts = [max(1, int((aims >= 0).sum())) for aims in self.aims(tokens, ahead)]
         sums = torch.zeros(3, dtype=torch.float64)
         found: list[_Pass] = []
-        for start in range(0, len(rows.tokens), self.train["microbatch_size"]):
-            part = rows.tokens[start : start + self.train["microbatch_size"]]
-            state, losses = self._forward(part, ahead, (self.seed, self.step, rows.first + start))
+        for start in range(0, len(tokens), self.train["microbatch_size"]):
+            part = tokens[start : start + self.train["microbatch_size"]]
+            state, losses = self._forward(part, ahead, (self.seed, self.step, first + start))
             mean, *later = [loss / count for loss, count in zip(losses, counts, strict=True)]
-            balance = mean.new_zeros(()) + sum(state.balance) / len(rows.tokens)
+            balance = mean.new_zeros(()) + sum(state.balance) / len(tokens)
             balance = balance * self.model["balance_coefficient"]
             prediction = mean.new_zeros(()) + sum(later) / max(1, len(later))
             (mean + balance + self.model["mtp_weight"] * prediction).backward()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hp_train.verify.oracle import Oracle, Rows
+from hp_train.verify.oracle import Oracle
 from hp_train.verify.own_trainer import MOMENTS
 from hp_train.verify.program import Request
 from hp_trainer.config import Config, to_dict
@@ -72,7 +72,7 @@ def _train(
     _add_rows(record, "", {"": rows}, oracle)
     skip = index == program.skipped
     limit = program.largest_norm(index, config.train.max_grad_norm)
-    outcome = oracle.train_step(Rows(rows, first), max_norm=limit, skip=skip)
+    outcome = oracle.train_step(rows, first, max_norm=limit, skip=skip)
     record.add_scalar("loss", outcome.losses.tokens)
     record.add_scalar("balance loss", outcome.losses.balance)
     record.add_scalar("prediction loss", outcome.losses.prediction)

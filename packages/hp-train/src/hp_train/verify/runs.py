@@ -118,35 +118,27 @@ class Runs:
         self._first[config.data] = run_dir
         return replace(self._request, num_runs=self._num_runs) if is_very_first else self._request
 
-    def compare_with_oracle(self, config: Config, *, bound: float | None = None) -> RunComparison:
-        """Run a config and compare it with `hp_train.verify.oracle`; see :meth:`compare`."""
-        actual = self.recording(config)
-        expected = self._scratch / "oracle"
-        record_oracle(actual, expected, config=config, request=self._request)
-        return self._compare(actual, expected, config, bound)
-
     def compare(
-        self, config: Config, other: Config, *, bound: float | None = None
+        self, config: Config, other: Config | None, *, bound: float | None = None
     ) -> RunComparison:
         """Run two configs and compare them.
 
         Args:
             config: Configuration to judge.
-            other: Reference configuration.
+            other: Reference configuration; None: `hp_train.verify.oracle` trains beside the first.
             bound: Largest error that counts as equal; None: 0 where bits must be the same, else
                 what the dtype allows.
 
         Raises:
             RunFailedError: When one of them could not be run.
         """
-        if bound is None and must_be_exact(config, other):
-            bound = 0.0
-        expected = self.recording(other)
-        return self._compare(self.recording(config), expected, config, bound)
-
-    def _compare(
-        self, actual: Path, expected: Path, config: Config, bound: float | None
-    ) -> RunComparison:
+        if other is None:
+            actual, expected = self.recording(config), self._scratch / "oracle"
+            record_oracle(actual, expected, config=config, request=self._request)
+        else:
+            expected, actual = self.recording(other), self.recording(config)
+            if bound is None and must_be_exact(config, other):
+                bound = 0.0
         dtype = config.train.dtype
         return compare_runs(
             actual,
@@ -166,9 +158,7 @@ class Runs:
         began = time.monotonic()
         comparison, problem = None, ""
         try:
-            comparison = (
-                self.compare_with_oracle(config) if other is None else self.compare(config, other)
-            )
+            comparison = self.compare(config, other)
         except RunFailedError as error:
             if error.exit_code > 128:  # somebody wants all of this to end
                 raise

@@ -26,6 +26,13 @@ _ORIGINS = {
     ev.BACKWARD: "the backward of this parameter: it is wrong before ranks reduce it",
     REDUCTION: "the reduction over ranks: what they reduce is right",
 }
+_MODULES = {
+    ("attn", "attention"): "a mask, positions, heads, or keys of other ranks",
+    ("router", "gate"): "scores or choices of the router",
+    ("expert", "moe"): "experts, or rows that do not come to them or back",
+    ("embed", "wte", "tok"): "the part of the vocabulary that a rank has",
+}
+"""Words in names of modules, and what is likely wrong there; the first that fit count."""
 _RANDOM = (ev.FORWARD, ev.LOSS, ev.BACKWARD, ev.EVALUATION)
 """Phases that dropout changes."""
 _STEPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -88,16 +95,9 @@ def _rounded(differences: Sequence[Difference]) -> Iterator[str]:
 
 
 def _of_module(name: str) -> str:
-    words = name.lower()
-    if any(word in words for word in ("attn", "attention")):
-        return "a mask, positions, heads, or keys of other ranks"
-    if any(word in words for word in ("router", "gate")):
-        return "scores or choices of the router"
-    if any(word in words for word in ("expert", "moe")):
-        return "experts, or rows that do not come to them or back"
-    if any(word in words for word in ("embed", "wte", "tok")):
-        return "the part of the vocabulary that a rank has"
-    return "its weights' parts, or a sum over ranks"
+    kinds = _MODULES.items()
+    found = (why for words, why in kinds if any(word in name.lower() for word in words))
+    return next(found, "its weights' parts, or a sum over ranks")
 
 
 def _common_scale(differences: Sequence[Difference]) -> Fraction | None:

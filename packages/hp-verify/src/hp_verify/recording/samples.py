@@ -150,7 +150,8 @@ class Samples:
         self.runs, self.names = [Run((0, self._length), 0, names, self._length)], names
         self._real = real_of(self._local, kwargs) if self.has_tokens else ()
         if known is None:
-            self.runs += _real_parts(names, self._real, self._length)
+            padded = {i: span for i, span in enumerate(self._real) if span != (0, self._length)}
+            self.runs += _of_spans(padded, [REAL + name for name in names])
         elif self.has_tokens and known and not is_known:
             then = {
                 name: theirs
@@ -305,15 +306,6 @@ def _some_of(values: Tensor) -> Tensor:
     return rows[:, :: max(1, rows.shape[1] // _READ)]
 
 
-def _real_parts(names: tuple[str, ...], real: Sequence[Span], length: int) -> list[Run]:
-    """Return the unpadded parts of a reference's padded samples."""
-    padded = {index: span for index, span in enumerate(real) if span != (0, length)}
-    return [
-        Run(span, 0, tuple(REAL + names[i] for i in at), span[1] - span[0], at)
-        for span, at in _by_value(padded).items()
-    ]
-
-
 def _unpadded(
     local: list[list[int]], real: Sequence[Span], known: Mapping[str, Sequence[int]]
 ) -> list[Run]:
@@ -323,19 +315,23 @@ def _unpadded(
     names = [one[0] for one in found if one]
     if len(names) < len(local):
         return []
-    spans = {index: one[1] for index, one in enumerate(found) if one}
+    return _of_spans({index: one[1] for index, one in enumerate(found) if one}, names)
+
+
+def _of_spans(spans: Mapping[int, Span], names: Sequence[str]) -> list[Run]:
+    """Return the real parts of samples, those of the same span together.
+
+    Args:
+        spans: Index of a sample -> its tokens that are no padding.
+        names: Names of all samples.
+    """
+    groups: dict[Span, list[int]] = {}
+    for index, span in spans.items():
+        groups.setdefault(span, []).append(index)
     return [
-        Run(span, 0, tuple(names[i] for i in at), span[1] - span[0], at)
-        for span, at in _by_value(spans).items()
+        Run((first, last), 0, tuple(names[i] for i in at), last - first, tuple(at))
+        for (first, last), at in groups.items()
     ]
-
-
-def _by_value(spans: Mapping[int, Span]) -> dict[Span, tuple[int, ...]]:
-    """Group samples by their span."""
-    return {
-        span: tuple(index for index, other in spans.items() if other == span)
-        for span in dict.fromkeys(spans.values())
-    }
 
 
 def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Run]:
@@ -357,12 +353,11 @@ def _found(
     tokens: list[int], known: Mapping[str, Sequence[int]]
 ) -> list[tuple[tuple[int, int], int, str]]:
     """Cut tokens into the fewest runs that are in one of the reference's samples."""
-    best: list[tuple[tuple[int, int], int, str]] = []
-    for name, theirs in known.items():
-        runs = _cover(tokens, list(theirs))
-        if runs and (not best or len(runs) < len(best)):
-            best = [(here, start, name) for here, start in runs]
-    return best
+    covers = (
+        [(here, start, name) for here, start in _cover(tokens, list(theirs))]
+        for name, theirs in known.items()
+    )
+    return min(filter(None, covers), key=len, default=[])
 
 
 def _cover(tokens: list[int], theirs: list[int]) -> list[tuple[tuple[int, int], int]]:

@@ -20,7 +20,6 @@ from hp_verify.recording.slices import index_of
 from hp_verify.recording.values import Part
 from hp_verify.reproducing.elements import combinations, exact, ranks_in_words
 from hp_verify.reproducing.module_programs import blames_inputs
-from hp_verify.reproducing.modules import CannotError, Pair
 from hp_verify.reproducing.programs import MOST_LINES
 from hp_verify.reproducing.reproduce_module import (
     Maker,
@@ -36,7 +35,7 @@ from hp_verify.reproducing.reproduce_update import (
     parameter,
     show_values,
 )
-from hp_verify.reproducing.second_run_tensors import SecondRun
+from hp_verify.reproducing.second_runs import CannotError, Pair, SecondRun
 
 _OF_MODULES = (ev.FORWARD, ev.EVALUATION, ev.BACKWARD)
 _SECONDS = 300

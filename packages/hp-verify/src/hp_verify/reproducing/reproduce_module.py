@@ -16,8 +16,8 @@ from hp_verify.reproducing.module_programs import (
     classes_of,
     module_program,
 )
-from hp_verify.reproducing.modules import CannotError, ModuleSides, Pair, laid_like, times_of
 from hp_verify.reproducing.reproduce_update import Made, parameter, values_of
+from hp_verify.reproducing.second_runs import CannotError, ModuleSides, Pair, laid_like, times_of
 
 Maker = Callable[[Path], Made]
 """Writes what a program reads beside itself into a folder."""

@@ -15,9 +15,15 @@ from hp_verify.recording.second_run import BEFORE
 from hp_verify.recording.slices import index_of
 from hp_verify.recording.values import Part
 from hp_verify.reproducing import programs
-from hp_verify.reproducing.modules import CannotError, Pair, distance, farthest, index_of_largest
 from hp_verify.reproducing.programs import program
-from hp_verify.reproducing.second_run_tensors import SecondRun
+from hp_verify.reproducing.second_runs import (
+    CannotError,
+    Pair,
+    SecondRun,
+    distance,
+    farthest,
+    index_of_largest,
+)
 
 OF_NUMBERS = (ev.LOSS, ev.NORM, ev.RATE)
 Made = tuple[str, dict[str, Any]]
