@@ -36,7 +36,7 @@ from hp_plan.costs.routing import parse_skew
 from hp_platform import RankInfo, doing, initialize
 from hp_platform.testing import run_distributed
 from hp_train.dry_run.command import dry_config
-from hp_train.dry_run.rank import Job, run_rank
+from hp_train.dry_run.rehearsal import Job, run_rank
 from hp_trainer.config import Config
 from hp_trainer.training.trainer import Trainer
 from integration_tests.runs import config_of, prepare_run, worker_of

@@ -25,7 +25,7 @@ from hp_train.dry_run.answers import evenly
 from hp_train.dry_run.classes import classes_of
 from hp_train.dry_run.command import dry_config, fit_to
 from hp_train.dry_run.made_up import write_tokens
-from hp_train.dry_run.rank import Job, run_rank
+from hp_train.dry_run.rehearsal import Job, run_rank
 from hp_trainer.config.options import resolve, with_keys
 from hp_trainer.layout.communicators import held
 from hp_trainer.model import model_shapes

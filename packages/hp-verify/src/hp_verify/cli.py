@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hp_base.command_line import Parser, say
 from hp_base.errors import ConfigError, DifferenceError
@@ -12,9 +11,6 @@ from hp_base.folder import read_named, why_not
 from hp_base.numbers import real
 from hp_base.process import run_command
 from hp_verify import __version__, jobs
-
-if TYPE_CHECKING:
-    from hp_verify.files.noise import CurveComparison
 
 _USAGE = """hp-verify [FLAGS] -- JOB [ARGS] --against -- REFERENCE [ARGS]
        hp-verify --checkpoint A B [FLAGS]
@@ -161,7 +157,7 @@ def _manifest(folder: Path, out: Path | None) -> int:
 
 def _curves(paths: Sequence[Path], pattern: str | None, level: float) -> int:
     from hp_verify.files.curves import read_curve  # noqa: PLC0415
-    from hp_verify.files.noise import compare_curves  # noqa: PLC0415 - imports numpy
+    from hp_verify.files.noise import compare_curves, report_curves  # noqa: PLC0415 - imports numpy
 
     if len(paths) < 2:
         raise ConfigError("--curves must be followed by two curves or more")
@@ -169,25 +165,7 @@ def _curves(paths: Sequence[Path], pattern: str | None, level: float) -> int:
         raise ConfigError(f"--level ({level}) must be above 0 and below 0.5")
     first, second, *repeats = [read_curve(path, pattern) for path in paths]
     answer = compare_curves(first, second, repeats, level=level)
-    say(_said(answer, level, len(repeats)))
+    say(report_curves(answer, level, len(repeats)))
     if answer.differs:
         raise DifferenceError(f"{paths[1]} differs from {paths[0]} from about step {answer.step}")
     return 0
-
-
-def _said(answer: "CurveComparison", level: float, num_repeats: int) -> str:
-    steps = f"{answer.num_steps} steps"
-    if answer.not_finite:
-        return f"DIFFERENT: at step {answer.step} one loss alone is not finite; {steps}"
-    whose = f"{num_repeats} repeats" if num_repeats else "the difference's own residuals"
-    noise = (
-        f"noise by {whose}: {answer.noise:.2e} a step, correlation {answer.correlation:.2f}; "
-        f"an offset of {answer.visible:.2e} over the last half would be seen\n"
-    )
-    if not answer.differs:
-        chance = f"chance {answer.chance:.2g}, not below {level:g}"
-        return f"{noise}not told apart over {steps} ({chance})"
-    return (
-        f"{noise}DIFFERENT from about step {answer.step}: by {answer.offset:+.3e} on the mean from "
-        f"there (chance {answer.chance:.2g}, {steps})"
-    )

@@ -1,10 +1,10 @@
 """Purposes of device memory, derived from a trace. No torch.
 
-The program labels parameters and the state of the optimizer (`hp_train.dry_run.rank`). Other labels
-follow from the operators on a block: targets of gathers of FSDP, sources of its gradient buffers,
-operands of exchanges, casts of parameters. Blocks without another label that are alive when
-gradients are about to be summed over replicas are gradients. Logits are recognised by their width,
-tiles of logits also by the place that allocates them.
+The program labels parameters and the state of the optimizer (`hp_train.dry_run.rehearsal`). Other
+labels follow from the operators on a block: targets of gathers of FSDP, sources of its gradient
+buffers, operands of exchanges, casts of parameters. Blocks without another label that are alive
+when gradients are about to be summed over replicas are gradients. Logits are recognised by their
+width, tiles of logits also by the place that allocates them.
 """
 
 from collections.abc import Collection, Iterator

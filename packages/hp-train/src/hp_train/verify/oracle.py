@@ -361,8 +361,7 @@ class Oracle:
             inner = gate * (gate * self.model["swiglu_alpha"]).sigmoid() * (up + 1)
         else:
             inner = gate * gate.sigmoid() * up
-        y: Tensor = inner @ of["w2"].T + of.get("b2", zero)
-        return y
+        return torch.matmul(inner, of["w2"].T) + of.get("b2", zero)
 
     def _gated(self, x: Tensor, name: str) -> Tensor:
         """Apply SwiGLU (arXiv:2002.05202)."""
@@ -384,8 +383,7 @@ class Oracle:
             return x
         seed, step, first = state.drop
         kept = _uniform(x.shape, first, (seed, "dropout", step, place)) >= rate
-        y: Tensor = x * kept / (1 - rate)
-        return y
+        return x.mul(kept).div(1 - rate)
 
 
 _EXPERT_PARTS = ("w1", "w2", "w3", "b1", "b2", "b3")
@@ -418,8 +416,7 @@ def _limited(ranked: Tensor, model: Mapping[str, Any]) -> Tensor:
     worth = by_group.sort(dim=-1, descending=True).values[..., :2].sum(-1)
     out = worth.sort(dim=-1, descending=True, stable=True).indices[..., limited:]
     is_out = torch.zeros_like(worth).scatter(-1, out, 1.0).bool()
-    left: Tensor = by_group.masked_fill(is_out[..., None], -math.inf).flatten(-2)
-    return left
+    return torch.flatten(by_group.masked_fill(is_out[..., None], -math.inf), -2)
 
 
 def _frequencies(model: Mapping[str, Any], width: int) -> Tensor:
@@ -460,13 +457,11 @@ def _uniform(shape: Sequence[int], first: int, key: tuple[int | str, ...]) -> Te
     bits = _mix(_mix((sequence & _MASK) ^ (seed & _MASK)) ^ (seed >> 32) ^ (sequence >> 32))
     bits = _mix(bits[:, None] ^ _mix(torch.arange(shape[1]) + 1))
     bits = _mix(bits[:, :, None] ^ _mix(torch.arange(shape[2]) + 0x9E3779B9 & _MASK))
-    share: Tensor = (bits >> 8) / 2**24
-    return share
+    return torch.div(bits >> 8, 2**24)
 
 
 def _mix(x: Tensor) -> Tensor:
     """Return the hash "lowbias32" of Chris Wellons, of 32 bits held in int64."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK
     x = (x ^ (x >> 15)) * 0x846CA68B & _MASK
-    y: Tensor = x ^ (x >> 16)
-    return y
+    return torch.bitwise_xor(x, x >> 16)

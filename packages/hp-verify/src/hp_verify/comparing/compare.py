@@ -489,8 +489,7 @@ def _numbers(  # noqa: PLR0917
     result: Comparison, index: int, phase: str, mine: Step, theirs: Step, floor: Floor
 ) -> None:
     """Compare losses, norms or rates."""
-    names = theirs.numbers.get(phase, {})
-    for name in names:
+    for name in theirs.numbers.get(phase, {}):
         ours, expected = numbers_of(mine, phase, name), numbers_of(theirs, phase, name)
         where = f"{phase} {name}".strip()
         if not ours:
@@ -516,8 +515,7 @@ def _rounding_of_loss(step: Step) -> float:
         for name, value in step.tensors.get(values, {}).items():
             gradient = step.tensors.get(gradients, {}).get(name)
             if gradient is not None and gradient.is_finite and value.is_finite:
-                one = _EPSILON.get(value.dtype, 0.0) * value.norm * gradient.norm
-                made = max(made, one)
+                made = max(made, _EPSILON.get(value.dtype, 0.0) * value.norm * gradient.norm)
     return _ULPS * made
 
 

@@ -106,8 +106,7 @@ def compare_curves(
     else:
         noise = _Noise.of_residuals(difference)
     statistic, at = noise.statistic(difference[None])
-    drawn = noise.draw(rng, draws, groups)
-    by_chance, _ = noise.statistic(drawn)
+    by_chance, _ = noise.statistic(noise.draw(rng, draws, groups))
     largest = float(statistic[0])
     chance = (1 + int((by_chance >= largest).sum())) / (draws + 1)
     begin = int(at[0])
@@ -122,6 +121,31 @@ def compare_curves(
         correlation=noise.rho,
         visible=(threshold + 1.645) * error,
         num_steps=len(steps),
+    )
+
+
+def report_curves(answer: CurveComparison, level: float, num_repeats: int) -> str:
+    """Say in lines what was found.
+
+    Args:
+        answer: Comparison of two curves.
+        level: Probability of calling noise a difference.
+        num_repeats: Number of repeats of the first run that the noise is known by.
+    """
+    steps = f"{answer.num_steps} steps"
+    if answer.not_finite:
+        return f"DIFFERENT: at step {answer.step} one loss alone is not finite; {steps}"
+    whose = f"{num_repeats} repeats" if num_repeats else "the difference's own residuals"
+    noise = (
+        f"noise by {whose}: {answer.noise:.2e} a step, correlation {answer.correlation:.2f}; "
+        f"an offset of {answer.visible:.2e} over the last half would be seen\n"
+    )
+    if not answer.differs:
+        chance = f"chance {answer.chance:.2g}, not below {level:g}"
+        return f"{noise}not told apart over {steps} ({chance})"
+    return (
+        f"{noise}DIFFERENT from about step {answer.step}: by {answer.offset:+.3e} on the mean from "
+        f"there (chance {answer.chance:.2g}, {steps})"
     )
 
 
@@ -208,8 +232,7 @@ def _residuals(series: _Floats) -> _Floats:
     length = series.shape[1]
     sums = series.cumsum(axis=1)
     sizes = np.arange(1, length + 1)
-    total = sums[:, -1:]
-    before, after = sums[:, :-1], total - sums[:, :-1]
+    before, after = sums[:, :-1], sums[:, -1:] - sums[:, :-1]
     gain = before**2 / sizes[:-1] + after**2 / (length - sizes[:-1])
     cut = gain.argmax(axis=1)
     rows = np.arange(len(series))

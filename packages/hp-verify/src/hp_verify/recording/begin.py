@@ -90,8 +90,7 @@ class Disturbing(TorchDispatchMode):
 
     def _order(self, size: int) -> tuple[Tensor, Tensor]:
         if size not in self._orders:
-            generator = torch.Generator().manual_seed(self._seed)
-            order = torch.randperm(size, generator=generator)
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(self._seed))
             self._orders[size] = order[: size // 2], order[size // 2 :]
         return self._orders[size]
 

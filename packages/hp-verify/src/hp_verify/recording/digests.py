@@ -130,8 +130,7 @@ def _signs(dim: int, span: tuple[int, int], dtype: torch.dtype, device: torch.de
     mixed = (index + dim * 0x51ED270B) * _MIX[0]
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
         mixed = (mixed ^ _shifted(mixed, shift)) * factor
-    bits = _shifted(mixed, 31) & 1
-    return (1 - 2 * bits).to(dtype).to(device)
+    return (1 - 2 * (_shifted(mixed, 31) & 1)).to(dtype).to(device)
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:

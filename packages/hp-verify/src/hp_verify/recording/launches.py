@@ -44,8 +44,7 @@ class Launches:
 
     def remember(self, slices: Mapping[str, Sequence[Slice]]) -> None:
         """Keep what parameters are of the reference, for a launch that begins with other values."""
-        known = {**self._read(), **slices}
-        self._known.write_bytes(msgspec.json.encode(known))
+        self._known.write_bytes(msgspec.json.encode({**self._read(), **slices}))
 
     def recall(self, names: Mapping[str, object]) -> dict[str, list[Slice]] | None:
         """Return what parameters were at the first launch; None: this is it, or they are others.

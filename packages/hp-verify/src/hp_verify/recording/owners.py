@@ -80,8 +80,7 @@ class Owners:
         for adapter in adapters().values():
             with contextlib.suppress(AttributeError):  # of another version of the library
                 for tensor, runs in adapter.held(root, named):
-                    named_runs = [replace(run, name=f"{inside}{run.name}") for run in runs]
-                    self.hold(tensor, named_runs)
+                    self.hold(tensor, [replace(r, name=f"{inside}{r.name}") for r in runs])
         named = {f"{inside}{name}": parameter for name, parameter in named.items()}
         held = {key for key, (_, runs) in self._runs.items() if runs}
         real = {n: p for n, p in named.items() if id(p) not in held and p.numel()}

@@ -187,8 +187,7 @@ def _other(mine: dict[str, Any], theirs: dict[str, Any], bound: float) -> dict[s
 def _options(kept: SecondRun, name: str) -> dict[str, Any]:
     for facts in kept.facts.values():
         if name in facts.get("updates", {}):
-            found: dict[str, Any] = facts["updates"][name]
-            return found
+            return dict(facts["updates"][name])
     raise CannotError(f"the update of {name} was not seen")
 
 
