@@ -100,7 +100,7 @@ def scratch(prefix: str, keep: str | None = None) -> Iterator[Path]:
     Raises:
         ConfigError: When the folder to keep cannot be made.
     """
-    folder = Path(tempfile.mkdtemp(prefix=prefix)) if keep is None else _new_folder(keep)
+    folder = Path(tempfile.mkdtemp(prefix=prefix)) if keep is None else new_folder(keep)
     ended = False
     try:
         yield folder
@@ -113,7 +113,12 @@ def scratch(prefix: str, keep: str | None = None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _new_folder(keep: str) -> Path:
+def new_folder(keep: str) -> Path:
+    """Make the folder that ``--keep`` names.
+
+    Raises:
+        ConfigError: When it cannot be made, or is there.
+    """
     folder = Path(keep)
     try:
         folder.mkdir(parents=True)

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    flags, job, reference = jobs.split(argv) if _has_jobs(argv) else ([*argv], [], [])
+    has_jobs = "--" in argv and "--help" not in argv[: argv.index("--")]
+    flags, job, reference = jobs.split(argv) if has_jobs else ([*argv], [], [])
     options = parser().parse_args(flags)
     asked = next((flag for flag in _FLAGS if getattr(options, flag[2:]) is not None), None)
     if job and asked:
@@ -42,11 +43,11 @@ def _main(argv: Sequence[str]) -> int:
         return jobs.run(job, reference, options)
     if asked is None:
         raise ConfigError(f"-- JOB must be given, or one of {', '.join(_FLAGS)}")
-    return _compare_files(options)
-
-
-def _has_jobs(argv: Sequence[str]) -> bool:
-    return "--" in argv and "--help" not in argv[: [*argv].index("--")]
+    if options.manifest is not None:
+        return _manifest(Path(options.manifest), Path(options.out) if options.out else None)
+    if options.curves is not None:
+        return _curves([Path(path) for path in options.curves], options.pattern, options.level)
+    return _checkpoints(Path(options.checkpoint[0]), Path(options.checkpoint[1]), options)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,28 +93,6 @@ def parser() -> argparse.ArgumentParser:
         help=f"how often noise may be called a difference (default: {_LEVEL:g})",
     )
     return made
-
-
-def _compare_files(options: argparse.Namespace) -> int:
-    """Compare checkpoints or curves, or write a manifest.
-
-    Args:
-        options: Parsed flags, one of `_FLAGS` among them.
-
-    Returns:
-        0: both are equal.
-
-    Raises:
-        DifferenceError: When they are not.
-        CheckpointError: When a checkpoint is damaged or of no known format.
-        DataError: When a curve cannot be read, or is too short.
-        ConfigError: When the command line is wrong.
-    """
-    if options.manifest is not None:
-        return _manifest(Path(options.manifest), Path(options.out) if options.out else None)
-    if options.curves is not None:
-        return _curves([Path(path) for path in options.curves], options.pattern, options.level)
-    return _checkpoints(Path(options.checkpoint[0]), Path(options.checkpoint[1]), options)
 
 
 def _checkpoints(first: Path, second: Path, options: argparse.Namespace) -> int:

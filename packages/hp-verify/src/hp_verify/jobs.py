@@ -4,15 +4,15 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
 from msgspec.structs import replace
 
-from hp_base.command_line import say
+from hp_base.command_line import new_folder, say
 from hp_base.errors import ConfigError, DifferenceError, HpError
 from hp_base.numbers import real, whole
 from hp_base.session import last_lines, status_of
@@ -184,7 +184,9 @@ def verify(
     """
     if rules is not None:
         read_rules(rules)  # before anything runs
-    with _folder(keep) as folder:
+    temporary = TemporaryDirectory(prefix="hp-verify-job-", ignore_cleanup_errors=True)
+    with temporary if keep is None else nullcontext(new_folder(str(keep)).resolve()) as made:
+        folder = Path(made)
         common = Request("", seed=seed, steps=steps, float64=float64, outputs=outputs)
         beside = replace(common, reference=str(folder / _REFERENCE))
         place = str(rules.resolve()) if rules is not None else ""
@@ -202,10 +204,10 @@ def verify(
         if again and first is not None and first.phase != UPDATE:
             from hp_verify.reproducing.locate import look_again  # noqa: PLC0415 - imports torch
 
-            made = folder / "reproduction"
+            shown = folder / "reproduction"
             if keep is None:
-                made = Path(mkdtemp(prefix="hp-verify-reproduction-"))
-            look_again(comparison, (actual, expected), runs.again, made, float64=float64)
+                shown = Path(mkdtemp(prefix="hp-verify-reproduction-"))
+            look_again(comparison, (actual, expected), runs.again, shown, float64=float64)
     return comparison
 
 
@@ -344,18 +346,3 @@ def _exactly(comparison: Comparison) -> list[str]:
     elif comparison.again:
         lines.append(f"no reproduction: {comparison.again}")
     return lines
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        try:
-            keep.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(
-                f"--keep ({keep}) must be a folder that can be made: {error.strerror}"
-            ) from None
-        yield keep.resolve()
-        return
-    with TemporaryDirectory(prefix="hp-verify-job-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)

@@ -103,8 +103,7 @@ class Reproduction:
     @property
     def verdict(self) -> str:
         """Return which side is wrong, as the program says in its last line."""
-        lines = self.output.strip().splitlines()
-        return lines[-1] if lines else ""
+        return self.output.strip().rpartition("\n")[2]
 
 
 @dataclass(slots=True)

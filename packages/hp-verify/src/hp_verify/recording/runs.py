@@ -35,7 +35,7 @@ class Runs:
         sizes = [math.prod(shape) for shape in self._shapes]
         self._starts = [0, *itertools.accumulate(sizes)]
         self._weights = [weights[name].detach().reshape(-1).cpu() for name in self._names]
-        self._made: dict[torch.dtype, tuple[NDArray[np.int64], _Index]] = {}
+        self._made: dict[torch.dtype, _Values] = {}
 
     def find(self, values: Tensor) -> list[Slice]:
         """Say what parts of a flat tensor are; what is not found is left out.
@@ -48,10 +48,9 @@ class Runs:
         """
         if not self._names:
             return []
-        here = _bits(values.detach().cpu())
-        there, index = self._in(values.dtype)
-        found = list(self._longest(here, there, index))
-        found = sorted([*found, *self._between(found, here, there)])
+        here, there = _bits(values.detach().cpu()), self._in(values.dtype)
+        found = list(self._longest(here, there))
+        found = sorted([*found, *self._between(found, here, there.bits)])
         slices: list[Slice] = []
         for begin, end, first in found:
             for part, start, size in self._parameters(first, end - begin):
@@ -59,16 +58,14 @@ class Runs:
                 slices += parts_of_run(self._names[part], self._shapes[part], start, size, at)
         return slices
 
-    def _in(self, dtype: torch.dtype) -> "tuple[NDArray[np.int64], _Index]":
-        """Return all values rounded to a dtype, and their index."""
+    def _in(self, dtype: torch.dtype) -> "_Values":
+        """Return all values rounded to a dtype."""
         if dtype not in self._made:
-            bits = _bits(torch.cat([weight.to(dtype) for weight in self._weights]))
-            self._made[dtype] = bits, _Index(bits)
+            weights = [weight.to(dtype) for weight in self._weights]
+            self._made[dtype] = _Values(_bits(torch.cat(weights)))
         return self._made[dtype]
 
-    def _longest(
-        self, here: NDArray[np.int64], there: NDArray[np.int64], index: "_Index"
-    ) -> Iterator[_Found]:
+    def _longest(self, here: NDArray[np.int64], there: "_Values") -> Iterator[_Found]:
         """Yield runs within parameters that are found, from the first value on."""
         begin, stops = 0, np.array(self._starts[1:])
         hashes = _hashes(here)
@@ -78,9 +75,9 @@ class Runs:
                 begin += 1
                 continue
             size, first = 0, -1
-            for place in index.places(hashes[begin]):
+            for place in there.places(hashes[begin]):
                 stop = int(stops[np.searchsorted(stops, place, side="right")])
-                length = _common(here[begin:], there[place:stop])
+                length = _common(here[begin:], there.bits[place:stop])
                 if length > size:
                     size, first = length, place
             if size >= _WINDOW:
@@ -127,11 +124,11 @@ class Runs:
             first, size = first + taken, size - taken
 
 
-class _Index:
-    """Index of windows of values."""
+class _Values:
+    """Values of one dtype by their bits, with an index of windows of them."""
 
     def __init__(self, bits: NDArray[np.int64]) -> None:
-        hashes = _hashes(bits)
+        self.bits, hashes = bits, _hashes(bits)
         self._order = np.argsort(hashes, kind="stable")
         self._sorted = hashes[self._order]
 

@@ -70,7 +70,9 @@ def module_program(call: ModuleCall) -> str:
         '      if error(compute("job", "reference"), expected) <= BOUND',
         f'      else "the job\'s {call.name} has other {_INPUTS}")',
     ]
-    return "\n".join(_fitting(lines)) + "\n"
+    if len(lines) > MOST_LINES:
+        lines = [line for index, line in enumerate(lines) if line or index == 1]
+    return "\n".join(lines) + "\n"
 
 
 _INPUTS, _WEIGHTS = "inputs", "weights"
@@ -117,13 +119,6 @@ def _compute(call: ModuleCall) -> list[str]:
     if call.outputs:
         lines += [f"        torch.autograd.backward([{', '.join(call.outputs)}], call['grads'])"]
     return [*lines, f"    return {call.result}.detach()"]
-
-
-def _fitting(lines: Sequence[str]) -> list[str]:
-    """Leave out empty lines where a program has too many lines."""
-    if len(lines) <= MOST_LINES:
-        return list(lines)
-    return [line for index, line in enumerate(lines) if line or index == 1]
 
 
 def classes_of(source: str) -> str:
