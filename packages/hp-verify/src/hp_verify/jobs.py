@@ -184,8 +184,11 @@ def verify(
     """
     if rules is not None:
         read_rules(rules)  # before anything runs
-    temporary = TemporaryDirectory(prefix="hp-verify-job-", ignore_cleanup_errors=True)
-    with temporary if keep is None else nullcontext(new_folder(str(keep)).resolve()) as made:
+    with (
+        TemporaryDirectory(prefix="hp-verify-job-", ignore_cleanup_errors=True)
+        if keep is None
+        else nullcontext(new_folder(str(keep)).resolve())
+    ) as made:
         folder = Path(made)
         common = Request("", seed=seed, steps=steps, float64=float64, outputs=outputs)
         beside = replace(common, reference=str(folder / _REFERENCE))
