@@ -34,7 +34,7 @@ def strips_apply(q: Tensor, k: Tensor) -> bool:
 
 
 def attend_in_strips(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """[B, H, S, D], [B, H, S, D] and [B, H, S, E] to [B, H, S, E]; differentiable once."""
+    """Attend: [B, H, S, D], [B, H, S, D], [B, H, S, E] to [B, H, S, E]; differentiable once."""
     out: Tensor = _Strips.apply(q, k, v, scale)
     return out
 

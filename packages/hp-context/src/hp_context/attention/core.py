@@ -239,7 +239,7 @@ def _special(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, terms: Terms, *, first_head: int = 0
 ) -> Tensor:
-    """[B, H, S, D], [B, G, S, D], [B, G, S, E] -> [B, H, S, E], by blocks where they pay."""
+    """Attend by blocks where they pay: [B, H, S, D], [B, G, S, D], [B, G, S, E] to [B, H, S, E]."""
     seq_len = q.size(2)
     mask.check(seq_len)
     if q.device.type in varlen.DEVICES:

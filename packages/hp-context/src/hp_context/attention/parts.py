@@ -50,7 +50,7 @@ class PartsMask(SpreadMask):
 
     @property
     def fingerprint(self) -> int:
-        """Tells masks apart by which keys are sent where; the same on all ranks, or they hang."""
+        """Return a number of which keys are sent where; the same on all ranks, or they hang."""
         return Needs(self.spread.runs, self.mask).fingerprint
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
@@ -192,7 +192,7 @@ class Work:
 
     @cached_property
     def runs(self) -> list[QueryRun]:
-        """The blocks of queries and keys to compute."""
+        """Return the blocks of queries and keys to compute."""
         return plan(self.mask, self.queries, self.keys)
 
     def calls(self, masks: tuple[Mask, ...]) -> tuple[Call, ...]:
@@ -300,18 +300,18 @@ def new_results(q: Tensor, value_size: int) -> tuple[Tensor, Tensor]:
 
 
 def packed(k: Tensor, v: Tensor) -> Tensor:
-    """[B, G, K, D] and [B, G, K, E] -> [K, B, G, D + E]."""
+    """Pack keys and values: [B, G, K, D] and [B, G, K, E] to [K, B, G, D + E]."""
     return torch.cat([k.movedim(2, 0), v.movedim(2, 0)], -1)
 
 
 def unpacked(x: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """[K, B, G, D + E] -> views [B, G, K, D] and [B, G, K, E]."""
+    """Return keys and values of [K, B, G, D + E]: views [B, G, K, D] and [B, G, K, E]."""
     k, v = x.movedim(0, 2).tensor_split([head_size], -1)
     return k, v
 
 
 def _rows_of_heads(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """`unpacked` for kernels: on the CPU copies in which the rows of a head follow each other.
+    """Unpack for kernels: on the CPU into copies in which the rows of a head follow each other.
 
     Measured: without them its kernel takes up to 1.1 times as long, where there are enough queries
     [B, H, s, D] for each key to win back the copy. Kernels of CUDA do not care.

@@ -138,13 +138,13 @@ def _rows(runs: Iterable[range]) -> Tensor:
 
 
 def rows_of_queries(x: Tensor) -> Tensor:
-    """[B, H, s, D] -> [B * s, H, D], a view where sequences lie one after the other in memory."""
+    """Return [B * s, H, D] of [B, H, s, D], a view where sequences follow each other in memory."""
     rows: Tensor = x.transpose(1, 2).flatten(0, 1)
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def heads_first(rows: Tensor, batch: int) -> Tensor:
-    """[B * s, H, D] -> a view [B, H, s, D]."""
+    """Return a view [B, H, s, D] of [B * s, H, D]."""
     heads: Tensor = rows.unflatten(0, (batch, -1)).transpose(1, 2)
     return heads
 
@@ -246,7 +246,7 @@ class Backward:
 
     @property
     def dq(self) -> Tensor:
-        """[T, H, D], in the dtype of q or wider."""
+        """Return the gradient of q [T, H, D], in the dtype of q or wider."""
         return torch.zeros_like(self.q) if self._dq is None else self._dq
 
     def add_keys(

@@ -51,12 +51,12 @@ class Spread:
 
     @property
     def mine(self) -> Rows:
-        """The positions of this rank."""
+        """Return the positions of this rank."""
         return self.runs[self.group.rank()]
 
     @property
     def whole(self) -> range:
-        """All positions."""
+        """Return all positions."""
         return range(sum(map(length, self.runs)))
 
 
@@ -107,7 +107,7 @@ class Needs:
 
     @property
     def fingerprint(self) -> int:
-        """A number that differs, almost surely, where other keys are needed: 32 bits."""
+        """Return 32 bits that differ, almost surely, where other keys are needed."""
         return crc32(repr(self._seen).encode())
 
     @property
@@ -209,7 +209,7 @@ class HeadSplit:
 
     @property
     def kv_index(self) -> tuple[int, ...] | None:
-        """The key/value heads to send, rank by rank; None for all in order."""
+        """Return the key/value heads to send, rank by rank; None for all in order."""
         index = tuple(chain.from_iterable(self.kv))
         return None if index == tuple(range(index[-1] + 1)) else index
 

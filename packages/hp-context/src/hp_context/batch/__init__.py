@@ -53,7 +53,7 @@ class Contiguous(SequenceLayout):
     chunks_per_rank: ClassVar[int] = 1
 
     def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """One chunk; see `SequenceLayout.chunks`."""
+        """Return one chunk; see `SequenceLayout.chunks`."""
         del num_ranks
         return (rank,)
 
@@ -69,7 +69,7 @@ class HeadTail(SequenceLayout):
     chunks_per_rank: ClassVar[int] = 2
 
     def chunks(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """One chunk from each end; see `SequenceLayout.chunks`."""
+        """Return one chunk from each end; see `SequenceLayout.chunks`."""
         return (rank, 2 * num_ranks - 1 - rank)
 
 
@@ -119,11 +119,11 @@ class Deal(SequenceLayout, Mask):
         return hash(self.parts)
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-        """All true; see `Mask.allowed`."""
+        """Return all true; see `Mask.allowed`."""
         return torch.ones_like(query - key, dtype=torch.bool)
 
     def visible(self, query: int) -> range:
-        """All keys; see `Mask.visible`."""
+        """Return all keys; see `Mask.visible`."""
         return Full().visible(query)
 
     def check(self, seq_len: int) -> None:
@@ -135,7 +135,7 @@ class Deal(SequenceLayout, Mask):
 
     @cached_property
     def seq_len(self) -> int:
-        """Length of the sequence, S."""
+        """Return the length of the sequence, S."""
         return sum(map(len, chain.from_iterable(self.parts)))
 
     @cached_property

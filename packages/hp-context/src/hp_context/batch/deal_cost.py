@@ -31,12 +31,12 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of positions."""
+        """Return the number of positions."""
         return self.stop - self.start
 
     @property
     def run(self) -> range:
-        """Its positions in the sequence."""
+        """Return the positions in the sequence."""
         return range(self.document + self.start, self.document + self.stop)
 
 
@@ -56,7 +56,7 @@ class DealCost:
 
     @property
     def imbalance(self) -> float:
-        """Largest work of a rank, of the mean: 1 if all have the same."""
+        """Return the largest work of a rank, divided by the mean: 1 if all have the same."""
         return max(self.pairs) * len(self.pairs) / sum(self.pairs)
 
     def price(self, pairs_per_key: float) -> float:
@@ -82,7 +82,7 @@ class Work:
         self.is_plain = self.kinds == ((None, 1.0),)
 
     def before(self, position: int) -> float:
-        """Pairs of all queries of a document before a position."""
+        """Count the pairs of all queries of a document before a position."""
         if self.is_plain:
             return position * (position + 1) / 2
         total = 0.0
@@ -93,23 +93,23 @@ class Work:
         return total
 
     def of(self, piece: Piece) -> float:
-        """Pairs of a piece."""
+        """Count the pairs of a piece."""
         _, start, stop = piece
         if self.is_plain:
             return (stop - start) * (stop + start + 1) / 2
         return self.before(stop) - self.before(start)
 
     def at(self, position: int) -> float:
-        """Keys that the query at a place in a document sees."""
+        """Count the keys that the query at a place in a document sees."""
         return sum(n * (position if w is None else min(position, w)) for w, n in self.kinds) + 1
 
     def fetched(self, pieces: Iterable[Piece]) -> float:
-        """Keys that queries of some pieces of one rank see, but that are in none of them."""
+        """Count the keys that queries of some pieces of one rank see, but that are in no piece."""
         mine = cut_documents(pieces)
         return self.absent(mine, mine)
 
     def absent(self, mine: "PiecesByDocument", held: "PiecesByDocument") -> float:
-        """Keys that queries of one rank see, but that are not held.
+        """Count the keys that queries of one rank see, but that are not held.
 
         Args:
             mine: Pieces of the rank, of documents whose keys it lacks in part.

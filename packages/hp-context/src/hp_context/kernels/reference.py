@@ -221,6 +221,6 @@ def _kept(weights: Tensor, q: Tensor, tile: _Tile, scoring: Scoring) -> Tensor |
 
 
 def _fold(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, Q, D] -> [B, G, R, D]."""
+    """Return [B, G, R, D] of [B, H, Q, D]."""
     rows: Tensor = x.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
     return rows

@@ -135,7 +135,7 @@ class Full(Mask):
     """Every query sees every key."""
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-        """All true; see `Mask.allowed`."""
+        """Return all true; see `Mask.allowed`."""
         return torch.ones_like(query - key, dtype=torch.bool)
 
     def visible(self, query: int) -> range:
@@ -158,7 +158,7 @@ class Causal(Mask):
 
     @property
     def causal(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
 
@@ -393,7 +393,7 @@ class EachSequence(Mask):
 
     @property
     def of_batch(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def block(self, query: range, key: range) -> BlockKind:

@@ -46,7 +46,7 @@ class QueryRun:
 
     @property
     def calls(self) -> list[tuple[slice, KeyBlock]]:
-        """The blocks as kernels take them, each with where its keys are in their tensor.
+        """Return the blocks as kernels take them, each with the place of its keys in their tensor.
 
         FULL blocks side by side are one: where they are in the sequence makes no difference to
         them. (Of the key block that stands for them only its kind has a meaning.)
@@ -64,7 +64,7 @@ class QueryRun:
 
     @property
     def cost(self) -> int:
-        """Number of scores to compute; a causal square counts up to its diagonal."""
+        """Return the number of scores to compute; a causal square counts up to its diagonal."""
         return sum(_cost(len(self.query), block) for block in self.blocks)
 
 

@@ -155,7 +155,7 @@ class Call:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Most queries and most keys of a segment."""
+        """Return the most queries and the most keys of a segment."""
         return _longest(self.starts), _longest(self.key_starts)
 
     @property

@@ -38,12 +38,12 @@ class Axes:
 
     @property
     def degree(self) -> int:
-        """Ranks that share heads."""
+        """Return the number of ranks that share heads."""
         return 1 if self.inner is None else self.inner.size()
 
     @property
     def mode(self) -> str:
-        """The name of the mode, for messages."""
+        """Return the name of the mode, for messages."""
         if self.outer is None:
             return "the Ulysses mode"
         if self.ring:

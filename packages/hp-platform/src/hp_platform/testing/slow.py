@@ -167,7 +167,7 @@ class _SlowGroup(ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """Name by which functional collectives find this group."""
+        """Return the name by which functional collectives find this group."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
