@@ -12,11 +12,10 @@ from torch.nn.attention import flex_attention
 import hp_context.kernels as k_module
 from hp_context import BlockKind, Causal, Full, Mask, PositionMask, SlidingWindow
 from hp_context.attention.softmax import Forward, Merge, Scores, for_backward
-from hp_context.kernels import Kernel, block_backward, block_forward
-from hp_context.kernels import cuda as cuda_kernels
+from hp_context.kernels import Kernel, block_backward, block_forward, cuda_efficient, cuda_flash
 from hp_context.kernels import flex as flex_kernel
 from hp_context.kernels import reference as reference_kernel
-from hp_context.kernels.reference import Dropout
+from hp_context.kernels.reference import Dropout, Scoring
 from hp_context.masks import block_tensor
 from hp_context.masks.blocks import plan
 from hp_platform.testing import watch_operators
@@ -244,11 +243,10 @@ def test_efficient_attention_gets_what_its_backward_takes_for_granted() -> None:
             seen.append([x for x in args if isinstance(x, Tensor)])
 
     with watch_operators(see):
-        out, lse = cuda_kernels.efficient_forward(q, k, v, mask=mask, causal=False, scale=SCALE)
+        terms: Any = {"mask": mask, "causal": False, "scoring": Scoring(SCALE)}
+        out, lse = cuda_efficient.forward(q, k, v, **terms)
         assert (out.shape, lse.shape) == ((2, 4, 40, 8), (2, 4, 40))
-        dq, dk, dv = cuda_kernels.efficient_backward(
-            q, k, v, grad_out=grad, out=out, lse=lse, mask=mask, causal=False, scale=SCALE
-        )
+        dq, dk, dv = cuda_efficient.backward(q, k, v, grad_out=grad, out=out, lse=lse, **terms)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     assert (dk.dtype, dv.dtype) == (torch.float32, torch.float32)
     assert len(seen) == 2  # query heads that share a key head
@@ -263,11 +261,10 @@ def test_efficient_attention_gets_what_its_backward_takes_for_granted() -> None:
 
 def test_flash_attention_of_cuda_takes_the_arguments_it_is_given() -> None:
     q, k, v, grad = (x.to("meta", torch.bfloat16) for x in tensors())
-    out, lse = cuda_kernels.flash_forward(q, k, v, causal=True, scale=SCALE)
+    terms: Any = {"mask": None, "causal": True, "scoring": Scoring(SCALE)}
+    out, lse = cuda_flash.forward(q, k, v, **terms)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
-    grads = cuda_kernels.flash_backward(
-        q, k, v, grad_out=grad, out=out, lse=lse, causal=True, scale=SCALE
-    )
+    grads = cuda_flash.backward(q, k, v, grad_out=grad, out=out, lse=lse, **terms)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 

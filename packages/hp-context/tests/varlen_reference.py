@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hp_context.kernels import cuda, varlen
+from hp_context.kernels import varlen
 
 
 @dataclass
@@ -163,12 +164,12 @@ def on_cpu(nothing_seen: float = torch.inf) -> Iterator[Launches]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", lambda *a, **k: forward(launches, *a, **k), "CPU")
     library.impl("_flash_attention_backward", lambda *a, **k: backward(launches, *a, **k), "CPU")
-    usual: Any = varlen.DEVICES, cuda.flash_applies
-    as_module: Any = cuda
+    as_module: Any = varlen
+    usual = varlen.DEVICES, as_module.cuda_flash
     varlen.DEVICES = ("cpu",)
-    as_module.flash_applies = lambda *given: given[2] is None
+    as_module.cuda_flash = SimpleNamespace(applies=lambda *_, mask, **__: mask is None)
     try:
         yield launches
     finally:
-        varlen.DEVICES, as_module.flash_applies = usual
+        varlen.DEVICES, as_module.cuda_flash = usual
         library._destroy()

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from hp_context.kernels import cpu, cuda, flex, reference
+from hp_context.kernels import cpu, cuda_efficient, cuda_flash, flex, reference
 from hp_context.kernels.reference import BlockDropout, Scoring
 from hp_context.masks import BlockKind
 
@@ -67,8 +67,10 @@ class BlockKernel(Protocol):
 MODULES: Final[dict[Kernel, BlockKernel]] = {
     Kernel.CUDA_FLEX: flex,
     Kernel.CPU_FLASH: cpu,
+    Kernel.CUDA_FLASH: cuda_flash,
+    Kernel.CUDA_EFFICIENT: cuda_efficient,
 }
-"""The kernels that are a module each. A block without dropout goes to the first that applies."""
+"""The kernels beside plain torch. A block without dropout goes to the first that applies."""
 
 
 def block_forward(
@@ -100,15 +102,10 @@ def block_forward(
     """
     causal = kind is BlockKind.CAUSAL
     kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
-    if kernel is Kernel.CUDA_FLASH:
-        out, lse = cuda.flash_forward(*in_rows(q, k, v), causal=causal, scale=scale)
-    elif kernel is Kernel.CUDA_EFFICIENT:
-        out, lse = cuda.efficient_forward(*in_rows(q, k, v), mask=mask, causal=causal, scale=scale)
-    else:
-        scoring = Scoring(scale, softcap, dropout)
-        out, lse = MODULES.get(kernel, reference).forward(
-            *in_rows(q, k, v), mask=mask, causal=causal, scoring=scoring
-        )
+    scoring = Scoring(scale, softcap, dropout)
+    out, lse = MODULES.get(kernel, reference).forward(
+        *in_rows(q, k, v), mask=mask, causal=causal, scoring=scoring
+    )
     if mask is not None:
         unseen = ~mask.any(-1)  # most kernels call their log-sum-exp 0
         out.masked_fill_(unseen[:, None], 0.0)
@@ -151,14 +148,6 @@ def block_backward(
     causal = kind is BlockKind.CAUSAL
     kernel = choose_kernel(q, v, mask=mask, softcap=softcap, dropout=dropout)
     grad_out, q, k, v, out = in_rows(grad_out, q, k, v, out)
-    if kernel is Kernel.CUDA_FLASH:
-        return cuda.flash_backward(
-            q, k, v, grad_out=grad_out, out=out, lse=lse, causal=causal, scale=scale
-        )
-    if kernel is Kernel.CUDA_EFFICIENT:
-        return cuda.efficient_backward(
-            q, k, v, grad_out=grad_out, out=out, lse=lse, mask=mask, causal=causal, scale=scale
-        )
     return MODULES.get(kernel, reference).backward(
         q,
         k,
@@ -186,12 +175,6 @@ def choose_kernel(
     for kernel, module in MODULES.items():
         if module.applies(q, v, mask=mask, softcap=softcap):
             return kernel
-    if softcap is not None:
-        return Kernel.REFERENCE
-    if q.device.type == "cuda" and cuda.flash_applies(q, v, mask):
-        return Kernel.CUDA_FLASH
-    if q.device.type == "cuda" and cuda.efficient_applies(q, v):
-        return Kernel.CUDA_EFFICIENT
     return Kernel.REFERENCE
 
 

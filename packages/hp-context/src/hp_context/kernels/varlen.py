@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hp_context.kernels import cuda
+from hp_context.kernels import cuda_flash
 
 DEVICES: tuple[str, ...] = ("cuda",)
 """Types of devices that have the operators."""
@@ -59,7 +59,7 @@ def applies(q: Tensor, v: Tensor) -> bool:
     Rows of keys and values lie side by side between ranks: both sizes are to be aligned.
     """
     fits = q.device.type in DEVICES and v.size(-1) <= q.size(-1) and v.size(-1) % 8 == 0
-    return fits and cuda.flash_applies(q, q, None)
+    return fits and cuda_flash.applies(q, q, mask=None, softcap=None)
 
 
 def padded(x: Tensor, size: int) -> Tensor:

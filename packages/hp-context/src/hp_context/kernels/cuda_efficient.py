@@ -1,9 +1,8 @@
 # ruff: noqa: SLF001  # no public function of torch returns the log-sum-exp
-"""Attention of one block by torch's CUDA kernels, forward and backward.
+"""Attention of one block by torch's efficient attention of CUDA, forward and backward.
 
-Flash attention takes bfloat16 and float16 without a mask tensor and shares key/value heads by
-itself. Efficient attention takes the rest but needs as many key/value heads as query heads: it
-runs once per member of the groups that share them, on views, so that nothing is repeated.
+It takes what flash attention does not, but needs as many key/value heads as query heads: it runs
+once per member of the groups that share them, on views, so that nothing is repeated.
 
 Shape symbols: B batch, H query heads, G key/value heads, Q queries, K keys, D head size of queries
 and keys, E head size of values.
@@ -12,105 +11,41 @@ and keys, E head size of values.
 import torch
 from torch import Tensor
 
-_LSE_MULTIPLE = 32  # efficient attention pads the rows of its log-sum-exp to this
-_BIAS_MULTIPLE = 16  # and wants rows of a bias that begin at such multiples
-_FLASH_MAX_HEAD_SIZE = 256
-_FLASH_MAX_HEAD_SIZE_SMALL = 192
+from hp_context.kernels.cuda_flash import capability
+from hp_context.kernels.reference import Scoring
+
+_LSE_MULTIPLE = 32  # rows of the log-sum-exp are padded to this
+_BIAS_MULTIPLE = 16  # and rows of a bias begin at such multiples
 
 
-def flash_applies(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Tell whether flash attention takes such a block, in forward and in backward."""
-    head_size, capability = q.size(-1), _capability(q.device)
-    # Backward of large heads needs more shared memory than these have.
-    small = capability[0] == 12 or (capability[0] == 8 and capability[1] in (6, 7, 9))
-    return (
-        mask is None
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.backends.cuda.flash_sdp_enabled()
-        and capability >= (8, 0)
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and v.size(-1) == head_size
-        and head_size % 8 == 0
-        and head_size <= (_FLASH_MAX_HEAD_SIZE_SMALL if small else _FLASH_MAX_HEAD_SIZE)
-    )
-
-
-def efficient_applies(q: Tensor, v: Tensor) -> bool:
-    """Tell whether efficient attention takes such a block, in forward and in backward."""
+def applies(q: Tensor, v: Tensor, *, mask: Tensor | None, softcap: float | None) -> bool:
+    """Tell whether efficient attention takes such a block, in forward and in backward; any mask will do."""
+    del mask
     multiple = 4 if q.dtype == torch.float32 else 8
     sizes_fit = q.size(-1) % multiple == 0 and v.size(-1) % multiple == 0
     dtypes = [torch.float32, torch.float16]
-    if _capability(q.device) >= (8, 0):
+    if capability(q.device) >= (8, 0):
         dtypes.append(torch.bfloat16)
     built = torch.version.hip is None and torch.backends.cuda.mem_efficient_sdp_enabled()
-    return built and q.dtype in dtypes and sizes_fit
+    fits = built and q.dtype in dtypes and sizes_fit
+    return fits and softcap is None and q.device.type == "cuda"
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability; (0, 0) for what is not from NVIDIA."""
-    if torch.version.hip is not None or device.type != "cuda":
-        return (0, 0)
-    return torch.cuda.get_device_capability(device)
-
-
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, Q, E] and its log-sum-exp [B, H, Q]."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, causal, False, scale=scale
-    )
-    return out, lse
-
-
-def flash_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv."""
-    unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # the random state of dropout
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        None,
-        None,
-        q.size(2),
-        k.size(2),
-        0.0,
-        causal,
-        unused,
-        unused,
-        scale=scale,
-    )
-    return dq, dk, dv
-
-
-def efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, Q, E] and its log-sum-exp [B, H, Q]."""
+    """Return the output [B, H, Q, E] and its log-sum-exp [B, H, Q]; see `kernels.block_forward`."""
     outs, lses = [], []
     for member in _members(q, k.size(1)):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            member, k, v, _bias(mask, member, k), True, 0.0, causal, scale=scale
+            member, k, v, _bias(mask, member, k), True, 0.0, causal, scale=scoring.scale
         )
         outs.append(out)
         lses.append(lse[..., : q.size(2)])
     return torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2)
 
 
-def efficient_backward(
+def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -120,9 +55,9 @@ def efficient_backward(
     lse: Tensor,
     mask: Tensor | None,
     causal: bool,
-    scale: float,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; the last two summed in float32.
+    """Return dq, dk, dv, the last two summed in float32; see `kernels.block_backward`.
 
     torch's kernels take for granted, and do not check, what follows (read in
     aten/src/ATen/native/transformers/cuda). Backward of efficient attention reads the output as if
@@ -152,7 +87,7 @@ def efficient_backward(
             0.0,
             [True, True, True, False],
             causal,
-            scale=scale,
+            scale=scoring.scale,
         )
         dq.append(dq_m)
         dk += dk_m
