@@ -19,7 +19,7 @@ _BIAS_MULTIPLE = 16  # and rows of a bias begin at such multiples
 
 
 def applies(q: Tensor, v: Tensor, *, mask: Tensor | None, softcap: float | None) -> bool:
-    """Tell whether efficient attention takes such a block, in forward and in backward; any mask will do."""
+    """Tell whether efficient attention takes such a block, in both ways; any mask will do."""
     del mask
     multiple = 4 if q.dtype == torch.float32 else 8
     sizes_fit = q.size(-1) % multiple == 0 and v.size(-1) % multiple == 0
