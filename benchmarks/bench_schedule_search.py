@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hp_schedule import ModelCosts, search, simulate
-from hp_schedule.placement import PlacementStyle
+from hp_schedule.schedule import PlacementStyle
 from hp_schedule.searching.search import closed_forms
 
 VIRTUAL = (1, 2, 4)

@@ -20,7 +20,7 @@ from hp_schedule import (
     simulate,
     validate,
 )
-from hp_schedule.placement import PlacementStyle
+from hp_schedule.schedule import PlacementStyle
 from hp_schedule.searching.construct import Plan, construct
 from hp_schedule.searching.problem import Problem, first_orders, in_order, neighbour, with_order
 from hp_schedule.searching.rows import Walk

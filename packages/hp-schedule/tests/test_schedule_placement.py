@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hp_schedule import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
-from hp_schedule.placement import PlacementStyle
+from hp_schedule.schedule import PlacementStyle
 
 
 def test_loop_deals_stages_out_in_turn() -> None:

@@ -35,7 +35,7 @@ from hp_schedule.runtime import (
     build_edge_groups,
     transport,
 )
-from hp_schedule.runtime.recorder import Recorder
+from hp_schedule.runtime.batch import Recorder
 
 WIDTH, ROWS = 6, 3
 

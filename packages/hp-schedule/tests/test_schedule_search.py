@@ -22,7 +22,7 @@ from hp_schedule import (
     simulate,
     validate,
 )
-from hp_schedule.placement import PlacementStyle
+from hp_schedule.schedule import PlacementStyle
 from hp_schedule.searching.bounds import lower_bound
 from hp_schedule.searching.construct import construct, tighten
 from hp_schedule.searching.problem import Problem

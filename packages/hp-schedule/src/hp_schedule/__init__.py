@@ -32,9 +32,13 @@ if TYPE_CHECKING:
     from hp_schedule.passes.fsdp import add_fsdp_reduce_grad, add_fsdp_unshard_reshard
     from hp_schedule.passes.overlap import pair_overlap
     from hp_schedule.passes.retention import Retention, add_offload, add_recompute, drop_retention
-    from hp_schedule.placement import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
     from hp_schedule.render import chrome_trace, timeline_svg
-    from hp_schedule.schedule import Row, Schedule
+    from hp_schedule.schedule import (
+        Row,
+        Schedule,
+        generate_rank_to_stage_mapping,
+        generate_stage_to_rank_mapping,
+    )
     from hp_schedule.searching.search import SearchResult, search
     from hp_schedule.searching.shortening import shorten
     from hp_schedule.simulation.channels import ChannelModel
@@ -173,8 +177,8 @@ _HOMES = {
     "forward_only": "hp_schedule.generators.one_f_one_b",
     "from_csv": "hp_schedule.notation",
     "from_json": "hp_schedule.notation",
-    "generate_rank_to_stage_mapping": "hp_schedule.placement",
-    "generate_stage_to_rank_mapping": "hp_schedule.placement",
+    "generate_rank_to_stage_mapping": "hp_schedule.schedule",
+    "generate_stage_to_rank_mapping": "hp_schedule.schedule",
     "gpipe": "hp_schedule.generators.gpipe",
     "grouped_interleaved": "hp_schedule.generators.zero_bubble",
     "interleaved_1f1b": "hp_schedule.generators.one_f_one_b",

@@ -68,25 +68,14 @@ def _generate(options: argparse.Namespace) -> int:
         schedule = pair_overlap(schedule, order=options.overlap)
     if options.communication:
         schedule = add_send_recv(schedule)
-    if options.json:
-        text = to_json(schedule)
-    elif options.csv:
-        text = _csv(schedule)
-    else:
-        text = timetable(schedule) + "\n"
-    _write(options.output, text)
+    _write(options.output, _csv(schedule) if options.csv else _text(schedule, options))
     return 0
 
 
 def _show(options: argparse.Namespace) -> int:
     schedule = _load(options.file)
-    if options.json:
-        text = to_json(schedule)
-    elif options.cells:
-        text = step_grid(schedule) + "\n"
-    else:
-        text = timetable(schedule) + "\n"
-    sys.stdout.write(text)
+    as_cells = options.cells and not options.json
+    sys.stdout.write(step_grid(schedule) + "\n" if as_cells else _text(schedule, options))
     return 0
 
 
@@ -200,7 +189,7 @@ def _search(options: argparse.Namespace) -> int:
     if options.communication:
         schedule = add_send_recv(schedule, costs=result.costs)
     print(_found(result), file=sys.stderr)
-    _write(options.output, to_json(schedule) if options.json else timetable(schedule) + "\n")
+    _write(options.output, _text(schedule, options))
     return 0
 
 
@@ -257,6 +246,11 @@ def _convert(options: argparse.Namespace) -> int:
         written = {"format": target, "output": str(options.output)}
         print(json.dumps({**_summary(schedule), **written}))
     return 0
+
+
+def _text(schedule: Schedule, options: argparse.Namespace) -> str:
+    """Return a schedule as JSON if that is asked for, otherwise as a timetable."""
+    return to_json(schedule) if options.json else timetable(schedule) + "\n"
 
 
 def _csv(schedule: Schedule, *, waits: bool = False) -> str:

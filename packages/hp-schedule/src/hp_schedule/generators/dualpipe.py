@@ -57,14 +57,27 @@ class DualPipeV(Vee):
 
     def timed_row(self, rank: int) -> TimedRow:
         """Return the compute steps of a rank with their logical times."""
-        writer = _Writer(self.arms(rank), self.num_microbatches)
+        stages = self.arms(rank)
+        count = Counter[tuple[bool, int]]()  # by direction and stage of the rank
+        put_off = deque[tuple[int, int]]()
         row: TimedRow = []
         time = 2 * rank
         for steps in self._phases(rank):
             timed: TimedRow = []
             for kind, place in steps:
                 time += _SLOTS[kind]
-                timed.extend((time, code) for code in writer.codes((kind, place)))
+                if kind == BWD_WEIGHT and not put_off:
+                    continue
+                if kind == BWD_WEIGHT:
+                    arm, microbatch = put_off.popleft()
+                else:
+                    arm, microbatch = place, count[kind == FWD, place]
+                    count[kind == FWD, place] += 1
+                if kind == BWD_INPUT:
+                    put_off.append((arm, microbatch))
+                # Steps of microbatches that are not there are left out.
+                if microbatch < self.num_microbatches:
+                    timed.append((time, encode(kind, stages[arm], microbatch)))
             if len(timed) == 2 and self.overlap_f_b:
                 timed = [(time, encode_overlap(timed[0][1], timed[1][1]))]
             row.extend(timed)
@@ -89,35 +102,3 @@ class DualPipeV(Vee):
             yield ((BWD_INPUT if split else BWD, 1 - index % 2),)
         yield from [(_W,), (_I0,)] * behind
         yield from [(_W,)] * (rank + 1)
-
-
-class _Writer:
-    """Numbers the steps of a rank.
-
-    Args:
-        stages: The rank's two.
-        num_microbatches: Steps of later microbatches are left out.
-    """
-
-    def __init__(self, stages: tuple[int, int], num_microbatches: int) -> None:
-        self._stages = stages
-        self._num_microbatches = num_microbatches
-        self._count: Counter[_Step] = Counter()
-        self._put_off: deque[tuple[int, int]] = deque()
-
-    def codes(self, step: _Step) -> list[int]:
-        """Return the code of a step, or nothing if it is left out."""
-        kind, place = step
-        if kind == BWD_WEIGHT:
-            if not self._put_off:
-                return []
-            place, microbatch = self._put_off.popleft()
-        else:
-            direction = (kind == FWD, place)
-            microbatch = self._count[direction]
-            self._count[direction] += 1
-        if kind == BWD_INPUT:
-            self._put_off.append((place, microbatch))
-        if microbatch >= self._num_microbatches:
-            return []
-        return [encode(kind, self._stages[place], microbatch)]

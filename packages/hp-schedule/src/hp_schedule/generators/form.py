@@ -21,8 +21,7 @@ from typing import Final, ParamSpec
 
 from hp_schedule.costs import Costs
 from hp_schedule.passes.communication import add_send_recv, lay_out
-from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
-from hp_schedule.schedule import Row, Schedule
+from hp_schedule.schedule import PlacementStyle, Row, Schedule, generate_stage_to_rank_mapping
 from hp_schedule.simulation.recurrence import compute_clock
 from hp_schedule.steps import BWD, BWD_WEIGHT, FWD, MICROBATCH_MASK, encode
 

@@ -16,10 +16,10 @@ from hp_schedule.runtime.batch import (
     Key,
     LossFunction,
     PipelineContext,
+    Recorder,
 )
 from hp_schedule.runtime.fsdp import StageSharding
 from hp_schedule.runtime.p2p import Expectations, PointToPoint
-from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.retention import Recomputation, SavedTensors
 from hp_schedule.runtime.shared import SharedParameters
 from hp_schedule.runtime.specs import Specs, TensorSpec, check_expected

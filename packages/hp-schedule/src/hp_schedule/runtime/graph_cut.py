@@ -65,7 +65,7 @@ class GraphCuttingSplitter:
     ) -> tuple[Grads, WeightBackward]:
         """Run the first half; see `hp_schedule.runtime.BackwardSplitter`."""
         if not inputs:
-            return (), partial(_run_whole, outputs, grads)
+            return (), partial(full_backward, outputs, grads, inputs=())
         graph = _Graph(outputs, inputs)
         if module in self._recomputing or not graph.is_splittable:
             return full_backward(outputs, grads, inputs=inputs), nothing
@@ -298,7 +298,3 @@ def _collecting(piece: _Piece) -> Iterator[list[tuple[GradientEdge, Tensor]]]:
 
     with _hooked(node.register_hook(partial(collect, node)) for node in piece.nodes):
         yield found
-
-
-def _run_whole(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    full_backward(outputs, grads, inputs=())

@@ -15,13 +15,13 @@ from hp_schedule.runtime.batch import (
     LossFunction,
     PipelineContext,
     PipelineResult,
+    Recorder,
     split_args,
     split_kwargs,
 )
 from hp_schedule.runtime.driver import StageDriver
 from hp_schedule.runtime.fsdp import StageSharding, check_sharding
 from hp_schedule.runtime.p2p import Expectations
-from hp_schedule.runtime.recorder import Recorder
 from hp_schedule.runtime.shared import SharedParameters
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.schedule import Schedule

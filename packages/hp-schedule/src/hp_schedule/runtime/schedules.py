@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_platform import all_gather_json, resolve_group
 from hp_schedule.passes.communication import add_send_recv
 from hp_schedule.passes.fsdp import add_fsdp_reduce_grad, add_fsdp_unshard_reshard
-from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
 from hp_schedule.runtime.runtime import PipelineScheduleRuntime, RuntimeOptions
 from hp_schedule.runtime.shared import SharedParameterInfo, share_parameters
 from hp_schedule.runtime.stage import PipelineStage
 from hp_schedule.runtime.transport import EdgeGroups, TorchTransport, build_edge_groups
-from hp_schedule.schedule import Schedule
+from hp_schedule.schedule import PlacementStyle, Schedule, generate_stage_to_rank_mapping
 from hp_schedule.steps import FSDP_KINDS, KIND_MASK, RETENTION_KINDS, MetaStep
 
 _OF_ONE_RANK = FSDP_KINDS | RETENTION_KINDS

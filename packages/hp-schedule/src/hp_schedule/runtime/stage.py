@@ -19,8 +19,8 @@ from hp_schedule.runtime.specs import Specs, TensorSpec, as_specs, describe
 Grads = tuple[Tensor | None, ...]
 """One gradient per tensor; None where nothing reached it."""
 
-WeightBackward = Callable[[], None]
-"""Computes the weight gradients that were put off; called once."""
+WeightBackward = Callable[[], object]
+"""Computes the weight gradients that were put off; called once, its result is not looked at."""
 
 
 class BackwardSplitter(Protocol):
@@ -68,11 +68,7 @@ class DeferringSplitter:
         queue = WeightGradQueue()
         with queue.defer(0):
             found = full_backward(outputs, grads, inputs=inputs)
-
-        def finish() -> None:
-            queue.flush(0)
-
-        return found, finish
+        return found, partial(queue.flush, 0)
 
 
 def nothing() -> None:

@@ -13,8 +13,7 @@ from hp_schedule.generators import SCHEDULES
 from hp_schedule.generators.form import check_counts
 from hp_schedule.passes.fitting import check_ways, fit_memory
 from hp_schedule.passes.retention import Retention
-from hp_schedule.placement import PlacementStyle, generate_stage_to_rank_mapping
-from hp_schedule.schedule import Schedule
+from hp_schedule.schedule import PlacementStyle, Schedule, generate_stage_to_rank_mapping
 from hp_schedule.searching.exact import engine
 from hp_schedule.searching.problem import EPSILON, Units, first_orders
 from hp_schedule.searching.space import Recipe, Space

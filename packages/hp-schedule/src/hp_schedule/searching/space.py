@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.bounds import lower_bound
-from hp_schedule.searching.construct import Plan, construct, tighten
+from hp_schedule.searching.construct import Plan, construct, template, tighten
 from hp_schedule.searching.exact import rank_bound, solve_in_windows
 from hp_schedule.searching.problem import (
     EPSILON,
@@ -27,7 +27,6 @@ from hp_schedule.searching.problem import (
 )
 from hp_schedule.searching.rows import Walk
 from hp_schedule.searching.shortening import starts_of
-from hp_schedule.searching.template import template
 from hp_schedule.simulation.simulate import simulate
 
 _POOL_SIZE = 6

@@ -107,26 +107,25 @@ def _in_order(schedule: Schedule, rows: list[list[int]]) -> tuple[list[_Step], l
     """Walk all rows as far as they go, in turns; returns the steps, and the last ones of queues."""
     steps: list[_Step] = []
     last: list[int] = []
-    written: dict[int, int] = {}
     waiting: dict[int, int] = {}
     runnable = list(range(schedule.num_ranks))
+    written: dict[int, int] = {}
     walks = [
-        _walk(schedule, rank, row, steps=steps, written=written, last=last)
+        _walk(
+            schedule,
+            rank,
+            row,
+            steps=steps,
+            last=last,
+            written=written,
+            waiting=waiting,
+            runnable=runnable,
+        )
         for rank, row in enumerate(rows)
     ]
-    left = len(walks)
     while runnable:
-        rank = runnable.pop()
-        for value, is_written in walks[rank]:
-            if is_written:
-                if value in waiting:
-                    runnable.append(waiting.pop(value))
-            else:
-                waiting[value] = rank
-                break
-        else:
-            left -= 1
-    if left:
+        next(walks[runnable.pop()], None)
+    if waiting:
         raise DeadlockError(f"no rank can go on: {sorted(waiting.values())} wait for messages")
     return steps, last
 
@@ -137,18 +136,22 @@ def _walk(
     row: list[int],
     *,
     steps: list[_Step],
-    written: dict[int, int],
     last: list[int],
-) -> Iterator[tuple[int, bool]]:
-    """Add the steps of a row; yields values that it wrote, and those that it waits for (False).
+    written: dict[int, int],
+    waiting: dict[int, int],
+    runnable: list[int],
+) -> Iterator[None]:
+    """Add the steps of a row; yield where another rank has to compute a value first.
 
     Args:
         schedule: Its placement and its chains.
         rank: Rank whose row it is.
         row: Codes of its steps.
         steps: Gets the steps of all rows, in an order in which they can run.
-        written: Gets the step that computes each value.
         last: Gets the last steps of each queue.
+        written: Gets the step that computes each value.
+        waiting: Gets the rank that waits for a value.
+        runnable: Gets the ranks whose value was computed.
     """
     num, flow, place = schedule.num_stages, dataflow(schedule), schedule.stage_to_rank
     first_edge = len(_PRICED) * num
@@ -172,7 +175,8 @@ def _walk(
         source, latency, reads = -1, nothing, flow.value_read(code)
         if reads >= 0:
             if reads not in written:
-                yield reads, False
+                waiting[reads] = rank
+                yield
                 index = len(steps)
             source = written[reads]
             before = (schedule.upstream if kind == FWD else schedule.downstream)[stage]
@@ -183,7 +187,8 @@ def _walk(
         writes = flow.value_written(code)
         if writes >= 0:
             written[writes] = index
-            yield writes, True
+            if writes in waiting:
+                runnable.append(waiting.pop(writes))
     last += [index for index in (computed, collected) if index >= 0]
 
 
