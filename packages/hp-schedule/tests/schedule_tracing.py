@@ -10,9 +10,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from hp_schedule.errors import DeadlockError
 from hp_schedule.executor import Executor, run_together
-from hp_schedule.schedule import Schedule
+from hp_schedule.schedule import DeadlockError, Schedule
 from hp_schedule.steps import MetaStep, MetaStepType
 
 Symbol = Hashable

@@ -26,8 +26,8 @@ from hp_schedule import (
     validate,
     zbv,
 )
-from hp_schedule.simulation.machine import Machine
 from hp_schedule.simulation.recurrence import recurrence
+from hp_schedule.simulation.simulate import Machine
 
 _CHANNELS: tuple[ChannelModel, ...] = ("edge", "pair", "rank")
 

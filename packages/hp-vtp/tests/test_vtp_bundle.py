@@ -3,7 +3,7 @@ from itertools import permutations
 import pytest
 
 from hp_vtp import Algorithm, PipelineLayout, Sharded, StageLayout, plan_edge
-from hp_vtp.plan.bundle import ALIGNMENT, HEADER_SIZE, bundle, text_of, to_header
+from hp_vtp.messages import ALIGNMENT, HEADER_SIZE, bundle, text_of, to_header
 from hp_vtp.transport.channel import header_peers
 
 

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from vtp_model import Block, First, Last, layout_of, modules_of, tp_group
 
 from hp_base.errors import CheckpointError
+from hp_checkpoint import Checkpoint
+from hp_checkpoint.manifest import DTYPES
 from hp_platform import PeerError
 from hp_platform.testing import run_distributed
 from hp_vtp import PipelineLayout
 from hp_vtp.checkpoint import (
     load_checkpoint,
     load_optimizer,
-    open_saved,
     optimizer_dim,
     optimizer_tensors,
     remove_unfinished,
@@ -128,8 +129,8 @@ def _load_with_flips(path: str, flips: list[tuple[str, int]]) -> int:
     """Load everything with one bit flipped at a time; return how often that was refused."""
     layout = PipelineLayout.straight([1])
     tensors = {
-        name: torch.full(shape, 7, dtype=dtype)
-        for name, (dtype, shape) in open_saved(Path(path)).tensors.items()
+        name: torch.full(tensor.shape, 7, dtype=DTYPES[tensor.dtype])
+        for name, tensor in Checkpoint.open(Path(path)).manifest.tensors.items()
     }
     before = {name: x.clone() for name, x in tensors.items()}
     refused = 0

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hp_schedule.costs import Costs, ModelCosts, costs_from_json, costs_to_json
-    from hp_schedule.errors import DeadlockError, ScheduleError
     from hp_schedule.executor import Driver, Executor, run_together
     from hp_schedule.generators import SCHEDULES
     from hp_schedule.generators.dualpipe import dualpipe_v
@@ -32,10 +31,12 @@ if TYPE_CHECKING:
     from hp_schedule.passes.fsdp import add_fsdp_reduce_grad, add_fsdp_unshard_reshard
     from hp_schedule.passes.overlap import pair_overlap
     from hp_schedule.passes.retention import Retention, add_offload, add_recompute, drop_retention
-    from hp_schedule.render import chrome_trace, timeline_svg
+    from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
     from hp_schedule.schedule import (
+        DeadlockError,
         Row,
         Schedule,
+        ScheduleError,
         generate_rank_to_stage_mapping,
         generate_stage_to_rank_mapping,
     )
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from hp_schedule.simulation.simulate import Simulation, simulate
     from hp_schedule.steps import MetaStep, MetaStepType
     from hp_schedule.timeline import Span, Timeline, measured_costs
-    from hp_schedule.timetables import step_grid, timetable
     from hp_schedule.transport import Message, MessageKind, Transport
     from hp_schedule.validation.report import Finding, FindingKind, Lacking, ValidationReport
     from hp_schedule.validation.validate import validate, validate_pipeline_execution
@@ -135,7 +135,7 @@ _HOMES = {
     "ChannelModel": "hp_schedule.simulation.channels",
     "ClosedForm": "hp_schedule.generators.form",
     "Costs": "hp_schedule.costs",
-    "DeadlockError": "hp_schedule.errors",
+    "DeadlockError": "hp_schedule.schedule",
     "Driver": "hp_schedule.executor",
     "Executor": "hp_schedule.executor",
     "Finding": "hp_schedule.validation.report",
@@ -152,7 +152,7 @@ _HOMES = {
     "Retention": "hp_schedule.passes.retention",
     "Row": "hp_schedule.schedule",
     "Schedule": "hp_schedule.schedule",
-    "ScheduleError": "hp_schedule.errors",
+    "ScheduleError": "hp_schedule.schedule",
     "ScheduleKind": "hp_schedule.generators.form",
     "SearchResult": "hp_schedule.searching.search",
     "Simulation": "hp_schedule.simulation.simulate",
@@ -193,9 +193,9 @@ _HOMES = {
     "search": "hp_schedule.searching.search",
     "shorten": "hp_schedule.searching.shortening",
     "simulate": "hp_schedule.simulation.simulate",
-    "step_grid": "hp_schedule.timetables",
+    "step_grid": "hp_schedule.render",
     "timeline_svg": "hp_schedule.render",
-    "timetable": "hp_schedule.timetables",
+    "timetable": "hp_schedule.render",
     "to_csv": "hp_schedule.notation",
     "to_json": "hp_schedule.notation",
     "u_shape": "hp_schedule.generators.u_shape",

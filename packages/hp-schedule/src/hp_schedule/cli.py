@@ -16,18 +16,16 @@ from typing import Final, get_args
 
 from hp_schedule.arguments import GENERATORS, MODEL, OPTIONS, flag, parser
 from hp_schedule.costs import Costs, ModelCosts, costs_from_json, num_stages_of, numbers
-from hp_schedule.errors import ScheduleError
 from hp_schedule.notation import not_reduced, parse, to_csv, to_json
 from hp_schedule.passes.communication import add_send_recv
 from hp_schedule.passes.fsdp import add_fsdp_reduce_grad
 from hp_schedule.passes.overlap import pair_overlap
 from hp_schedule.passes.retention import Retention
-from hp_schedule.render import chrome_trace, timeline_svg
-from hp_schedule.schedule import Schedule
+from hp_schedule.render import chrome_trace, step_grid, timeline_svg, timetable
+from hp_schedule.schedule import Schedule, ScheduleError
 from hp_schedule.searching.search import SearchResult, search
 from hp_schedule.simulation.simulate import Simulation, simulate
 from hp_schedule.steps import FSDP_REDUCE_GRAD
-from hp_schedule.timetables import step_grid, timetable
 from hp_schedule.validation.report import ValidationReport
 from hp_schedule.validation.validate import validate
 

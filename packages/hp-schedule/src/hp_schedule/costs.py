@@ -1,6 +1,6 @@
 """Costs of the steps of a schedule, of a model before it is cut into stages, and costs as text.
 
-Note [Profile]. A profile of a model's stages, of every microbatch if they differ, is JSON::
+A profile of a model's stages, of every microbatch if they differ, is JSON::
 
     {"version": 1, "forward": [[1.0, 4.0], [1.1, 4.2]], "input_grad": [1.0, 1.1],
      "weight_grad": 0.9, "latency": [[0, 1, 0.05], [1, 0, 0.05]]}
@@ -73,9 +73,8 @@ class Costs:
             for number in numbers(getattr(self, name)):
                 if not number >= 0 or (number == math.inf and name not in _BANDWIDTHS):
                     raise ValueError(f"{name} ({number}) must be >= 0 and finite")
-        for name in _BANDWIDTHS:
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be > 0")
+                if number == 0 and name in _BANDWIDTHS:
+                    raise ValueError(f"{name} ({number}) must be > 0")
 
     def durations(self, num_stages: int, num_microbatches: int) -> tuple[list[float], ...]:
         """Return the duration of every compute step.

@@ -7,8 +7,7 @@ a send is; the order in which things happen is here.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from hp_schedule.errors import DeadlockError
-from hp_schedule.schedule import Row
+from hp_schedule.schedule import DeadlockError, Row
 from hp_schedule.steps import (
     FIRST_OVERLAP,
     KIND_MASK,

@@ -1,6 +1,6 @@
 """A whole pipeline schedule: the steps of every rank, where the stages live, and what steps read.
 
-Note [Values]. A value is the output of a stage for a microbatch, or the gradient of a stage's
+A value is the output of a stage for a microbatch, or the gradient of a stage's
 input for a microbatch. Values are numbered, so that checks and passes keep their state in flat
 arrays:
 
@@ -41,6 +41,15 @@ from hp_schedule.steps import (
     pack,
     unpack,
 )
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks a rule; the message names the cell and shows the timetable around it."""
+
+
+class DeadlockError(ScheduleError):
+    """The ranks of a schedule wait for each other, or for something that never happens."""
+
 
 PlacementStyle = Literal["loop", "v", "u"]
 

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,16 +117,17 @@ def load_checkpoint(
     Raises:
         CheckpointError: Naming every tensor that is missing or has another shape or type.
     """
-    saved = open_saved(Path(path))
+    saved = Checkpoint.open(Path(path).resolve())
+    extra, known = decode_extra(saved.manifest.extra), saved.manifest.tensors
     me = dist.get_rank()
     rank, ranks = layout.tp_rank_of(me), layout.tp_sizes[layout.stage_of(me)]
     problems = []
     parts: dict[str, Part] = {}
     for name, x in tensors.items():
-        if name not in saved.tensors:
+        if name not in known:
             problems.append(f"{name} must be in the checkpoint")
             continue
-        dtype, whole = saved.tensors[name]
+        dtype, whole = DTYPES[known[name].dtype], known[name].shape
         shape, offset, dim = list(whole), [0] * len(whole), sharded_dim(name)
         if dim is not None:
             ends = cut(shape[dim], ranks)
@@ -141,8 +141,9 @@ def load_checkpoint(
             parts[name] = Part(x.detach(), whole, tuple(offset))
     if problems:
         raise CheckpointError(f"{path}: " + "; ".join(problems))
+    saved.verify(parts.keys())  # before any of them is changed
     saved.fill(parts)
-    return saved.extra
+    return extra
 
 
 def optimizer_tensors(
@@ -201,18 +202,20 @@ def load_optimizer(
     Raises:
         CheckpointError: As `load_checkpoint`.
     """
-    saved = open_saved(Path(path))
+    saved = Checkpoint.open(Path(path).resolve())
     state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         prefix = f"optimizer/{name}/"
         optimizer.state[parameter] = {}
-        for full, (dtype, shape) in saved.tensors.items():
+        for full, tensor in saved.manifest.tensors.items():
             key = full.removeprefix(prefix)
             if full.startswith(prefix) and "/" not in key:
                 # A number stays on the CPU, as optimizers have it; what is like its parameter not.
-                device = parameter.device if shape else "cpu"
+                device = parameter.device if tensor.shape else "cpu"
                 state[full] = torch.empty(
-                    parameter.shape if shape else (), dtype=dtype, device=device
+                    parameter.shape if tensor.shape else (),
+                    dtype=DTYPES[tensor.dtype],
+                    device=device,
                 )
                 optimizer.state[parameter][key] = state[full]
     load_checkpoint(path, state, sharded_dim=sharded_dim, layout=layout)
@@ -223,39 +226,6 @@ def remove_unfinished(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     staging = re.compile(re.escape(path.name) + r"\.tmp-[0-9a-f]{32}")
     return bool(remove_leftovers(path.parent.resolve(), staging.fullmatch))
-
-
-class Saved(NamedTuple):
-    """A checkpoint that is open for reading.
-
-    Attributes:
-        tensors: Dtype and shape of each, by name.
-        extra: JSON that was saved beside them.
-        fill: Function that reads parts of tensors, by name, in place.
-    """
-
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    extra: dict[str, object]
-    fill: Callable[[Mapping[str, Part]], None]
-
-
-def open_saved(path: Path) -> Saved:
-    """Open a checkpoint and read its manifest.
-
-    Raises:
-        CheckpointError: If there is none, or it is damaged or of another format.
-    """
-    checkpoint = Checkpoint.open(path.resolve())
-    tensors = {
-        name: (DTYPES[tensor.dtype], tensor.shape)
-        for name, tensor in checkpoint.manifest.tensors.items()
-    }
-
-    def fill(parts: Mapping[str, Part]) -> None:
-        checkpoint.verify(parts.keys())  # before any of them is changed
-        checkpoint.fill(parts)
-
-    return Saved(tensors, decode_extra(checkpoint.manifest.extra), fill)
 
 
 def _part(

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 
-from hp_schedule.errors import DeadlockError
 from hp_schedule.generators.form import ClosedForm, TimedRow, Vee, check_counts, schedule_kind
-from hp_schedule.schedule import Dataflow, dataflow
+from hp_schedule.schedule import Dataflow, DeadlockError, dataflow
 from hp_schedule.steps import BWD_INPUT, BWD_WEIGHT, FWD, KIND_MASK, PLACE_MASK, encode
 
 _EPSILON = 1e-9

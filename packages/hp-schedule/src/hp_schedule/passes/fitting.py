@@ -173,9 +173,8 @@ class _Fitting:
             return None
         schedule = self._schedule.with_rows(rows)
         result = simulate(schedule, self._costs)
-        if max(result.peak_activations) > self._limit:
-            return None
-        return Fit(schedule, choice, result.makespan)
+        fits = max(result.peak_activations) <= self._limit
+        return Fit(schedule, choice, result.makespan) if fits else None
 
     def _thinned(self, choice: Choice) -> Choice:
         """Drop those choices without which the rest still fits."""

@@ -10,8 +10,7 @@ it always does.
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from hp_schedule.errors import DeadlockError
-from hp_schedule.schedule import Dataflow, Schedule, dataflow
+from hp_schedule.schedule import Dataflow, DeadlockError, Schedule, dataflow
 from hp_schedule.steps import (
     BWD,
     BWD_INPUT,

@@ -1,6 +1,6 @@
 """Batches cut into microbatches, the state and the recorded times of a run, and its results.
 
-Note [Recorded times]. Times are seconds since the epoch, by this machine's clock at the end of the
+Recorded times are seconds since the epoch, by this machine's clock at the end of the
 run and a monotonic one before it; spans of ranks on one machine fit to well below a millisecond, of
 ranks on several machines as well as their clocks are synchronised. On CUDA the times are those of
 the device: events mark the steps, so that recording never holds up the host; reading the timeline

@@ -146,9 +146,9 @@ class Space:
             split_backward=split_backward,
         )
         self._problem = problem(self._priced)
-        self._bounded = [self._problem]
-        if blocking:
-            self._bounded = bounded(self._problem, problem(self._in_units))
+        self._bounded = (
+            bounded(self._problem, problem(self._in_units)) if blocking else [self._problem]
+        )
         self._units = units
         self._orders = orders[:1] if keep_order else orders
         self._keep_order = keep_order

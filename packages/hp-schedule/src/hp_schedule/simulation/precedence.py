@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from hp_schedule.costs import Costs, per_step
-from hp_schedule.errors import DeadlockError
-from hp_schedule.schedule import Schedule, dataflow
+from hp_schedule.schedule import DeadlockError, Schedule, dataflow
 from hp_schedule.steps import (
     BWD,
     BWD_INPUT,

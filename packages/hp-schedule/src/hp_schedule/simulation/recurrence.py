@@ -1,8 +1,8 @@
 """The simulator without a clock, for compute steps on a machine without contention.
 
 There a step starts at the latest of the ends it depends on, so one visit per step is enough, in any
-order that visits no step before its inputs. `hp_schedule.simulation.machine` finds the same numbers
-and the timeline too; this finds them some ten times sooner, for searches.
+order that visits no step before its inputs. The machine of `hp_schedule.simulation.simulate`
+finds the same numbers and the timeline too; this finds them some ten times sooner, for searches.
 """
 
 import math
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hp_schedule.costs import ActivationMemory, Costs
-from hp_schedule.errors import DeadlockError
-from hp_schedule.schedule import Schedule, dataflow
+from hp_schedule.schedule import DeadlockError, Schedule, dataflow
 from hp_schedule.simulation.channels import transmission_by_value
 from hp_schedule.steps import (
     BWD,

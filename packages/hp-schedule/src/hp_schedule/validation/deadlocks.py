@@ -19,8 +19,8 @@ from typing import NamedTuple
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule, dataflow
 from hp_schedule.simulation.channels import ChannelModel
-from hp_schedule.simulation.machine import Machine
 from hp_schedule.simulation.recurrence import Walk
+from hp_schedule.simulation.simulate import Machine
 from hp_schedule.steps import (
     BWD_RECV,
     BWD_SEND,

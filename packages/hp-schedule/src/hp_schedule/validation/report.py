@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from hp_schedule.errors import DeadlockError, ScheduleError
-from hp_schedule.schedule import Schedule
-from hp_schedule.timetables import step_grid
+from hp_schedule.render import step_grid
+from hp_schedule.schedule import DeadlockError, Schedule, ScheduleError
 
 MAX_FINDINGS: Final = 20
 """A report stops here: one mistake can break every later step."""

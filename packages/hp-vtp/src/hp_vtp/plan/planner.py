@@ -213,9 +213,8 @@ def _intersect(outgoing: Sequence[int], parts: Sequence[tuple[int, int]]) -> Ite
 
 def _cut_for(placement: Placement, parts: int, lanes: int, extent: int) -> tuple[int, ...]:
     """Return the cuts of one end: equal parts for its links if replicated, else its shards."""
-    if isinstance(placement, Sharded):
-        return cut(extent, parts)
-    return cut_by_lane(extent, parts, lanes)
+    is_cut = isinstance(placement, Sharded)
+    return cut(extent, parts) if is_cut else cut_by_lane(extent, parts, lanes)
 
 
 def _lanes(name: str, lanes: int | None, ranks: int) -> int:

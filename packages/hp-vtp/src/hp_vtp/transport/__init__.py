@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_platform import break_group, explained
-from hp_vtp.messages import TensorMeta, Workspace, describe, own_metas, require_parts
+from hp_vtp.messages import TensorMeta, Workspace, bundle, describe, own_metas, require_parts
 from hp_vtp.plan import Algorithm, Links, TransferPlan
-from hp_vtp.plan.bundle import bundle
 from hp_vtp.plan.planner import plan_edge
 from hp_vtp.policy import EdgePolicy, Payload
 from hp_vtp.topology import Edge, PipelineLayout

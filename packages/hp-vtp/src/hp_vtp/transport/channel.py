@@ -18,9 +18,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_platform import Pending, irecv, isend, new_groups
-from hp_vtp.messages import Workspace, pack, receive_buffer, unpack
+from hp_vtp.messages import (
+    HEADER_SIZE,
+    Message,
+    MessageStep,
+    Workspace,
+    pack,
+    receive_buffer,
+    text_of,
+    to_header,
+    unpack,
+)
 from hp_vtp.plan import StepKind
-from hp_vtp.plan.bundle import HEADER_SIZE, Message, MessageStep, text_of, to_header
 from hp_vtp.topology import Edge, PipelineLayout
 from hp_vtp.transport.handles import TransferError
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_platform import Event, use_stream
-from hp_vtp.messages import Workspace
-from hp_vtp.plan.bundle import MessageStep
+from hp_vtp.messages import MessageStep, Workspace
 from hp_vtp.topology.stages import Edge
 from hp_vtp.transport.channel import Channel, EdgeGroups
 from hp_vtp.transport.handles import Failure, Handle, T, TransferError, parse_reason
