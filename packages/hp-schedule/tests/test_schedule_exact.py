@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from hp_schedule import Costs, ModelCosts, add_send_recv, search, simulate, validate
 from hp_schedule import generate_stage_to_rank_mapping as placed
 from hp_schedule.schedule import PlacementStyle
-from hp_schedule.searching.bounds import lower_bound
+from hp_schedule.searching.bounds import joined_bound, lower_bound
 from hp_schedule.searching.construct import construct
 from hp_schedule.searching.exact import rank_bound, solve, solve_in_windows
-from hp_schedule.searching.joined import joined_bound
 from hp_schedule.searching.problem import Problem
 from hp_schedule.searching.rows import Walk
 

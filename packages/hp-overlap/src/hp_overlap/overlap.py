@@ -1,15 +1,156 @@
 """Run one chunk's forward and another's backward at once, each hiding the other's transfers."""
 
+import contextvars
+import logging
+import threading
+import traceback
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from hp_overlap.coordinator import HookCoordinator, TraceEntry
-from hp_overlap.pair import run_pair
-from hp_overlap.turn import Hook, Side
-from hp_platform import WeightGradQueue, is_waited, outside_graph, sync_hook
+from hp_overlap.coordinator import (
+    HookCoordinator,
+    OverlapAbortedError,
+    OverlapTimeoutError,
+    TraceEntry,
+)
+from hp_overlap.turn import OTHER, Hook, Side
+from hp_platform import (
+    ThreadContext,
+    WeightGradQueue,
+    failing_together,
+    give_up,
+    is_waited,
+    outside_graph,
+    sync_hook,
+)
+
+_logger = logging.getLogger("hp_overlap")
+
+# A side that was silent for a whole time-out gets this long to end, not another time-out.
+_LAST_SECONDS = 1.0
+
+_Errors = dict[Side, BaseException]
+"""Errors that the sides raised so far, the root cause first."""
+
+
+def run_pair(
+    coordinator: HookCoordinator, fwd_fn: Callable[[], object], bwd_fn: Callable[[], object]
+) -> None:
+    """Run `fwd_fn` in this thread and `bwd_fn` in a helper; see `CommComputeOverlap.run`."""
+    errors: _Errors = {}
+    with failing_together():  # the helper's exchanges belong to it as well
+        helper = _Helper(coordinator, bwd_fn, errors)
+        coordinator.enable()
+        try:
+            helper.start()
+            _run_side(coordinator, "forward", fwd_fn, errors)
+            if not errors:
+                helper.await_progress()
+        except BaseException as error:  # noqa: BLE001 - no thread to be had, a time-out, a signal
+            errors.setdefault("forward", error)
+            coordinator.leave("forward", failed=True)
+        if helper.join():
+            coordinator.disable()
+        try:
+            _raise_root(errors)
+        finally:
+            errors.clear()  # this frame is in the error's traceback: a cycle that holds tensors
+
+
+class _Helper:
+    """The thread of the backward side."""
+
+    def __init__(
+        self, coordinator: HookCoordinator, bwd_fn: Callable[[], object], errors: _Errors
+    ) -> None:
+        self._coordinator, self._bwd_fn, self._errors = coordinator, bwd_fn, errors
+        self._context = ThreadContext.capture()
+        # Not `join`: interrupted by a signal, it marks a running thread as ended (bpo-45274).
+        self._ended = threading.Event()
+        variables = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=variables.run, args=(self._run,), name="hp-overlap-backward", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def await_progress(self) -> None:
+        """Wait for the end while the side, alone by now, keeps passing hooks."""
+        coordinator, passed = self._coordinator, -1
+        while not self._ended.is_set():
+            if len(coordinator.trace) == passed:
+                raise OverlapTimeoutError(
+                    f"forward side at its end: backward side still in "
+                    f"{coordinator.places['backward']} after timeout ({coordinator.timeout:g} s)"
+                )
+            passed = len(coordinator.trace)
+            self._ended.wait(coordinator.timeout)
+
+    def join(self) -> bool:
+        """Wait for the end; False if the side is stuck and its thread has to be left behind."""
+        if self._thread.ident is None:
+            return True
+        silent = any(isinstance(error, OverlapTimeoutError) for error in self._errors.values())
+        if self._ended.wait(_LAST_SECONDS if silent else self._coordinator.timeout):
+            self._thread.join()
+            return True
+        note = (
+            "backward side did not stop in time, its thread is left in "
+            f"{self._coordinator.places['backward']}"
+        )
+        _logger.error("%s", note)
+        for error in self._errors.values():
+            error.add_note(note)
+        return False
+
+    def _run(self) -> None:
+        try:
+            _run_side(self._coordinator, "backward", self._run_in_context, self._errors)
+        finally:
+            self._ended.set()
+
+    def _run_in_context(self) -> None:
+        # Backward then runs here on every device, not in the thread that autograd keeps for it:
+        # the hooks know their side by its thread, and the forward side may call autograd too.
+        with self._context.apply(), torch.autograd.set_multithreading_enabled(False):
+            self._bwd_fn()
+
+
+def _run_side(
+    coordinator: HookCoordinator, side: Side, fn: Callable[[], object], errors: _Errors
+) -> None:
+    try:
+        coordinator.await_turn(side)
+        fn()
+    except BaseException as error:  # noqa: BLE001 - run_pair raises it
+        # The other side may wait for a rank that waits for this side: it must wake now.
+        stopped = isinstance(error, OverlapAbortedError)
+        errors.setdefault(side, error if stopped else give_up(error))
+        coordinator.leave(side, failed=True)
+        if isinstance(error, OverlapTimeoutError):
+            # The other side may never come back to let `run_pair` raise: say it now.
+            _logger.error("%s", error)  # noqa: TRY400 - its traceback comes from `run`
+    else:
+        coordinator.leave(side, failed=False)
+
+
+def _raise_root(errors: _Errors) -> None:
+    """Raise the first of `errors` with the other one as a note; return if there is none."""
+    for side, root in errors.items():
+        other = errors.get(OTHER[side])
+        if other is not None:
+            said = "".join(traceback.format_exception_only(other)).strip()
+            root.add_note(f"{OTHER[side]} side of the overlapped pair ended with: {said}")
+        try:
+            raise root
+        finally:
+            del root, other  # for the same reason
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,6 +226,9 @@ class CommComputeOverlap:
             waits for counts; see Note [Turns]. All are in `grad` when `run` returns. Only where
             nothing reads them before, as FSDP2 does at the end of each module's backward.
 
+    Attributes:
+        coordinator: Coordinator at which the two sides meet.
+
     Example:
         >>> overlap = CommComputeOverlap()
         >>> dispatch = overlap.wrap_dispatch(lambda x: x)
@@ -99,21 +243,16 @@ class CommComputeOverlap:
         strict: bool = False,
         puts_off_weight_gradients: bool = False,
     ) -> None:
-        self._coordinator = coordinator if coordinator is not None else HookCoordinator()
+        self.coordinator = coordinator if coordinator is not None else HookCoordinator()
         self._strict = strict
         self._weights = PutOffWeights() if puts_off_weight_gradients else None
         if self._weights is not None:
-            self._coordinator.put_off = self._weights.compute
-
-    @property
-    def coordinator(self) -> HookCoordinator:
-        """Return the coordinator at which the two sides meet."""
-        return self._coordinator
+            self.coordinator.put_off = self._weights.compute
 
     @property
     def trace(self) -> list[TraceEntry]:
         """Return the hooks of the current or last pair, in the order they were passed."""
-        return self._coordinator.trace
+        return self.coordinator.trace
 
     def wrap_dispatch(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Put hooks A and B around `fn`.
@@ -166,18 +305,18 @@ class CommComputeOverlap:
         """
         if self._weights is not None:
             bwd_fn = partial(self._weights.run, bwd_fn)
-        run_pair(self._coordinator, fwd_fn, bwd_fn)
+        run_pair(self.coordinator, fwd_fn, bwd_fn)
 
     def _meet(self, direction: Side, name: Hook) -> None:
         """Pass a hook of Note [Turns]."""
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         begins_layer = (direction, name) == ("backward", "D") and coordinator.is_enabled()
         if self._weights is not None and begins_layer and coordinator.side() == "backward":
             self._weights.enter_layer()
         coordinator.hook(direction, name)
 
     def _wrap(self, fn: Callable[P, R], before: Hook, after: Hook) -> Callable[P, R]:
-        coordinator, name = self._coordinator, getattr(fn, "__qualname__", repr(fn))
+        coordinator, name = self.coordinator, getattr(fn, "__qualname__", repr(fn))
 
         def check_gradient(gradient: Tensor) -> None:
             _require_unwaited(gradient, f"gradient of {name}", "backward", coordinator)

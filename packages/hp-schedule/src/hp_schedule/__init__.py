@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from hp_schedule.generators import SCHEDULES
     from hp_schedule.generators.dualpipe import dualpipe_v
     from hp_schedule.generators.form import ClosedForm, ScheduleKind, closed_form
-    from hp_schedule.generators.gpipe import gpipe, looped_bfs
-    from hp_schedule.generators.one_f_one_b import forward_only, interleaved_1f1b, one_f_one_b
+    from hp_schedule.generators.one_f_one_b import (
+        forward_only,
+        gpipe,
+        interleaved_1f1b,
+        looped_bfs,
+        one_f_one_b,
+    )
     from hp_schedule.generators.u_shape import u_shape
     from hp_schedule.generators.v_shape import v_half, v_min, zbv
     from hp_schedule.generators.zero_bubble import (
@@ -40,8 +45,8 @@ if TYPE_CHECKING:
         generate_rank_to_stage_mapping,
         generate_stage_to_rank_mapping,
     )
+    from hp_schedule.searching.construct import shorten
     from hp_schedule.searching.search import SearchResult, search
-    from hp_schedule.searching.shortening import shorten
     from hp_schedule.simulation.channels import ChannelModel
     from hp_schedule.simulation.precedence import Path, Precedence, length
     from hp_schedule.simulation.simulate import Simulation, simulate
@@ -179,19 +184,19 @@ _HOMES = {
     "from_json": "hp_schedule.notation",
     "generate_rank_to_stage_mapping": "hp_schedule.schedule",
     "generate_stage_to_rank_mapping": "hp_schedule.schedule",
-    "gpipe": "hp_schedule.generators.gpipe",
+    "gpipe": "hp_schedule.generators.one_f_one_b",
     "grouped_interleaved": "hp_schedule.generators.zero_bubble",
     "interleaved_1f1b": "hp_schedule.generators.one_f_one_b",
     "interleaved_zero_bubble": "hp_schedule.generators.zero_bubble",
     "length": "hp_schedule.simulation.precedence",
     "load": "hp_schedule.notation",
-    "looped_bfs": "hp_schedule.generators.gpipe",
+    "looped_bfs": "hp_schedule.generators.one_f_one_b",
     "measured_costs": "hp_schedule.timeline",
     "one_f_one_b": "hp_schedule.generators.one_f_one_b",
     "pair_overlap": "hp_schedule.passes.overlap",
     "run_together": "hp_schedule.executor",
     "search": "hp_schedule.searching.search",
-    "shorten": "hp_schedule.searching.shortening",
+    "shorten": "hp_schedule.searching.construct",
     "simulate": "hp_schedule.simulation.simulate",
     "step_grid": "hp_schedule.render",
     "timeline_svg": "hp_schedule.render",

@@ -371,7 +371,7 @@ def step_grid(schedule: Schedule, *, mark: tuple[int, int] | None = None, contex
         last = min(last, mark[1] + context + 1)
     table = [["cell", *(f"rank {rank}" for rank in range(schedule.num_ranks))]]
     for line in range(first, last):
-        cells = [_cell(schedule, rank, line) for rank in range(schedule.num_ranks)]
+        cells = [str(row[line] or "") if line < len(row) else "" for row in schedule.steps]
         if mark is not None and mark[1] == line:
             cells[mark[0]] = f">{cells[mark[0]]}<"
         table.append([str(line), *cells])
@@ -380,12 +380,6 @@ def step_grid(schedule: Schedule, *, mark: tuple[int, int] | None = None, contex
     if mark is not None:
         lines[1 + mark[1] - first] += "   <-- here"
     return "\n".join(lines)
-
-
-def _cell(schedule: Schedule, rank: int, line: int) -> str:
-    row = schedule.steps[rank]
-    step = row[line] if line < len(row) else None
-    return "" if step is None else str(step)
 
 
 def _label(step: MetaStep, *, one_stage: bool) -> str:

@@ -5,22 +5,19 @@ example between stages with different numbers of ranks, implement the same proto
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
 
-class MessageKind(Enum):
+class MessageKind(StrEnum):
     """The content of a message; the value names it in errors."""
 
     INPUT = "input"
     OUTPUT_GRADIENT = "output gradient"
     HEADER = "header of the input"
     REQUEST = "expectations"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)

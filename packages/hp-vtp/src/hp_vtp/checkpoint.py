@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hp_base.dtypes import dtype_name
 from hp_base.errors import CheckpointError
 from hp_checkpoint import Checkpoint, Part, Source, decode_extra, encode_extra, rename, save
 from hp_checkpoint.files import remove_leftovers
@@ -134,8 +135,8 @@ def load_checkpoint(
             offset[dim], shape[dim] = ends[rank], ends[rank + 1] - ends[rank]
         if list(x.shape) != shape or x.dtype != dtype:
             problems.append(
-                f"{name}: {_shown(x.dtype)}{list(x.shape)} must equal {_shown(dtype)}{shape}, the "
-                f"part of rank {rank} of {ranks}"
+                f"{name}: {dtype_name(x.dtype)}{list(x.shape)} must equal "
+                f"{dtype_name(dtype)}{shape}, the part of rank {rank} of {ranks}"
             )
         else:
             parts[name] = Part(x.detach(), whole, tuple(offset))
@@ -252,7 +253,3 @@ def _part(
         shape[dim] = sum(lengths.values())
         offset[dim] = sum(lengths[other] for other in range(place))
     return Part(x, tuple(shape), tuple(offset))
-
-
-def _shown(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

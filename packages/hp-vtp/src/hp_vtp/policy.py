@@ -9,7 +9,7 @@ and accounts for it.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from torch import Tensor
 
@@ -25,15 +25,12 @@ __all__ = [
 ]
 
 
-class Payload(Enum):
+class Payload(StrEnum):
     """The content of a transfer."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     SHAPES = "shapes"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class PolicyError(ValueError):

@@ -46,11 +46,6 @@ def with_weights(line: Line) -> Line:
     return result
 
 
-def peak(line: Line) -> int:
-    """Return the most activations a rank holds at once; the line has its weight gradients."""
-    return max(_held(line))
-
-
 def squeeze(lines: Sequence[Line], flow: Dataflow, *, limit: int) -> list[Line]:
     """Move steps to the first free slot in which their input is there and their memory fits.
 
@@ -238,7 +233,7 @@ class FilledBlocks(BuildingBlocks):
     def _rows(self) -> list[TimedRow]:
         flow = dataflow(self._empty)
         lines = [self.line(rank) for rank in range(self.num_ranks)]
-        limit = max(peak(with_weights(line)) for line in lines)
+        limit = max(max(_held(with_weights(line))) for line in lines)
         if self.squeezed:
             lines = squeeze(lines, flow, limit=limit)
         return _Filling(lines, flow, limit, self.latency).run()

@@ -34,8 +34,7 @@ class Recomputation:
         context_fn: ContextFunction | None,
     ) -> None:
         contexts = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
-        self._first: AbstractContextManager[object] = contexts[0]
-        self._second: AbstractContextManager[object] = contexts[1]
+        self._first, self._second = contexts
         self._devices = [device] if device.type == "cuda" else []
         self._states: list[Tensor] = []
         if preserve_rng_state:

@@ -91,6 +91,10 @@ class PipelineScheduleRuntime:
             backwards. May be set anew between runs.
         on_step: Called before each step, for example to tell a watchdog.
 
+    Attributes:
+        schedule: Schedule that is run.
+        pipeline_rank: Index of the row that is run here.
+
     Raises:
         ScheduleError: If the schedule is not valid.
         ValueError: If stages, schedule and transport do not fit each other.
@@ -117,8 +121,8 @@ class PipelineScheduleRuntime:
         self.loss_scale = loss_scale
         self.return_outputs = return_outputs
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._schedule = schedule
-        self._rank = pipeline_rank
+        self.schedule = schedule
+        self.pipeline_rank = pipeline_rank
         self._transport = transport
         self._loss_fn = loss_fn
         self._sharding = sharding
@@ -130,19 +134,9 @@ class PipelineScheduleRuntime:
         self._expectations = Expectations()
         self._check()
 
-    @property
-    def schedule(self) -> Schedule:
-        """Return the schedule that is run."""
-        return self._schedule
-
-    @property
-    def pipeline_rank(self) -> int:
-        """Return the index of the row that is run here."""
-        return self._rank
-
     @cached_property
     def _forward_part(self) -> Schedule:
-        return forward_part(self._schedule)
+        return forward_part(self.schedule)
 
     def register_custom_function(self, step_type: MetaStepType, fn: CustomFunction) -> None:
         """Run `fn(step, context)` instead of the built-in code for every step of a type.
@@ -167,7 +161,7 @@ class PipelineScheduleRuntime:
             Same as `run_microbatches`, which lists the errors too.
         """
         return self._run(
-            self._schedule, lambda: self._batch(*self._cut(args, kwargs, target)), record=record
+            self.schedule, lambda: self._batch(*self._cut(args, kwargs, target)), record=record
         )
 
     def evaluate(
@@ -225,19 +219,19 @@ class PipelineScheduleRuntime:
                 connections are closed then, so that the other ranks fail too instead of waiting;
                 the runtime cannot be used again.
         """
-        return self._run(self._schedule, lambda: self._batch(args, kwargs, targets), record=record)
+        return self._run(self.schedule, lambda: self._batch(args, kwargs, targets), record=record)
 
     def _run(
         self, schedule: Schedule, batch: Callable[[], Batch], *, record: bool
     ) -> PipelineResult:
         device = next(iter(self._stages.values())).device
-        recorder = Recorder(self._rank, device) if record else None
+        recorder = Recorder(self.pipeline_rank, device) if record else None
         keep = schedule.is_forward_only if self.return_outputs is None else self.return_outputs
         executor: Executor | None = None
         shared = None if schedule.is_forward_only else self._shared
         try:
             driver = StageDriver(
-                rank=self._rank,
+                rank=self.pipeline_rank,
                 schedule=schedule,
                 stages=self._stages,
                 transport=self._transport,
@@ -250,7 +244,7 @@ class PipelineScheduleRuntime:
                 recorder=recorder,
             )
             executor = Executor(
-                schedule.steps[self._rank],
+                schedule.steps[self.pipeline_rank],
                 driver,
                 handlers={kind: _bind(kind, fn, driver) for kind, fn in self._custom.items()},
                 on_step=self._on_step,
@@ -277,7 +271,7 @@ class PipelineScheduleRuntime:
         """Note the place of an error in it, fail the other ranks, and return the error to raise."""
         where = self._where(executor)
         error.add_note(where)
-        mark_place(error, where.removeprefix(f"rank {self._rank}").lstrip(":, "))
+        mark_place(error, where.removeprefix(f"rank {self.pipeline_rank}").lstrip(":, "))
         raised = error if self._transport is None else self._transport.abort(error)
         if raised is not error:
             raised.add_note(where)
@@ -316,23 +310,23 @@ class PipelineScheduleRuntime:
         for name, given in (("args", args), ("kwargs", batch.kwargs), ("targets", targets)):
             if given is not None and len(given) != num:
                 raise ValueError(f"len({name}) ({len(given)}) must equal num_microbatches ({num})")
-        has_end = any(self._schedule.downstream[stage] < 0 for stage in self._stages)
-        needs_targets = training and not self._schedule.is_forward_only
+        has_end = any(self.schedule.downstream[stage] < 0 for stage in self._stages)
+        needs_targets = training and not self.schedule.is_forward_only
         if targets is None and has_end and needs_targets and self._loss_fn is not None:
             raise ValueError("targets (None) must be given to train the last stage")
         return batch
 
     @property
     def _num_entries(self) -> int:
-        return len(self._schedule.chains) * self._schedule.num_microbatches
+        return len(self.schedule.chains) * self.schedule.num_microbatches
 
     def _where(self, executor: Executor | None) -> str:
         if executor is None:
-            return f"rank {self._rank}: before the first step"
+            return f"rank {self.pipeline_rank}: before the first step"
         step = executor.step
         if step is None:
-            return f"rank {self._rank}: after the last step"
-        parts = [f"rank {self._rank}"]
+            return f"rank {self.pipeline_rank}: after the last step"
+        parts = [f"rank {self.pipeline_rank}"]
         for leaf in step.leaves():
             parts.append(f"stage {leaf.stage_index}")
             if leaf.microbatch_index is not None:
@@ -340,16 +334,17 @@ class PipelineScheduleRuntime:
         return f"{', '.join(parts)}: in step {step} (cell {executor.position} of the schedule)"
 
     def _check(self) -> None:
-        schedule = self._schedule
-        if not 0 <= self._rank < schedule.num_ranks:
+        schedule = self.schedule
+        if not 0 <= self.pipeline_rank < schedule.num_ranks:
             raise ValueError(
-                f"pipeline_rank ({self._rank}) must be >= 0 and < num_ranks ({schedule.num_ranks})"
+                f"pipeline_rank ({self.pipeline_rank}) must be >= 0 and < num_ranks "
+                f"({schedule.num_ranks})"
             )
-        placed = list(schedule.stages_of(self._rank))
+        placed = list(schedule.stages_of(self.pipeline_rank))
         if sorted(self._stages) != placed:
             raise ValueError(
                 f"stages ({sorted(self._stages)}) must be those that the schedule places on rank "
-                f"{self._rank} ({placed})"
+                f"{self.pipeline_rank} ({placed})"
             )
         for stage in self._stages.values():
             if stage.num_stages != schedule.num_stages:

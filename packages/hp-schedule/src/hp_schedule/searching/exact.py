@@ -265,9 +265,8 @@ class _Model:
                 room -= size
             elif _INSIDE in {taken, given}:
                 start = starts.get(cell, 0)
-                end = self._horizon
-                if given == _INSIDE:
-                    end = starts[last + cell] + self.duration[last + cell]
+                freed = last + cell
+                end = starts[freed] + self.duration[freed] if given == _INSIDE else self._horizon
                 time = model.new_int_var(0, self._horizon, "")
                 held.append(model.new_interval_var(start, time, end, ""))
                 sizes.append(size)

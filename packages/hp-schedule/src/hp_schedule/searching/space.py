@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hp_schedule.costs import Costs
 from hp_schedule.schedule import Schedule
 from hp_schedule.searching.bounds import lower_bound
-from hp_schedule.searching.construct import Plan, construct, template, tighten
+from hp_schedule.searching.construct import Plan, construct, starts_of, template, tighten
 from hp_schedule.searching.exact import rank_bound, solve_in_windows
 from hp_schedule.searching.problem import (
     EPSILON,
@@ -26,7 +26,6 @@ from hp_schedule.searching.problem import (
     with_order,
 )
 from hp_schedule.searching.rows import Walk
-from hp_schedule.searching.shortening import starts_of
 from hp_schedule.simulation.simulate import simulate
 
 _POOL_SIZE = 6
@@ -259,9 +258,8 @@ class Space:
 
     def follow(self, recipe: Recipe, random: Random) -> None:
         """Build a plan from a pattern, in the order of the best plan or in one of the first."""
-        order = self.best.problem.order
-        if random.random() < _OTHER_ORDER:
-            order = random.choice(self._orders)
+        is_other = random.random() < _OTHER_ORDER
+        order = random.choice(self._orders) if is_other else self.best.problem.order
         problem = self._of(order)
         pattern = template(problem, stretch=recipe.stretch, slack=recipe.slack)
         if pattern is None:

@@ -124,11 +124,6 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{p[0]}..{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
-LONG_KEYS = ("chain", "stages", "world_size")
-SHORT_KEYS = ("dp", "shape", "tp_sizes")
-STAGE_KEYS = ("boundary", "lanes", "replicas")
-
-
 def dump_layout(
     stages: tuple[StageLayout, ...], chain: tuple[int, ...], world_size: int
 ) -> dict[str, object]:
@@ -146,7 +141,7 @@ def parse_long(data: Mapping[str, object]) -> tuple[tuple[StageLayout, ...], tup
     Raises:
         LayoutError: With every problem of types and keys.
     """
-    problems = _unknown(data, LONG_KEYS, "layout")
+    problems = _unknown(data, ("chain", "stages", "world_size"), "layout")
     stages = data.get("stages")
     if not isinstance(stages, list) or not stages:
         problems.append("layout: stages must be a non-empty list (or tp_sizes be given instead)")
@@ -169,7 +164,7 @@ def parse_short(data: Mapping[str, object]) -> tuple[list[int], int | list[int],
     Raises:
         LayoutError: With every problem of types and keys.
     """
-    problems = _unknown(data, SHORT_KEYS, "layout")
+    problems = _unknown(data, ("dp", "shape", "tp_sizes"), "layout")
     sizes, dp, shape = data["tp_sizes"], data.get("dp", 1), data.get("shape", "straight")
     if not _are_ints(sizes):
         problems.append(f"layout: tp_sizes ({sizes!r}) must be a list of integers")
@@ -187,7 +182,7 @@ def _parse_stage(data: object, index: int, problems: list[str]) -> StageLayout:
     if not isinstance(data, Mapping):
         problems.append(f"{where}: must be a table, not {type(data).__name__}")
         return StageLayout(())
-    problems += _unknown(data, STAGE_KEYS, where)
+    problems += _unknown(data, ("boundary", "lanes", "replicas"), where)
     replicas = data.get("replicas")
     if not isinstance(replicas, list) or not all(_are_ints(part) for part in replicas):
         problems.append(f"{where}: replicas ({replicas!r}) must be a list of lists of integers")

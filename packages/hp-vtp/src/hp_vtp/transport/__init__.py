@@ -328,6 +328,4 @@ class Transport:
 
 
 def _default_device(backend: str) -> torch.device:
-    if backend == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return torch.device(f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu")

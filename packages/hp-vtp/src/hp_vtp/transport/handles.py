@@ -237,9 +237,8 @@ class Handle(Generic[T]):
 
 
 def _pause(deadline: float | None) -> float:
-    if deadline is None:
-        return _LOOK_SECONDS
-    return max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))
+    left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+    return max(0.0, min(_LOOK_SECONDS, left))
 
 
 def _note_stream(result: object) -> None:
