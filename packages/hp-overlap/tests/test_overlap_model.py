@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 import pytest
 
 from hp_overlap import coordinator
-from hp_overlap.turn import OTHER, SECTIONS, Hook, Side, Turn
+from hp_overlap.coordinator import OTHER, SECTIONS, Hook, Side, Turn
 
 T = TypeVar("T")
 # What a backward runs again, and when: nothing, each layer before its backward, all layers first,

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from hp_overlap import CommComputeOverlap, HookCoordinator, TraceEntry
-from hp_overlap.turn import Side
+from hp_overlap.coordinator import Side
 from hp_platform import all_to_all, all_to_all_lazy, set_fsdp_frees_parameters
 from hp_platform.testing import (
     CountedClock,

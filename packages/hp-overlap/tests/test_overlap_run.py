@@ -24,7 +24,7 @@ from hp_overlap import (
     OverlapTimeoutError,
     TraceEntry,
 )
-from hp_overlap.turn import SECTIONS, Hook, Side
+from hp_overlap.coordinator import SECTIONS, Hook, Side
 from hp_platform import ThreadContext
 
 setting: ContextVar[str] = ContextVar("setting", default="unset")

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from hp_overlap.coordinator import (
+    OTHER,
+    Hook,
     HookCoordinator,
     OverlapAbortedError,
     OverlapTimeoutError,
+    Side,
     TraceEntry,
 )
-from hp_overlap.turn import OTHER, Hook, Side
 from hp_platform import (
     ThreadContext,
     WeightGradQueue,

@@ -147,8 +147,7 @@ def _simulate(options: argparse.Namespace) -> int:
         picture = timeline_svg({"planned": result.timeline}, in_seconds=False)
         options.svg.write_text(picture, encoding="utf-8")
     if options.trace:
-        trace = json.dumps(chrome_trace({"planned": result.timeline}))
-        options.trace.write_text(trace, encoding="utf-8")
+        options.trace.write_text(json.dumps(chrome_trace({"planned": result.timeline})), "utf-8")
     if options.json:
         numbers = {
             "makespan": result.makespan,
@@ -237,8 +236,7 @@ def _convert(options: argparse.Namespace) -> int:
         raise ValueError(f"output ({options.output}) must end in .csv or .json, or use --to")
     if options.waits and target != "csv":
         raise ValueError("--waits must be given with CSV")
-    is_csv = target == "csv"
-    text = _csv(schedule, waits=options.waits) if is_csv else to_json(schedule)
+    text = _csv(schedule, waits=options.waits) if target == "csv" else to_json(schedule)
     _write(options.output, text)
     if options.json and not printed:
         written = {"format": target, "output": str(options.output)}

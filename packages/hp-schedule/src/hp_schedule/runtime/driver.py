@@ -165,10 +165,12 @@ class StageDriver:
     def backward_weight(self, stage_index: int, microbatch_index: int) -> None:
         """Compute the weight gradients that were put off."""
         key = (stage_index, microbatch_index)
-        self._ready_stage(stage_index)
-        finish = self._weight_grads.pop(key)
-        without_autocast = _without_autocast(self._stages[stage_index])
-        with self._span(MetaStepType.BWD_WEIGHT, key), without_autocast, self._apart(stage_index):
+        stage, finish = self._ready_stage(stage_index), self._weight_grads.pop(key)
+        with (
+            self._span(MetaStepType.BWD_WEIGHT, key),
+            _without_autocast(stage),
+            self._apart(stage_index),
+        ):
             finish()
 
     def recompute(self, stage_index: int, microbatch_index: int) -> None:

@@ -199,21 +199,18 @@ def check_sharding(
             )
         if not sharded_modules(stage.module):
             continue
+        codes = schedule.steps[schedule.stage_to_rank[stage.stage_index]].codes()
         if sharding is None and not schedule.kinds & FSDP_KINDS:
             if BWD_WEIGHT in schedule.kinds:
                 raise ValueError(
                     f"sharding (None) must be given: fully_shard was applied to stage "
                     f"{stage.stage_index}, and its hooks would not reduce what W steps compute"
                 )
-        elif encode(FSDP_REDUCE_GRAD, stage.stage_index) not in _own_codes(schedule, stage):
+        elif encode(FSDP_REDUCE_GRAD, stage.stage_index) not in codes:
             raise ValueError(
                 f"schedule must have a REDUCE_GRAD step for stage {stage.stage_index}, which "
                 "fully_shard was applied to (hp_schedule.add_fsdp_reduce_grad)"
             )
-
-
-def _own_codes(schedule: Schedule, stage: PipelineStage) -> list[int]:
-    return schedule.steps[schedule.stage_to_rank[stage.stage_index]].codes()
 
 
 def _outermost(module: nn.Module) -> list["FSDPModule"]:

@@ -69,13 +69,10 @@ def _digest(schedule: Schedule) -> str:
     shape = schedule.chains, schedule.stage_to_rank, schedule.num_microbatches
     found = sha256(repr(shape).encode())
     for row in schedule.steps:
-        kept = array("q", filter(_concerns_others, row.codes()))
+        codes = (c for c in row.codes() if c >= 0 and c & KIND_MASK not in _OF_ONE_RANK)
+        kept = array("q", codes)
         found.update(len(kept).to_bytes(8, "little") + kept.tobytes())
     return found.hexdigest()
-
-
-def _concerns_others(code: int) -> bool:
-    return code >= 0 and code & KIND_MASK not in _OF_ONE_RANK
 
 
 Pipelines = Sequence[Sequence[int]] | DeviceMesh | ProcessGroup

@@ -79,10 +79,8 @@ def validate(
     if channels is not None:
         check_model(channels)
     lacking = tuple(_lacking(schedule, forward_only, communication))
-    if forward_only is None:
-        forward_only = schedule.is_forward_only
-    if communication is None:
-        communication = schedule.has_communication
+    forward_only = schedule.is_forward_only if forward_only is None else forward_only
+    communication = schedule.has_communication if communication is None else communication
     found: Iterator[Finding] = chain(
         RowCheck(schedule, forward_only=forward_only, communication=communication).findings(),
         ShardingCheck(
