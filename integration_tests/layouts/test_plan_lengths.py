@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from hp_base.errors import ConfigError
-from hp_packing.generators import stream
+from hp_packing.generators import drawn, stream
 from hp_packing.lengths import (
     LengthPrices,
-    drawn,
     percentile,
     typical_sequences,
     whole,

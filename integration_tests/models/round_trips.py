@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hp_trainer.model.transformer import model_tensors
 from hp_transformers.families import model_config, read_config
-from hp_transformers.families.config import FAMILIES
 from hp_transformers.families.plan import stored_tensors
+from hp_transformers.families.published import FAMILIES
 
 VOCAB, MOST, EOS_ID = 480, 24, 2
 EOS = {"byte-level": "<|endoftext|>", "sentencepiece": "</s>", "wordpiece": "[SEP]"}

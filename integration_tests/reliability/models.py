@@ -21,7 +21,7 @@ from hp_checkpoint.safetensors import INDEX
 from hp_trainer.config.options import resolve
 from hp_trainer.model.transformer import model_shapes
 from hp_transformers.families import save_weights
-from hp_transformers.families.config import FAMILIES
+from hp_transformers.families.published import FAMILIES
 from integration_tests.reliability.outcome import Outcome
 from integration_tests.reliability.strangers import Case, meet_all, run_program, tell
 

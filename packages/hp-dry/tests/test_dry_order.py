@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hp_dry.cluster import Classes
 from hp_dry.proof.order import prove, same_program
@@ -138,7 +138,7 @@ def skips(trace: Trace) -> None:
 
 def changes(number: int, **values: object) -> Callable[[Trace], None]:
     def change(trace: Trace) -> None:
-        trace.events[number] = replace(trace.events[number], **values)  # type: ignore[arg-type]
+        trace.events[number] = replace(trace.events[number], **values)
 
     return change
 

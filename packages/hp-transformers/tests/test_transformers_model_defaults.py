@@ -11,7 +11,7 @@ import pytest
 
 from hp_trainer.config.options import resolve
 from hp_transformers.families import hf_config, model_config, read_config
-from hp_transformers.families.config import FAMILIES
+from hp_transformers.families.published import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 

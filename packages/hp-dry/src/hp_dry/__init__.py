@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from hp_dry.cluster import Classes, Gpu
     from hp_dry.device import DryDevice
     from hp_dry.memory.allocator import OutOfMemory, Segment, Usage, least_bytes, replay
-    from hp_dry.proof.hazards import Hazard
     from hp_dry.proof.loads import late_loads
     from hp_dry.proof.matching import Problem
     from hp_dry.proof.order import prove, same_program
-    from hp_dry.proof.streams import check_streams
+    from hp_dry.proof.streams import Hazard, check_streams
     from hp_dry.recording.recorder import DeviceRecorder
     from hp_dry.recording.recorder import active as active_device
     from hp_dry.run import DryRun, DryRunError, run_ranks
@@ -55,7 +54,7 @@ __getattr__, __dir__ = lazily(
         "DryRun": "hp_dry.run",
         "DryRunError": "hp_dry.run",
         "Gpu": "hp_dry.cluster",
-        "Hazard": "hp_dry.proof.hazards",
+        "Hazard": "hp_dry.proof.streams",
         "OutOfMemory": "hp_dry.memory.allocator",
         "Problem": "hp_dry.proof.matching",
         "Segment": "hp_dry.memory.allocator",

@@ -16,9 +16,8 @@ from hp_dry.cluster import Gpu
 from hp_dry.proof.order import prove
 from hp_dry.report.curve import curve_svg
 from hp_dry.report.page import page
-from hp_dry.report.ranks import RankReport
 from hp_dry.report.report import report
-from hp_dry.report.summary import Summary, to_json
+from hp_dry.report.summary import RankReport, Summary, to_json
 from hp_dry.run import DryRun, DryRunError, run_ranks
 from hp_dry.trace import Collective, Trace
 

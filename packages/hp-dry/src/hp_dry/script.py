@@ -20,8 +20,7 @@ from hp_dry.cluster import grows_segments, keeps_launch_order
 from hp_dry.recording.recorder import active
 from hp_dry.rehearsal import run_classes, summary_of
 from hp_dry.report.labels import GRADIENTS, PARAMETERS, add_labels
-from hp_dry.report.ranks import report_of
-from hp_dry.report.summary import Summary
+from hp_dry.report.summary import Summary, report_of
 from hp_dry.trace import Trace
 from hp_platform.dry_device import Answer, answering
 

@@ -8,11 +8,11 @@ stream of its own.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
+
+import msgspec
 
 __all__ = [
     "KINDS",
@@ -38,8 +38,7 @@ Shapes: TypeAlias = "tuple[tuple[tuple[int, ...], str], ...]"
 """Shape and dtype (such as `"bfloat16"`) of each tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """Attributes that all events have.
 
     Attributes:
@@ -54,8 +53,7 @@ class Event:
     thread: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Allocate(Event):
+class Allocate(Event, frozen=True):
     """Allocation of device memory.
 
     Attributes:
@@ -75,8 +73,7 @@ class Allocate(Event):
     dtype: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Release(Event):
+class Release(Event, frozen=True):
     """Release of a block by the host: its last reference ended, or FSDP resized it to nothing.
 
     Attributes:
@@ -88,24 +85,21 @@ class Release(Event):
     resized: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Borrow(Event):
+class Borrow(Event, frozen=True):
     """`Tensor.record_stream`: the allocator must not reuse the block before `stream` is done."""
 
     block: int
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Label(Event):
+class Label(Event, frozen=True):
     """Purpose of a block, one of `KINDS`; the last label counts."""
 
     block: int
     kind: str
 
 
-@dataclass(frozen=True, slots=True)
-class Launch(Event):
+class Launch(Event, frozen=True):
     """Launch of an operator on `stream`.
 
     Attributes:
@@ -135,8 +129,7 @@ class Launch(Event):
     variant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HostWait(Event):
+class HostWait(Event, frozen=True):
     """Wait of the host for the device.
 
     Attributes:
@@ -153,8 +146,7 @@ class HostWait(Event):
     num_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HostAccess(Event):
+class HostAccess(Event, frozen=True):
     """Read or write by the host of a host buffer that a `Launch` uses.
 
     Attributes:
@@ -168,24 +160,21 @@ class HostAccess(Event):
     writes: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RecordEvent(Event):
+class RecordEvent(Event, frozen=True):
     """Record of `event`: it is reached when the work that `stream` has so far is done."""
 
     event: int
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class WaitEvent(Event):
+class WaitEvent(Event, frozen=True):
     """Wait of later work of `stream` for the last record of `event`."""
 
     event: int
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Collective(Event):
+class Collective(Event, frozen=True):
     """Launch of an operation between ranks on the stream of its communicator.
 
     It begins after the work that `issuer` has so far. Sends and receives are such operations too.
@@ -224,8 +213,7 @@ class Collective(Event):
     batch: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class WaitWork(Event):
+class WaitWork(Event, frozen=True):
     """Wait of later work of `stream` for an operation between ranks.
 
     On NCCL the host does not wait. Stream -1 is the host, which waits for a `HostMessage`.
@@ -235,8 +223,7 @@ class WaitWork(Event):
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class HostMessage(Event):
+class HostMessage(Event, frozen=True):
     """Operation between the hosts of ranks (Gloo, a store), for which the host waits.
 
     Attributes:
@@ -258,8 +245,7 @@ class HostMessage(Event):
     work: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Fault(Event):
+class Fault(Event, frozen=True):
     """Operation that the device would refuse, such as an operator with operands on two devices."""
 
     what: str
@@ -278,29 +264,24 @@ KINDS = (
 )
 """Purposes of device memory; without a label, memory of a module is `"activations"`."""
 
-_CLASSES: dict[str, type[Event]] = {
-    each.__name__: each
-    for each in (
-        Allocate,
-        Release,
-        Borrow,
-        Label,
-        Launch,
-        HostWait,
-        HostAccess,
-        RecordEvent,
-        WaitEvent,
-        Collective,
-        WaitWork,
-        HostMessage,
-        Fault,
-    )
-}
-_NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES.values()}
+_EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
+    Allocate
+    | Release
+    | Borrow
+    | Label
+    | Launch
+    | HostWait
+    | HostAccess
+    | RecordEvent
+    | WaitEvent
+    | Collective
+    | WaitWork
+    | HostMessage
+    | Fault
+)
 
 
-@dataclass(slots=True)
-class Trace:
+class Trace(msgspec.Struct, omit_defaults=True):
     """Events of one rank, with its groups.
 
     Attributes:
@@ -317,28 +298,19 @@ class Trace:
 
     rank: int
     world_size: int
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    families: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    connected: list[str] = field(default_factory=list)
+    groups: dict[str, tuple[int, ...]] = {}
+    events: list[Event] = []
+    families: dict[str, tuple[tuple[int, ...], ...]] = {}
+    connected: list[str] = []
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
 
     def write(self, path: Path) -> None:
         """Write the trace as lines of JSON: a head, then the name and values of each event."""
-        head = {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "groups": self.groups,
-            "families": self.families,
-            "connected": self.connected,
-        }
-        with path.open("w") as file:
-            file.write(json.dumps(head) + "\n")
-            for event in self.events:
-                values = [getattr(event, name) for name in _NAMES[type(event)]]
-                file.write(json.dumps([type(event).__name__, *values]) + "\n")
+        head, encode = msgspec.structs.replace(self, events=[]), msgspec.json.Encoder().encode
+        with path.open("wb") as file:
+            file.writelines(encode(line) + b"\n" for line in (head, *self.events))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -347,24 +319,10 @@ class Trace:
         Raises:
             ValueError: If the file contains no trace.
         """
-        with path.open() as file:
+        with path.open("rb") as file:
             try:
-                head = json.loads(file.readline())
-                groups = {name: tuple(ranks) for name, ranks in head["groups"].items()}
-                families = {name: _frozen(lists) for name, lists in head["families"].items()}
-                events = list(_decoded(json.loads(line) for line in file))
-                connected = list(map(str, head["connected"]))
-                return cls(head["rank"], head["world_size"], groups, events, families, connected)
-            except (KeyError, TypeError, AttributeError) as error:
+                trace = msgspec.json.decode(file.readline(), type=cls)
+                trace.events += map(_EVENT.decode, file)
+            except msgspec.DecodeError as error:
                 raise ValueError(f"{path} must be a trace: {error}") from error
-
-
-def _decoded(lines: Iterable[Sequence[Any]]) -> Iterator[Event]:
-    for name, *values in lines:
-        kind = _CLASSES[name]
-        frozen = (_frozen(value) if type(value) is list else value for value in values)
-        yield kind(**dict(zip(_NAMES[kind], frozen, strict=True)))
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+        return trace

@@ -102,16 +102,15 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
 
 
 def _batches(options: argparse.Namespace) -> list[list[int]]:
-    from hp_packing.generators import draw, read_batches  # noqa: PLC0415
+    from hp_packing.generators import drawn  # noqa: PLC0415
 
-    size, longest = options.tokens, options.pack
-    if options.lengths:
-        batches = read_batches(Path(options.lengths), tokens=size, longest=longest)
-        return batches[: options.batches]
-    return [
-        draw(options.distribution, tokens=size, longest=longest, seed=options.seed + number)
-        for number in range(options.batches)
-    ]
+    return drawn(
+        Path(options.lengths) if options.lengths else options.distribution,
+        tokens=options.tokens,
+        longest=options.pack,
+        number=options.batches,
+        seed=options.seed,
+    )
 
 
 def _rows(found: list[Comparison], *, bytes_of_key: float) -> list[dict[str, str | float]]:

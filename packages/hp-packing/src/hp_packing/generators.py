@@ -74,6 +74,27 @@ def draw(name: str, *, tokens: int, longest: int, seed: int) -> list[int]:
     return lengths
 
 
+def drawn(
+    source: str | Path, *, tokens: int, longest: int, number: int, seed: int = 0
+) -> list[list[int]]:
+    """Draw batches, or read them.
+
+    Args:
+        source: Name of a distribution, or else path of a file of lengths.
+        tokens: Tokens of a batch.
+        longest: Tokens to which longer documents are cut.
+        number: Maximum number of batches.
+        seed: Seed of the first batch; each further batch has the next one.
+
+    Raises:
+        ConfigError: When the file cannot be read or has less than a batch.
+    """
+    if isinstance(source, str) and source in GENERATORS:
+        seeds = range(seed, seed + number)
+        return [draw(source, tokens=tokens, longest=longest, seed=each) for each in seeds]
+    return read_batches(Path(source), tokens=tokens, longest=longest)[:number]
+
+
 def read_lengths(path: Path) -> list[int]:
     """Read lengths: one to a line, or separated by blanks or commas.
 

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
-from pathlib import Path
 
 import numpy as np
 
 from hp_context.batch.deal_cost import Work
 from hp_data.packing import best_fit
 from hp_packing.costs import Pipeline, Seconds, StepCosts, pairs_of
-from hp_packing.generators import GENERATORS, draw, read_batches, stream
+from hp_packing.generators import drawn, stream
 from hp_packing.learned import learned_costs
 from hp_packing.plan import Team
 from hp_packing.planning.planner import Planner
@@ -76,23 +75,6 @@ class Steps:
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return the least value that a percentage of the values do not exceed."""
     return sorted(values)[max(0, ceil(len(values) * percent / 100) - 1)]
-
-
-def drawn(source: str, *, tokens: int, longest: int, number: int) -> list[list[int]]:
-    """Draw batches, or read them.
-
-    Args:
-        source: Name of a distribution, or path of a file of lengths.
-        tokens: Tokens of a batch.
-        longest: Tokens to which longer documents are cut.
-        number: Maximum number of batches.
-
-    Raises:
-        ConfigError: When the file cannot be read, or has less than a batch.
-    """
-    if source in GENERATORS:
-        return [draw(source, tokens=tokens, longest=longest, seed=seed) for seed in range(number)]
-    return read_batches(Path(source), tokens=tokens, longest=longest)[:number]
 
 
 def whole(lengths: Sequence[int], *, seq_len: int) -> Sequences:

@@ -61,6 +61,11 @@ class StepPlan:
     teams: tuple[Team, ...]
     origin: str = ""
 
+    @property
+    def microbatches(self) -> list[PlannedMicrobatch]:
+        """Return the microbatches of all teams."""
+        return [each for team in self.teams for each in team.microbatches]
+
     @cached_property
     def digest(self) -> str:
         """Return the digest of the plan's text."""
@@ -191,8 +196,3 @@ def _team(reader: _Reader) -> Team:
 def _run(text: str) -> range:
     start, _, stop = text.partition("-")
     return range(int(start), int(stop or start))
-
-
-def documents_of(plan: StepPlan) -> list[int]:
-    """Return all documents, microbatch by microbatch."""
-    return [x for team in plan.teams for each in team.microbatches for x in each.documents]

@@ -70,20 +70,6 @@ def stage_costs(
     )
 
 
-def seconds_of(
-    microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts
-) -> tuple[Seconds, ...]:
-    """Return the seconds of a microbatch in each of `StepCosts.stages`.
-
-    Args:
-        microbatch: Microbatch of a plan.
-        lengths: Tokens of each document of the global batch.
-        costs: Costs of the stages.
-    """
-    cost = dealt(microbatch, lengths, costs)
-    return costs.of_parts(microbatch.deal.sizes, cost, heads=microbatch.heads)
-
-
 def dealt(microbatch: PlannedMicrobatch, lengths: Sequence[int], costs: StepCosts) -> DealCost:
     """Return the pairs and fetched keys of each rank of a microbatch."""
     found = lengths_of(microbatch, lengths)
@@ -104,7 +90,10 @@ def lengths_of(microbatch: PlannedMicrobatch, lengths: Sequence[int]) -> list[in
 
 def costs_of(team: Team, lengths: Sequence[int], costs: StepCosts) -> Costs:
     """Return the costs of the schedule of a team."""
-    seconds = [seconds_of(each, lengths, costs) for each in team.microbatches]
+    seconds = [
+        costs.of_parts(each.deal.sizes, dealt(each, lengths, costs), heads=each.heads)
+        for each in team.microbatches
+    ]
     tokens = [max(each.deal.sizes) for each in team.microbatches]
     return stage_costs(seconds, tokens, message=costs.message, num_stages=team.schedule.num_stages)
 
@@ -126,8 +115,7 @@ def price(
         pipeline: Ranks and their memory.
     """
     found = simulated(plan, lengths, costs)
-    every = [each for team in plan.teams for each in team.microbatches]
-    found_costs = [dealt(each, lengths, costs) for each in every]
+    found_costs = [dealt(each, lengths, costs) for each in plan.microbatches]
     return StepPrice(
         seconds=max(each.makespan for each in found),
         pure=pure_work(lengths, costs, pipeline).total,
@@ -136,5 +124,5 @@ def price(
         fetched=sum(sum(cost.fetched) for cost in found_costs),
         far=sum(sum(cost.far) for cost in found_costs),
         imbalance=max(cost.imbalance for cost in found_costs),
-        padding=1 - sum(lengths) / sum(each.deal.seq_len for each in every),
+        padding=1 - sum(lengths) / sum(each.deal.seq_len for each in plan.microbatches),
     )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from hp_packing.costs import Pipeline, StepCosts
-from hp_packing.plan import PlannedMicrobatch, StepPlan, Team, documents_of
+from hp_packing.plan import PlannedMicrobatch, StepPlan, Team
 from hp_packing.pricing import costs_of, lengths_of
 from hp_schedule import ScheduleError, add_send_recv, simulate, validate
 
@@ -31,14 +31,14 @@ def _problems(
 ) -> Iterator[str]:
     if plan.num_documents != len(lengths):
         yield f"documents ({plan.num_documents}) must be those of the batch ({len(lengths)})"
-    counts = Counter(documents_of(plan))
+    counts = Counter(x for each in plan.microbatches for x in each.documents)
     for document in range(len(lengths)):
         if counts[document] != 1:
             yield f"document {document} must be in one microbatch, but it is in {counts[document]}"
     if unknown := sorted(set(counts) - set(range(len(lengths)))):
         yield f"documents {unknown[:5]} must be below the number of them ({len(lengths)})"
         return
-    sizes = {len(each.deal.parts) for team in plan.teams for each in team.microbatches}
+    sizes = {len(each.deal.parts) for each in plan.microbatches}
     ranks = len(plan.teams) * max(sizes, default=0)
     if len(sizes) != 1 or ranks != pipeline.ranks:
         yield (

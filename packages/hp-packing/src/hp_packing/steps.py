@@ -188,8 +188,7 @@ class StepPlanning:
         pieces = tuple(self._data.pieces(range(first, first + self._batch)))
         lengths = [piece.length for piece in pieces]
         seconds, plan = self._plan(pieces, lengths)
-        microbatches = [each for team in plan.teams for each in team.microbatches]
-        positions = sum(each.deal.seq_len for each in microbatches)
+        positions = sum(each.deal.seq_len for each in plan.microbatches)
         return PlannedStep(plan, pieces, seconds=seconds, padding=1 - sum(lengths) / positions)
 
     def close(self) -> None:

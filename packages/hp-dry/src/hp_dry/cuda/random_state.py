@@ -37,7 +37,7 @@ class Generator(_PlainGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """Device for which it draws numbers."""
+        """Return the device for which it draws numbers."""
         return self._of or torch.device("cpu")
 
     def get_state(self) -> Tensor:

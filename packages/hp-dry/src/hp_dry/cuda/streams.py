@@ -35,12 +35,12 @@ class Stream:
 
     @property
     def device(self) -> torch.device:
-        """The dry device."""
+        """Return the dry device."""
         return active().device
 
     @property
     def device_index(self) -> int:
-        """Index of the dry device on its machine."""
+        """Return the index of the dry device on its machine."""
         return active().index
 
     def wait_event(self, event: Event) -> None:

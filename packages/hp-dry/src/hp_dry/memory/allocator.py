@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from hp_dry.memory.caching import CachingAllocator
-from hp_dry.memory.pools import Block
+from hp_dry.memory.caching import Block, CachingAllocator
 from hp_dry.proof.clocks import Clocks, Epoch
 from hp_dry.trace import Allocate, Borrow, Event, Release
 

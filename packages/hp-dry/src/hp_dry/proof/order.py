@@ -9,7 +9,6 @@ NCCL's rules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 
 from hp_dry.cluster import Classes
 from hp_dry.proof.matching import Problem, Sequences, described, mismatches
@@ -93,7 +92,7 @@ def _comparable(trace: Trace) -> Iterator[tuple[Event, tuple[object, ...]]]:
     for event in trace.events:
         if isinstance(event, HostMessage) and event.op in _MAKING:
             continue
-        values = [getattr(event, each.name) for each in fields(event) if each.name not in _OWN]
+        values = [getattr(event, name) for name in event.__struct_fields__ if name not in _OWN]
         if isinstance(event, Collective | HostMessage):
             values += (family_of(event.group), _distance(trace, event))
         yield event, (type(event).__name__, event.at.split(" < ")[0], *values)

@@ -6,12 +6,12 @@ import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count, cycle
 from typing import TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from hp_dry._internals import Arguments, Keywords, Operator, is_meta
@@ -93,7 +93,7 @@ class DeviceRecorder:
 
     @property
     def device(self) -> torch.device:
-        """Device that tensors name."""
+        """Return the device that tensors name."""
         return torch.device("cuda", self.index)
 
     def current_stream(self) -> int:

@@ -89,7 +89,7 @@ class Communicator(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> Count:
-        """Number and bytes of all operations."""
+        """Return the number and bytes of all operations."""
         counts = self.operations.values()
         return Count(count=sum(c.count for c in counts), bytes=sum(c.bytes for c in counts))
 

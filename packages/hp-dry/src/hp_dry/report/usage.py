@@ -120,12 +120,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def highest(self) -> int:
-        """Reserved bytes; live bytes if they are not known."""
+        """Return the reserved bytes; live bytes if they are not known."""
         return max(self.peak_live, self.peak_reserved or 0)
 
     @property
     def needed(self) -> int:
-        """Bytes that a device needs for tensors; live bytes without a replay."""
+        """Return the bytes that a device needs for tensors; live bytes without a replay."""
         return self.peak_live if self.least is None else self.least
 
 

@@ -107,7 +107,7 @@ class Pace(NamedTuple):
 
     @property
     def host_binds(self) -> bool:
-        """Tells whether the device waits for the host to launch."""
+        """Tell whether the device waits for the host to launch."""
         return self.host > self.device
 
 

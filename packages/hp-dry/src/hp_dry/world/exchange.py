@@ -7,10 +7,10 @@ of that member's representative for the same operation of the same family.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -58,32 +58,24 @@ class Operation:
 
     @property
     def detail(self) -> str:
-        """Facts that ranks must agree on besides shapes."""
+        """Return the facts that ranks must agree on besides shapes."""
         root = f"root {self.root}" if self.root >= 0 else ""
         tag = f"tag {self.tag}" if self.tag else ""
         return ", ".join(filter(None, (self.reduction, root, tag)))
 
 
-@dataclass(slots=True)
-class _Given:
-    """Input of another rank to an operation.
+class _Given(msgspec.Struct, frozen=True, array_like=True):
+    """Input of a rank to an operation, as the hub keeps it.
 
     Attributes:
-        sizes: Bytes of the part for each position in the group.
-        data: All parts, one behind the other.
+        parts: Bytes for each position in the group; one part if all get the same.
         by: Line that issued the operation.
         words: Words for the operation.
     """
 
-    sizes: list[int]
-    data: bytes
+    parts: list[bytes]
     by: str
     words: str
-
-    def part(self, position: int) -> bytes:
-        """Return the part for one position."""
-        start = sum(self.sizes[:position])
-        return self.data[start : start + self.sizes[position]]
 
 
 class Exchange:
@@ -134,13 +126,11 @@ class Exchange:
         everybody = range(len(communicator.ranks))
         what = f"values {number} of {communicator.name}"
         given = self._take(communicator, everybody, number, seconds, what)
-        return [given[position].data for position in everybody]
+        return [given[position].parts[0] for position in everybody]
 
     def _put(self, key: str, parts: Sequence[bytes], *, words: str, at: str) -> None:
-        head = json.dumps({"sizes": [len(part) for part in parts], "words": words, "at": at})
-        self._client.ask(
-            "set", [f"of/{self._rank}/{key}"], [b"\n".join([head.encode(), b""]) + b"".join(parts)]
-        )
+        value = msgspec.msgpack.encode(_Given([*parts], at, words))
+        self._client.ask("set", [f"of/{self._rank}/{key}"], [value])
 
     def _take(
         self,
@@ -177,7 +167,7 @@ class Exchange:
         def wait(seconds: float) -> bytes:
             what = f"message {number} of rank {sender}, tag {tag}, in {communicator.name}"
             _, found = self._client.ask("get", [key], timeout=seconds, what=what)
-            return _read(found[0]).data
+            return _read(found[0]).parts[0]
 
         return wait
 
@@ -205,9 +195,7 @@ def seconds_of(group: ProcessGroup) -> float:
 
 
 def _read(value: bytes) -> _Given:
-    head, _, data = value.partition(b"\n")
-    fields = json.loads(head)
-    return _Given(fields["sizes"], data, fields["at"], fields["words"])
+    return msgspec.msgpack.decode(value, type=_Given)
 
 
 def _parts(asked: Operation, size: int) -> list[bytes]:
@@ -234,7 +222,7 @@ def _members(asked: Operation, communicator: Communicator) -> Sequence[int]:
 def _write(asked: Operation, given: dict[int, _Given], mine: int) -> None:
     """Write the inputs of other members to the outputs: whole, or the part for this rank."""
     others = [given[position] for position in sorted(given)]
-    parts = [each.part(mine) if asked.op in _PARTED else each.data for each in others]
+    parts = [each.parts[mine if asked.op in _PARTED else 0] for each in others]
     if not parts:  # other ranks get the output
         return
     if asked.reduction:

@@ -35,7 +35,7 @@ class DryStore(Store):
 
     @property
     def timeout(self) -> timedelta:
-        """Time-out of `get` and `wait`."""
+        """Return the time-out of `get` and `wait`."""
         return timedelta(seconds=self._seconds)
 
     def set_timeout(self, timeout: timedelta) -> None:

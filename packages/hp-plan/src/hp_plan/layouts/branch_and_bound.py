@@ -288,7 +288,7 @@ class BranchAndBound:
                 yield candidate.bound_by_block, partial(self._by_block, candidate, pipeline)
 
     def _by_block(self, candidate: Candidate, pipeline: PipelineConfig) -> Iterator[_Node]:
-        """A layout that gathers block by block."""
+        """Yield a layout that gathers block by block."""
         mesh = replace(candidate.layout.mesh, gather="block")
         if not is_duplicate(replace(candidate.layout, mesh=mesh, pipeline=pipeline)):
             yield from self._fitting(candidate.by_block, pipeline)

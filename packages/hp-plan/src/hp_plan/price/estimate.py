@@ -73,7 +73,7 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
-        """Share of the step that the mean rank is idle in the pipeline."""
+        """Return the share of the step that the mean rank is idle in the pipeline."""
         return self.parts["idle"] / self.seconds
 
     @property

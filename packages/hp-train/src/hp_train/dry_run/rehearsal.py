@@ -20,8 +20,7 @@ from hp_dry import active_device
 from hp_dry.cluster import grows_segments, keeps_launch_order, loads_eagerly
 from hp_dry.rehearsal import run_classes, summary_of
 from hp_dry.report.labels import PARAMETERS, add_labels
-from hp_dry.report.ranks import report_of
-from hp_dry.report.summary import Saved, Summary
+from hp_dry.report.summary import Saved, Summary, report_of
 from hp_dry.trace import Trace
 from hp_plan.costs.routing import Skew
 from hp_platform import RankInfo, doing, failing_together

@@ -12,21 +12,8 @@ from hp_checkpoint.json_file import read_json
 from hp_trainer.config import ModelConfig, rules
 from hp_trainer.config.options import build
 from hp_trainer.config.schema import convert, fields
-from hp_transformers.families import deepseek_v3, gpt_oss, llama, qwen3
 from hp_transformers.families.family import Family, Json, Keys, Settings, common_keys
-
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        llama.LLAMA,
-        qwen3.DENSE,
-        qwen3.MOE,
-        llama.MIXTRAL,
-        deepseek_v3.FAMILY,
-        gpt_oss.FAMILY,
-    )
-}
-"""By the `model_type` of `config.json`."""
+from hp_transformers.families.published import FAMILIES
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32", "float64": "float64"}
 _MOST_BYTES = 4 << 20  # of a config.json

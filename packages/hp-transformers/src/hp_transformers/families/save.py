@@ -25,7 +25,7 @@ from hp_checkpoint.collective import gathered, is_first
 from hp_checkpoint.safetensors import FileTensor
 from hp_trainer.config import ModelConfig
 from hp_trainer.model.transformer import model_tensors
-from hp_transformers.families.config import FAMILIES, as_text, hf_config
+from hp_transformers.families.config import as_text, hf_config
 from hp_transformers.families.family import Family
 from hp_transformers.families.files import (
     SHARD_BYTES,
@@ -46,6 +46,7 @@ from hp_transformers.families.plan import (
     theirs_of,
     to_theirs,
 )
+from hp_transformers.families.published import FAMILIES
 
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "embedding.weight"

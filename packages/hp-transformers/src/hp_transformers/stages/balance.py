@@ -8,7 +8,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol, TypeAlias
 
 import torch
@@ -20,7 +19,13 @@ from hp_base.errors import ConfigError, told
 from hp_platform import outside_graph
 from hp_trainer.config import ModelConfig
 from hp_trainer.model import Microbatch
-from hp_transformers.stages.model import CausalModel, choose_experts, is_balanced, on_meta
+from hp_transformers.stages.model import (
+    CausalModel,
+    by_folder,
+    choose_experts,
+    is_balanced,
+    on_meta,
+)
 from hp_transformers.stages.outline import Answers
 
 COLUMNS = 4
@@ -254,21 +259,16 @@ class _Receive(torch.autograd.Function):
         return ctx.balancing.packed(grad, settled), None
 
 
+@by_folder
 def balance_of(model: ModelConfig) -> Balance | None:
     """Return the loss by which the model of a folder balances its experts; None: it has none.
 
     Raises:
         hp_base.errors.ConfigError: When the loss has another form than the one known here.
     """
-    return _balance(model.transformers, model.trust_remote_code)
-
-
-@cache
-def _balance(folder: str, trust: bool) -> Balance | None:
-    config = ModelConfig(transformers=folder, trust_remote_code=trust)
-    if not is_balanced(config):
+    if not is_balanced(model):
         return None
-    made = on_meta(config, torch.float32, balanced=True)
+    made = on_meta(model, torch.float32, balanced=True)
     choose_experts(made, "batched_mm")  # the one whose shapes do not depend on choices
     kind = type(made).__name__
     recorder = _Recorder(made)

@@ -109,7 +109,8 @@ def draw(
         if not any(of.values()) and not names & {*buffers}:
             continue
         is_apart = drawing.look()
-        for group in [] if buffers_alone else drawing.groups(is_apart=is_apart):
+        groups = [[each] for each in drawing.owners] if is_apart else [[*drawing.owners]]
+        for group in [] if buffers_alone else groups:
             wanted = [parameter for parameter in group if of[parameter]]
             first = drawing.owners[group[0]][0][0] if is_apart else ""
             if not wanted:
@@ -191,10 +192,6 @@ class _Drawing:
                 self._rules_of.setdefault(parameter, []).append(rule)
             is_apart = is_apart and not looks.reads
         return is_apart
-
-    def groups(self, *, is_apart: bool) -> list[list[nn.Parameter]]:
-        """Return groups of parameters, each of which is drawn at once."""
-        return [[each] for each in self.owners] if is_apart else [[*self.owners]]
 
     @contextmanager
     def drawn(self, group: list[nn.Parameter], seed: int) -> Iterator[dict[nn.Parameter, Tensor]]:

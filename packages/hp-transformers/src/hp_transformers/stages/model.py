@@ -3,7 +3,8 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from functools import cache, wraps
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from hp_base.messages import shown
 from hp_trainer.config import ModelConfig
 from hp_trainer.config.transformers_folder import config_of, text_config_of
 
+T = TypeVar("T")
 _BALANCED = "output_router_logits"
 """Key of configs of transformers."""
 _DRAWS = re.compile(r".*(drop(?!less)|jitter).*")
@@ -52,6 +54,16 @@ class CausalModel(nn.Module):
     get_output_embeddings: Callable[[], nn.Module | None]
     _initialize_weights: Callable[[nn.Module], None]
     _keys_to_ignore_on_load_unexpected: Sequence[str] | None
+
+
+def by_folder(function: Callable[[ModelConfig], T]) -> Callable[[ModelConfig], T]:
+    """Compute a function of the model of a folder once, whatever else configs of it say."""
+
+    @cache
+    def known(folder: str, trust: bool) -> T:
+        return function(ModelConfig(transformers=folder, trust_remote_code=trust))
+
+    return wraps(function)(lambda model: known(model.transformers, model.trust_remote_code))
 
 
 def on_meta(

@@ -11,7 +11,7 @@ keys, inputs by layer, and choices that one layer takes over from another, whate
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hp_base.errors import ConfigError, told
 from hp_trainer.config import ModelConfig
-from hp_transformers.stages.model import CausalModel, choose_experts, lists_of, on_meta
+from hp_transformers.stages.model import CausalModel, by_folder, choose_experts, lists_of, on_meta
 
 Several: TypeAlias = type[list[object]] | type[tuple[object, ...]]
 BEFORE, AFTER = -1, 1 << 30
@@ -79,22 +79,17 @@ class Outline:
         return int(name.removeprefix(prefix).split(".")[0]) if name.startswith(prefix) else None
 
 
+@by_folder
 def outline_of(model: ModelConfig) -> Outline:
     """Learn how the model of a folder is cut.
 
     Raises:
         hp_base.errors.ConfigError: When it does not run layer by layer.
     """
-    return _outline(model.transformers, model.trust_remote_code)
-
-
-@cache
-def _outline(folder: str, trust: bool) -> Outline:
-    config = ModelConfig(transformers=folder, trust_remote_code=trust)
     reasons = []
-    for path, _ in lists_of(on_meta(config, torch.float32)):
+    for path, _ in lists_of(on_meta(model, torch.float32)):
         try:
-            return _observed(on_meta(config, torch.float32), path)
+            return _observed(on_meta(model, torch.float32), path)
         except ConfigError as error:  # there may be another list
             reasons.append(error)
     raise reasons[0]

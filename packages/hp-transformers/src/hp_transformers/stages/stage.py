@@ -50,8 +50,7 @@ from hp_transformers.stages.call import (
     recomputed_in_call,
 )
 from hp_transformers.stages.counted import count_attention, count_experts
-from hp_transformers.stages.documents import positions_of
-from hp_transformers.stages.documents_trial import require_documents_apart
+from hp_transformers.stages.documents import positions_of, require_documents_apart
 from hp_transformers.stages.first_weights import fill
 from hp_transformers.stages.model import (
     CausalModel,
@@ -151,7 +150,7 @@ class TransformersStage(Stage):
 
     @property
     def layers(self) -> Mapping[str, nn.Module]:  # type: ignore[override]
-        """Blocks of this stage, by their index in the whole model."""
+        """Return the blocks of this stage, by their index in the whole model."""
         return {str(index): self._listed[index] for index in self.own_layers}
 
     def units(self, *, by_block: bool) -> Sequence[nn.Module]:
