@@ -230,7 +230,7 @@ class TwoStrides(OverlapRates):
 class InStrides(ContextParallel):
     """Gathers keys in two strides of heads."""
 
-    def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
+    def _rates(self, device_type: str) -> OverlapRates | None:
         del device_type
         return TwoStrides(1.0, 1.0, 0.0)
 

@@ -237,7 +237,7 @@ class ContextParallel:
 
         def settings() -> object:
             needs = mask.fingerprint if isinstance(mask, PartsMask) else None
-            return axes.mode, runs, self._settings(q.device.type), _terms_of(module), needs
+            return axes.mode, runs, self._rates(q.device.type), _terms_of(module), needs
 
         self._agree(error, (module, given), (q, k, v), settings, group, layout=layout)
         if mask is not None or limits is not given:
@@ -279,11 +279,11 @@ class ContextParallel:
         if axes.ring:
             straight = isinstance(layout, Deal)
             return RingMask(mask, core.spread, core.mode, core.share, straight=straight)
-        rates = self._rates_of_strides(device_type)
+        rates = self._rates(device_type)
         return GatheredMask(mask, core.spread, core.mode, core.share, rates)
 
-    def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
-        """Return the rates that decide the number of strides of a gather; None: one stride."""
+    def _rates(self, device_type: str) -> OverlapRates | None:
+        """Return the rates by which exchanges overlap; None: they do not, nor are there strides."""
         del device_type
         return None
 
@@ -399,11 +399,6 @@ class ContextParallel:
         self._had_documents[module] = has_documents
         if isinstance(mask, Mask):
             set_compared(mask, group)
-
-    def _settings(self, device_type: str) -> object:
-        """Return further settings that must be the same on all ranks."""
-        del device_type
-        return None
 
     def _resolve(self, mesh_or_group: DeviceMesh | ProcessGroup) -> ProcessGroup:
         """Return the group of all ranks; make those of the hybrid mode, once for all layers."""

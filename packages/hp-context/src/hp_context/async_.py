@@ -214,13 +214,10 @@ class AsyncContextParallel(ContextParallel):
             for record, result in zip(records, results, strict=True)
         ]
 
-    def _rates_of_strides(self, device_type: str) -> OverlapRates | None:
+    def _rates(self, device_type: str) -> OverlapRates | None:
         if self.overlap is False:
             return None
         return FREE if self.overlap is True else self.rates or default_rates(device_type)
-
-    def _settings(self, device_type: str) -> object:
-        return self.overlap, self.rates or default_rates(device_type)
 
 
 def _key(x: Tensor, group: ProcessGroup) -> tuple[torch.Size, object, object]:

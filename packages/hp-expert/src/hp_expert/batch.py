@@ -21,6 +21,7 @@ from hp_expert.permute import (
     sort_counted,
     sum_slots,
 )
+from hp_platform.autograd import autocast_dtype
 from hp_platform.dry_device import arrived, require_on_device
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -334,14 +335,6 @@ def stays_on_device(rows: Tensor) -> bool:
 def autocast(x: Tensor) -> Tensor:
     """Cast to the dtype in which `torch.autocast`, if it is on, computes products."""
     return x.to(autocast_dtype(x))
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which products of `x` are computed, under `torch.autocast` or not."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
 
 
 def summed_dtype(rows: Tensor) -> torch.dtype:

@@ -261,7 +261,7 @@ class _Linear(torch.autograd.Function):
         if cast is not None:
             weight, dtype = cast, cast.dtype
         if dtype is None:
-            dtype = _autocast_dtype(x)
+            dtype = autocast_dtype(x) if torch.is_autocast_enabled(x.device.type) else None
             x = _cast(x, dtype)
         elif x.dtype == weight.dtype == dtype and (bias is None or bias.dtype == dtype):
             dtype = None
@@ -323,9 +323,12 @@ def _bias_grad(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0).to(dtype)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which products of `x` are computed, under `torch.autocast` or not."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def _cast(x: X, dtype: torch.dtype | None) -> X:

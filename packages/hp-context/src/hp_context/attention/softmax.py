@@ -32,6 +32,7 @@ from hp_context.masks import (
     block_tensor,
 )
 from hp_context.masks.blocks import KeyBlock, QueryRun, plan
+from hp_platform.autograd import autocast_dtype
 
 
 class Merge:
@@ -295,11 +296,8 @@ def attend_by_blocks(
 
 def narrowed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in the dtype that autocast means for attention."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-    return q, k, v
+    dtype = autocast_dtype(q)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 class _ByBlocks(torch.autograd.Function):

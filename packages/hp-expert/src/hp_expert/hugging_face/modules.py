@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hp_expert.batch import ExpertBatch, LocalDispatcher, autocast_dtype
+from hp_expert.batch import ExpertBatch, LocalDispatcher
 from hp_expert.dispatch import AnyDispatcher, dispatching, refuse, rows_for, through_experts
 from hp_expert.dispatch.tensor_sliced import GatherSlices, Slice, even_sizes
 from hp_expert.experts.module import SpreadExperts
@@ -39,6 +39,7 @@ from hp_expert.hugging_face.choice import (
 )
 from hp_expert.routing.recompute import is_routing_saved
 from hp_platform import all_gather_uneven, outside_graph
+from hp_platform.autograd import autocast_dtype
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")

@@ -285,67 +285,43 @@ def _not_zero(actual: Answer, batch: Batch) -> list[str]:
 Spoil = Callable[[Batch, Case], Batch]
 
 
-def _no_such_expert(batch: Batch, case: Case) -> Batch:
+def _with_expert(batch: Batch, place: int, expert: int) -> Batch:
+    """Return the batch with another expert in the first or the last place (-1)."""
     experts = batch.experts.clone()
-    experts[0, 0] = case.num_experts
+    experts[place, place] = expert
     return replace(batch, experts=experts)
 
 
-def _below_nowhere(batch: Batch, _case: Case) -> Batch:
-    experts = batch.experts.clone()
-    experts[-1, -1] = -2
-    return replace(batch, experts=experts)
+def _with_x(batch: Batch, x: Tensor) -> Batch:
+    return replace(batch, x=x.requires_grad_())
 
 
-def _too_few(batch: Batch, _case: Case) -> Batch:
-    return replace(batch, experts=batch.experts[:-1])
-
-
-def _fractions(batch: Batch, _case: Case) -> Batch:
-    return replace(batch, experts=batch.experts.double())
-
-
-def _sequences(batch: Batch, _case: Case) -> Batch:
-    return replace(batch, x=batch.x.detach().unsqueeze(0).requires_grad_())
-
-
-def _other_weights(batch: Batch, _case: Case) -> Batch:
-    assert batch.weights is not None
-    return replace(batch, weights=batch.weights.detach()[:, :0])
-
-
-def _other_dtype(batch: Batch, case: Case) -> Batch:
-    other = torch.float32 if case.dtype != torch.float32 else torch.bfloat16
-    return replace(batch, x=batch.x.detach().to(other).requires_grad_())
-
-
-def _other_width(batch: Batch, case: Case) -> Batch:
-    return replace(batch, x=batch.x.detach()[:, : case.dim // 2].contiguous().requires_grad_())
-
-
-def _other_top_k(batch: Batch, _case: Case) -> Batch:
+def _twice_the_choices(batch: Batch) -> Batch:
     assert batch.weights is not None
     both = [torch.cat([t.detach(), t.detach()], 1) for t in (batch.experts, batch.weights)]
     return replace(batch, experts=both[0], weights=both[1].requires_grad_())
 
 
-def _no_weights(batch: Batch, _case: Case) -> Batch:
-    return replace(batch, weights=None)
-
-
 SPOILS: dict[str, Spoil] = {
-    "an expert that does not exist": _no_such_expert,
-    "an expert below -1": _below_nowhere,
-    "experts for too few tokens": _too_few,
-    "experts that are no integers": _fractions,
-    "tokens of three dims": _sequences,
-    "weights of another shape": _other_weights,
+    "an expert that does not exist": lambda batch, case: _with_expert(batch, 0, case.num_experts),
+    "an expert below -1": lambda batch, _: _with_expert(batch, -1, -2),
+    "experts for too few tokens": lambda batch, _: replace(batch, experts=batch.experts[:-1]),
+    "experts that are no integers": lambda batch, _: replace(batch, experts=batch.experts.double()),
+    "tokens of three dims": lambda batch, _: _with_x(batch, batch.x.detach().unsqueeze(0)),
+    "weights of another shape": lambda batch, _: replace(
+        batch, weights=None if batch.weights is None else batch.weights.detach()[:, :0]
+    ),
 }
 DISAGREEMENTS: dict[str, Spoil] = {
-    "another dtype than elsewhere": _other_dtype,
-    "another width than elsewhere": _other_width,
-    "more experts per token than elsewhere": _other_top_k,
-    "no weights, other than elsewhere": _no_weights,
+    "another dtype than elsewhere": lambda batch, case: _with_x(
+        batch,
+        batch.x.detach().to(torch.bfloat16 if case.dtype == torch.float32 else torch.float32),
+    ),
+    "another width than elsewhere": lambda batch, case: _with_x(
+        batch, batch.x.detach()[:, : case.dim // 2].contiguous()
+    ),
+    "more experts per token than elsewhere": lambda batch, _: _twice_the_choices(batch),
+    "no weights, other than elsewhere": lambda batch, _: replace(batch, weights=None),
 }
 
 

@@ -94,10 +94,6 @@ def _idle_ranks(case: Case, rank: int, num_ranks: int, generator: torch.Generato
     return experts[:0] if rank == num_ranks - 1 else experts
 
 
-def _empty(case: Case, rank: int, num_ranks: int, generator: torch.Generator) -> Tensor:
-    return _random(case, rank, num_ranks, generator)[:0]
-
-
 def _dropped(case: Case, rank: int, num_ranks: int, generator: torch.Generator) -> Tensor:
     """Drop a third of the slots, and all of the first token."""
     experts = _random(case, rank, num_ranks, generator)
@@ -106,17 +102,13 @@ def _dropped(case: Case, rank: int, num_ranks: int, generator: torch.Generator) 
     return experts.masked_fill(goes_nowhere, -1)
 
 
-def _nowhere(case: Case, rank: int, num_ranks: int, generator: torch.Generator) -> Tensor:
-    return torch.full_like(_random(case, rank, num_ranks, generator), -1)
-
-
 ROUTINGS: dict[str, Callable[[Case, int, int, torch.Generator], Tensor]] = {
     "random": _random,
     "all tokens choose the same experts": _one_set,
     "a rank without work and one without tokens": _idle_ranks,
-    "no tokens": _empty,
+    "no tokens": lambda *given: _random(*given)[:0],
     "some slots dropped": _dropped,
-    "all slots dropped": _nowhere,
+    "all slots dropped": lambda *given: torch.full_like(_random(*given), -1),
 }
 
 

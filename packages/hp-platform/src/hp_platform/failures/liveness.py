@@ -15,8 +15,8 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -29,6 +29,7 @@ from hp_platform.failures.failures import (
     break_group,
     describe,
 )
+from hp_platform.failures.messages import as_form
 from hp_platform.threads import describe_stacks, main_place, place_of
 
 _KEY = "hp_platform/liveness"
@@ -44,8 +45,7 @@ _LATE = "did not come"
 _RANKS_PER_LOOK = 512  # a store of one host answers so many ranks at a time without delay
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Answer of a rank about itself.
 
     Attributes:
@@ -56,7 +56,7 @@ class Answer:
 
     place: str
     waits: bool
-    stack: list[str] = field(default_factory=list)
+    stack: list[str]
 
     @classmethod
     def now(cls) -> "Answer":
@@ -68,18 +68,14 @@ class Answer:
     def parse(cls, text: bytes | str) -> "Answer | None":
         """Read an answer from the store; return None for other texts."""
         try:
-            fields = json.loads(text)
-            place, waits, stack = fields["place"], fields["waits"], fields["stack"]
-        except (ValueError, TypeError, KeyError):
+            answer: Answer = as_form(cls, json.loads(text))
+        except ValueError:
             return None
-        lines = stack if isinstance(stack, list) else []
-        if not isinstance(place, str) or not isinstance(waits, bool):
-            return None
-        return cls(place, waits, [str(line) for line in lines])
+        return answer
 
     def encode(self) -> str:
         """Return a line of JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps(self)
 
 
 def whom_to_blame(error: BaseException) -> FailureReport:
