@@ -26,7 +26,7 @@ from hp_platform._internals import (
     tree_leaves,
 )
 from hp_platform.collectives.shared_memory import Channel
-from hp_platform.device.device import may_mix
+from hp_platform.device import may_mix
 
 STAND_IN = torch.device("cpu", 0)
 """Device that stands in for the accelerator inside `watch_devices`."""

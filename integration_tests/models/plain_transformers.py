@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
 from hp_data.dataset import Dataset
-from hp_platform.device.float64 import lifting
+from hp_platform.device import lifting
 from hp_trainer.config import Config
 from hp_trainer.config.options import build
 from hp_trainer.config.transformers_folder import shape_of_folder

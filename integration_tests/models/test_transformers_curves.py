@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_platform.device.float64 import lifting
+from hp_platform.device import lifting
 from integration_tests.models.plain_transformers import loaded, make_folder, run_of, train_plainly
 
 pytest.importorskip("transformers", reason="of `nox -s transformers`")

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from hp_base.errors import ConfigError
-from hp_platform.device.float64 import lift
+from hp_platform.device import lift
 from integration_tests.models.architectures import tiny
 from integration_tests.models.architectures.bounds import BOUNDS
 from integration_tests.models.architectures.cells import (

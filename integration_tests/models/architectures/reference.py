@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hp_data.dataset import Batch
-from hp_platform.device.float64 import lifting
+from hp_platform.device import lifting
 from integration_tests.models.architectures.cells import PACKED, SIZES
 from integration_tests.models.architectures.task import BATCH, COMMON, STEPS, dataset
 from integration_tests.models.architectures.trained import Trained

@@ -39,7 +39,7 @@ from hp_context import (
     OverlapCounts,
     head_to_seq,
 )
-from hp_context.batch.checks import Dims
+from hp_context.checks import Dims
 from hp_context.methods import in_flight
 from hp_platform import Pending
 from hp_platform.testing import run_distributed, run_in_threads

@@ -25,7 +25,7 @@ from hp_context import (
     SlidingWindow,
     shard_sequence,
 )
-from hp_context.masks.compare import digest
+from hp_context.checks import digest
 from hp_platform import PeerError, initialize, new_group
 from hp_platform.testing import record_exchanges, run_distributed, run_in_threads
 
@@ -245,7 +245,7 @@ def test_digests_tell_masks_apart_and_are_the_same_in_every_process() -> None:
     assert all(0 <= number < 2**63 for number in found)
     assert found[3] == digest(Documents((3, 5)))
     code = (
-        "from hp_context import Causal, Documents; from hp_context.masks.compare import digest; "
+        "from hp_context import Causal, Documents; from hp_context.checks import digest; "
         "print(digest(Causal() & Documents((3, 5))))"
     )
     said = subprocess.run(

@@ -28,7 +28,7 @@ from hp_context import (
     shard_sequence,
 )
 from hp_context.attention.spread import Needs, split_heads
-from hp_context.batch.checks import Dims
+from hp_context.checks import Dims
 from hp_context.methods.hybrid import outer_runs
 from hp_context.methods.in_flight import Exchange
 from hp_context.methods.ring import routes

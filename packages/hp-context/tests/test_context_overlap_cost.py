@@ -20,7 +20,7 @@ from context_block import (
 from torch.distributed import ProcessGroup
 
 from hp_context import AsyncContextParallel, Fallback, OverlapRates
-from hp_context.batch.checks import Dims
+from hp_context.checks import Dims
 from hp_context.methods import in_flight
 from hp_platform.testing import run_in_threads
 

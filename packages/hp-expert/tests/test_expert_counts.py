@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hp_expert.dispatch import exchange_plan
 from hp_expert.dispatch.exchange_plan import read_counts
-from hp_platform import Pending
-from hp_platform.device import device
+from hp_platform import Pending, device
 
 GPU = torch.device("cuda", 0)
 

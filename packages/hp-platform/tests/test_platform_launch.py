@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from hp_platform import RankInfo, backend_for, initialize, local_device, new_group, shutdown
+from hp_platform import device as device_module
 from hp_platform import launch as launch_module
 from hp_platform._internals import HashStore
-from hp_platform.device import device as device_module
 from hp_platform.launch import _create_default_group
 from hp_platform.testing import run_distributed
 

@@ -113,7 +113,7 @@ def test_calls_and_kernels_after_a_backward_do_not_grow_with_the_parameters(
     preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a CPU there is more than one kernel for a norm of many elements.
-    monkeypatch.setattr("hp_platform.device.float64._PIECE", 1 << 30)
+    monkeypatch.setattr("hp_platform.device._PIECE", 1 << 30)
     for few, many in run_in_threads(partial(calls_and_kernels, preset=preset), world_size=1):
         assert many[0] > 2 * few[0]
         assert many[1] == few[1]

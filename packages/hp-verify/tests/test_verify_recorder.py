@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hp_base.errors import ConfigError
-from hp_platform.device.float64 import Lifting
+from hp_platform.device import Lifting
 from hp_platform.testing import run_distributed
 from hp_verify.cli import main
 from hp_verify.comparing.compare import Floor, compare

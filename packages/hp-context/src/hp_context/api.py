@@ -47,9 +47,17 @@ from hp_context.batch import (
     to_ranks,
     without_deal,
 )
-from hp_context.batch.checks import Dims, check_local, check_parts, content_of
+from hp_context.checks import (
+    Dims,
+    check_local,
+    check_parts,
+    compare,
+    content_of,
+    is_new,
+    is_of_the_data,
+    set_compared,
+)
 from hp_context.masks import Full, Mask
-from hp_context.masks.compare import compare, is_new, is_of_the_data, set_compared
 from hp_context.methods.all_gather import GatheredMask, gather_keys
 from hp_context.methods.hybrid import Axes, axes_of_mesh, plain_axes, split_group
 from hp_context.methods.in_flight import Call, Exchange, parts_of_rank, recall, remember
@@ -363,7 +371,7 @@ class ContextParallel:
         *,
         layout: SequenceLayout,
     ) -> None:
-        """Raise on all ranks or on none; see Note [When ranks compare] of `compare`.
+        """Raise on all ranks or on none; see Note [When ranks compare].
 
         A rank that comes with another shape and no mask of its data cannot be told apart from one
         that is late, short of one more collective in every call.

@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from hp_expert.checkpoint.load import load_experts
     from hp_expert.checkpoint.parts import StackedPart, from_hf, stacked_parts, to_hf
     from hp_expert.checkpoint.save import save_experts
-    from hp_expert.data_parallel import (
-        expert_parameter_names,
-        fully_shard_experts,
-        reduce_expert_gradients,
-    )
     from hp_expert.dispatch import Dispatcher, DispatchState, PreparesInTwo
     from hp_expert.dispatch.all_to_all import AllToAllDispatcher
     from hp_expert.dispatch.bounded import (
@@ -42,7 +37,14 @@ if TYPE_CHECKING:
     from hp_expert.experts.grouped import GroupedProducts
     from hp_expert.experts.module import GroupedExperts, SpreadExperts
     from hp_expert.experts.swiglu import routed_swiglu, routed_swiglu_fused
-    from hp_expert.gradients import clip_grad_norm_, grad_norm, shard_groups
+    from hp_expert.gradients import (
+        clip_grad_norm_,
+        expert_parameter_names,
+        fully_shard_experts,
+        grad_norm,
+        reduce_expert_gradients,
+        shard_groups,
+    )
     from hp_expert.hugging_face.apply import apply_to_transformers, register_with_transformers
     from hp_expert.hugging_face.replay import RoutingRecord, record_routing, replay_routing
     from hp_expert.moe import MoE
@@ -195,16 +197,16 @@ __getattr__, __dir__ = lazily(
         "document_balance_loss": "hp_expert.routing.balance",
         "expected_rows_per_token": "hp_expert.dispatch.deduplicated",
         "expert_names": "hp_expert.checkpoint",
-        "expert_parameter_names": "hp_expert.data_parallel",
+        "expert_parameter_names": "hp_expert.gradients",
         "from_hf": "hp_expert.checkpoint.parts",
-        "fully_shard_experts": "hp_expert.data_parallel",
+        "fully_shard_experts": "hp_expert.gradients",
         "gather_slots": "hp_expert.permute",
         "global_balance_loss": "hp_expert.routing.balance",
         "grad_norm": "hp_expert.gradients",
         "load_experts": "hp_expert.checkpoint.load",
         "load_imbalance": "hp_expert.routing.correction",
         "record_routing": "hp_expert.hugging_face.replay",
-        "reduce_expert_gradients": "hp_expert.data_parallel",
+        "reduce_expert_gradients": "hp_expert.gradients",
         "register_correction_bias_update": "hp_expert.routing.correction",
         "register_with_transformers": "hp_expert.hugging_face.apply",
         "replay_routing": "hp_expert.hugging_face.replay",

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from hp_platform.collectives.narrow import set_fsdp_gather_dtype
     from hp_platform.collectives.p2p import irecv, isend, isend_irecv
     from hp_platform.collectives.pending import Pending
-    from hp_platform.device.device import (
+    from hp_platform.device import (
         Event,
         backend_for,
         current_stream,
+        float64_norms,
         local_device,
         side_stream,
         use_stream,
     )
-    from hp_platform.device.float64 import float64_norms
     from hp_platform.dry_device import is_dry
     from hp_platform.failures.failures import (
         FailureNote,
@@ -140,7 +140,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Event": "hp_platform.device.device",
+    "Event": "hp_platform.device",
     "FailureNote": "hp_platform.failures.failures",
     "FailureReport": "hp_platform.failures.failures",
     "PeerError": "hp_platform.failures.failures",
@@ -156,15 +156,15 @@ _HOMES = {
     "all_to_all": "hp_platform.collectives.collectives",
     "all_to_all_lazy": "hp_platform.collectives.collectives",
     "all_to_all_wait": "hp_platform.collectives.collectives",
-    "backend_for": "hp_platform.device.device",
+    "backend_for": "hp_platform.device",
     "break_group": "hp_platform.failures.failures",
-    "current_stream": "hp_platform.device.device",
+    "current_stream": "hp_platform.device",
     "default_note": "hp_platform.failures.failures",
     "doing": "hp_platform.threads",
     "explained": "hp_platform.failures.failures",
     "failing_together": "hp_platform.failures.failures",
     "first_failure": "hp_platform.failures.failures",
-    "float64_norms": "hp_platform.device.float64",
+    "float64_norms": "hp_platform.device",
     "give_up": "hp_platform.failures.failures",
     "initialize": "hp_platform.launch",
     "irecv": "hp_platform.collectives.p2p",
@@ -177,7 +177,7 @@ _HOMES = {
     "launch_all_gather": "hp_platform.collectives.collectives",
     "launch_all_to_all": "hp_platform.collectives.collectives",
     "linear": "hp_platform.autograd",
-    "local_device": "hp_platform.device.device",
+    "local_device": "hp_platform.device",
     "mark_agreed": "hp_platform.failures.failures",
     "mark_place": "hp_platform.threads",
     "mesh_of": "hp_platform.groups",
@@ -196,11 +196,11 @@ _HOMES = {
     "set_fsdp_gather_dtype": "hp_platform.collectives.narrow",
     "set_fsdp_hooks": "hp_platform.collectives.fsdp",
     "shutdown": "hp_platform.launch",
-    "side_stream": "hp_platform.device.device",
+    "side_stream": "hp_platform.device",
     "start_all_to_all": "hp_platform.collectives.collectives",
     "submit_weight_grad": "hp_platform.autograd",
     "sync_hook": "hp_platform.autograd",
-    "use_stream": "hp_platform.device.device",
+    "use_stream": "hp_platform.device",
     "wait_tensor": "hp_platform.collectives.collectives",
 }
 """Module of each public name."""

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from hp_platform import _internals
 from hp_platform.collectives.pending import release_completed
-from hp_platform.device.device import (
+from hp_platform.device import (
     allow_shared_devices,
     backend_for,
     local_device,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.batch.checks import check_two_axes
+from hp_context.checks import check_two_axes
 from hp_context.masks import Both, EachSequence, Full, Mask
 from hp_platform import all_gather_uneven, resolve_group
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hp_context.batch import SequenceLayout, unshard_sequence
+from hp_context.checks import compare
 from hp_context.masks import Documents
-from hp_context.masks.compare import compare
 
 
 def documents_of(position_ids: Tensor) -> Documents:

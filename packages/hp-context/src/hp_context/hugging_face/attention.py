@@ -20,9 +20,9 @@ from hp_context.api import ContextParallel
 from hp_context.attention.core import Attention, masked_attention
 from hp_context.batch import SequenceLayout, to_positions
 from hp_context.batch.positions import documents_of_rows, gather_position_ids
+from hp_context.checks import set_compared
 from hp_context.hugging_face.mixers import current_trial
 from hp_context.masks import BlockKind, Causal, Documents, Mask, SlidingWindow
-from hp_context.masks.compare import set_compared
 
 Rows = list[int] | None  # sequences of a batch; None: all
 

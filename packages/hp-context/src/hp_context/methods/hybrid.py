@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_context.batch import SequenceLayout
-from hp_context.batch.checks import check_two_axes
+from hp_context.checks import check_two_axes
 from hp_platform import new_group_of_members
 
 

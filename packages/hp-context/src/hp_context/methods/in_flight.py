@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hp_context.batch import CONTIGUOUS, SequenceLayout
-from hp_context.batch.checks import Dims
+from hp_context.checks import Dims
 from hp_context.methods.overlap import Fallback
 from hp_context.methods.ulysses import Packing, seq_to_head
 from hp_platform import Pending, launch_all_to_all

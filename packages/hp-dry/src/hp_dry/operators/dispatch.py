@@ -28,7 +28,7 @@ from hp_dry.recording.recorder import DeviceRecorder
 from hp_dry.recording.tensors import tensors_in
 from hp_dry.trace import Launch
 from hp_platform._internals import FakeTensor
-from hp_platform.device.device import may_mix
+from hp_platform.device import may_mix
 
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})

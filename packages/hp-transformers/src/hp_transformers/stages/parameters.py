@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hp_base.errors import ConfigError
 from hp_expert.hugging_face.modules import expert_modules, refusal
-from hp_platform.device.float64 import lifting
+from hp_platform.device import lifting
 from hp_trainer.layout.parameter import Kind, ParameterSpec
 from hp_trainer.model import declare
 

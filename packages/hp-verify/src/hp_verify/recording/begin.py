@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hp_platform._internals import TorchDispatchMode
-from hp_platform.device.float64 import lift
+from hp_platform.device import lift
 from hp_verify.recording.recorder import Recorder
 from hp_verify.recording.request import Request
 from hp_verify.recording.second_run import SecondRunRecorder

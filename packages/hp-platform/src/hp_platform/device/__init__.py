@@ -1,1 +1,0 @@
-"""The device of a process, its streams, and computing in float64."""
