@@ -10,6 +10,7 @@ import pytest
 from hp_base.errors import ConfigError
 from hp_train import __version__
 from hp_train.cli import main
+from hp_trainer import plugins
 from hp_trainer.config.options import split_overrides
 
 # Ends the program at once if anything imports torch.
@@ -136,6 +137,22 @@ def test_a_wrong_config_is_told_once_per_machine(
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main(["train"]) == 2
     assert "must equal WORLD_SIZE (8)" in capsys.readouterr().err
+
+
+def test_a_package_that_plans_steps_is_missed_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plugins, "entry_points", lambda **_: ())
+    plugins._points.cache_clear()
+    try:
+        planned = ("--data.packing", "planned", "--pipeline.stages_per_rank", "1")
+        assert main(["train", "--dry-run", *planned]) == 2
+    finally:
+        plugins._points.cache_clear()
+    assert capsys.readouterr().err == (
+        'error: data.packing ("planned") needs a package that is not installed: '
+        "pip install hp-packing\n"
+    )
 
 
 def test_overrides_are_taken_out_of_a_command_line() -> None:

@@ -1,10 +1,11 @@
 """What one process of a job writes down: launches, own gradients, evaluations, norms, closures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,12 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from hp_platform.testing import run_distributed
 from hp_verify.comparing.recordings import Recording, Step, join, numbers_of
+from hp_verify.recording import parts
 from hp_verify.recording.begin import begin
 from hp_verify.recording.digests import digest_of
-from hp_verify.recording.events import EVALUATION, FORWARD, GRADIENT, NORM, OWN, START
+from hp_verify.recording.events import CLIPPED, EVALUATION, FORWARD, GRADIENT, NORM, OWN, START
 from hp_verify.recording.launches import Launches
 from hp_verify.recording.notes import Notes
-from hp_verify.recording.request import Request
+from hp_verify.recording.parts import keep_weights, read_weights
+from hp_verify.recording.request import Focus, Request
+from hp_verify.recording.second_run import SecondRunRecorder
+from hp_verify.recording.values import Part, Whole, whole_of
 
 
 def test_a_launch_goes_on_from_those_that_have_ended_alone(tmp_path: Path) -> None:
@@ -157,3 +162,25 @@ def test_a_norm_of_shards_is_that_of_all(tmp_path: Path) -> None:
     mine, theirs = numbers_of(step, NORM)
     assert mine == theirs
     assert mine == pytest.approx(step.tensors[GRADIENT]["weight"].norm, rel=1e-5)
+
+
+def test_a_second_run_takes_a_limit_of_any_kind_of_number(tmp_path: Path) -> None:
+    recorder = SecondRunRecorder(Request(str(tmp_path), focus=Focus(1, CLIPPED, "weight")))
+    recorder._before_clipping([], np.float32(0.5))
+    assert recorder._facts["max norm"] == 0.5
+
+
+def test_of_replicas_of_first_weights_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, read = torch.arange(6.0).view(2, 3), list[int]()
+    for rank in range(3):
+        keep_weights(tmp_path, rank, 1, {"weight": weight})
+
+    def counted(parts: Sequence[Part]) -> Whole:
+        read.append(len(parts))
+        return whole_of(parts)
+
+    monkeypatch.setattr(parts, "whole_of", counted)
+    assert torch.equal(read_weights(tmp_path)["weight"], weight)
+    assert read == [1]

@@ -32,6 +32,7 @@ from hp_trainer.config.options import (
 from hp_trainer.config.schema import keys_called
 from hp_trainer.launch.last_word import leave_last_word
 from hp_trainer.layout.ranks import Layout
+from hp_trainer.plugins import planned_steps
 from hp_trainer.training.resuming import require_same_run
 
 _Run: TypeAlias = Callable[[argparse.Namespace], int]
@@ -136,6 +137,8 @@ def _train(resolved: Resolved, options: argparse.Namespace) -> int:
     run, data, model = resolved.config.run, resolved.config.data, resolved.config.model
     if run.resume:
         require_same_run(resolved)
+    if data.packing == "planned":
+        planned_steps()  # which ranks load
     if data.paths or (options.dry_run and any((data.tokenizer, run.init_from, model.vocab_size))):
         from hp_trainer.training.beforehand import refuse_beforehand  # noqa: PLC0415 - only here
 

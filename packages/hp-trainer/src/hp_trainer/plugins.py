@@ -18,8 +18,8 @@ from typing import Any
 from hp_base.errors import ConfigError
 
 
-def plugin(group: str, name: str, *, asked_by: str, package: str) -> Any:
-    """Load what a package adds to a group under a name.
+def find(group: str, name: str, *, asked_by: str, package: str) -> EntryPoint:
+    """Find what a package adds to a group under a name.
 
     Args:
         group: Group of entry points.
@@ -32,8 +32,23 @@ def plugin(group: str, name: str, *, asked_by: str, package: str) -> Any:
     """
     for point in _points(group):
         if point.name == name:
-            return point.load()
+            return point
     raise ConfigError(f"{asked_by} needs a package that is not installed: pip install {package}")
+
+
+def plugin(group: str, name: str, *, asked_by: str, package: str) -> Any:
+    """Load what `find` finds; arguments and errors are the same."""
+    return find(group, name, asked_by=asked_by, package=package).load()
+
+
+def planned_steps() -> EntryPoint:
+    """Find what makes the steps of a run with `data.packing` "planned".
+
+    Raises:
+        ConfigError: When no installed package makes such steps.
+    """
+    asked_by = 'data.packing ("planned")'
+    return find("hp_trainer.step_sources", "planned", asked_by=asked_by, package="hp-packing")
 
 
 def weights_of(folder: str) -> Any:

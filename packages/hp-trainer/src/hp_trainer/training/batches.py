@@ -23,7 +23,7 @@ from hp_trainer.layout.sequence import SequenceShare
 from hp_trainer.model import DropoutKey, Microbatch, look_ahead
 from hp_trainer.model.attention import Limits
 from hp_trainer.model.parallelize import Pipeline
-from hp_trainer.plugins import plugin
+from hp_trainer.plugins import planned_steps
 from hp_trainer.training.metrics import StepMetrics
 
 
@@ -220,12 +220,7 @@ def step_source(
     """
     if config.data.packing != "planned":
         return None
-    make: Callable[..., StepSource] = plugin(
-        "hp_trainer.step_sources",
-        "planned",
-        asked_by='data.packing ("planned")',
-        package="hp-packing",
-    )
+    make: Callable[..., StepSource] = planned_steps().load()
     return make(config, mesh, data, runtime=runtime, vocab_size=vocab_size)
 
 

@@ -22,7 +22,7 @@ from hp_verify.recording.names import Renaming
 from hp_verify.recording.runs import Runs
 from hp_verify.recording.slices import Flat, Slice, index_of, placed, spans_of
 from hp_verify.recording.trees import is_dtensor
-from hp_verify.recording.values import parts_of, read_parts, whole_of, write_parts
+from hp_verify.recording.values import Part, parts_of, read_parts, whole_of, write_parts
 
 _FIRST = "first weights"
 
@@ -43,12 +43,15 @@ def keep_weights(folder: Path, rank: int, root: int, weights: Mapping[str, Tenso
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Put together what `keep_weights` of all ranks has written; name -> whole weight."""
-    found = defaultdict(list)
+    """Put together what `keep_weights` of all ranks has written; name -> whole weight.
+
+    Of ranks that have the same part of a weight, the first is read.
+    """
+    found: dict[str, dict[Box, Part]] = defaultdict(dict)
     for index in sorted((folder / _FIRST).glob("root-*.json")):
         for _, name, part in read_parts(index):
-            found[name].append(part)
-    return {name: whole_of(parts).values for name, parts in found.items()}
+            found[name].setdefault(part.box, part)
+    return {name: whole_of([*parts.values()]).values for name, parts in found.items()}
 
 
 @torch.no_grad()

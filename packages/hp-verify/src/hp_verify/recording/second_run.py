@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -225,7 +225,7 @@ class SecondRunRecorder(Recorder):
     ) -> None:
         if self._step == self._focus.step:
             most = kwargs.get("max_norm", args[0] if args else None)
-            if isinstance(most, int | float | Tensor):
+            if isinstance(most, SupportsFloat):
                 self._facts["max norm"] = float(most)
         super()._before_clipping(parameters, *args, **kwargs)
 
