@@ -17,7 +17,8 @@ A row is a figure of one package:
   imports the other when it is loaded (not in a function, not for type checkers alone); circles:
   sets of rooms that import each other; loops: sets of modules that do, annotations included.
 
-A walk is what `house_walks.py` counts: files / functions / calls of the packages in one act.
+A walk is what `house_walks.py` counts: files / functions / calls of the packages in one act; the
+walk of the config, which nothing is run for, is that of `config_walk.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TypeAlias
+
+from config_walk import config_walk
 
 ROOT = Path(__file__).resolve().parent.parent
 Figures: TypeAlias = dict[str, dict[str, int | str]]  # row -> column -> figure
@@ -258,7 +261,8 @@ def table(after: Figures, before: Figures | None = None) -> str:
 
 def measure(checkout: Path, *, static: bool) -> dict[str, Figures]:
     """Return all figures of a checkout."""
-    figures = {"packages": static_figures(checkout)}
+    config: Figures = {"config, from start on": {**config_walk(checkout)}}
+    figures = {"packages": static_figures(checkout), "config": config}
     return figures if static else figures | {"walks": walk_figures(checkout)}
 
 

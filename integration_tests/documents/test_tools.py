@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from check_distributions import check_wheel
+from config_walk import config_walk
 from house import ROOT, arrows_of, circles_of, count_source, is_fragment, table, walk_figures
 from house_walks import count, find
 from lowest_siblings import lowest
@@ -204,6 +205,40 @@ def test_the_house_has_arrows_where_loading_one_room_loads_another(tmp_path: Pat
     (package / "b" / "again.py").write_text("class K: pass\n")
     with pytest.raises(LookupError, match="K must be defined once in hp_a"):
         find(tmp_path, "hp_a", "K")
+
+
+def test_the_config_enters_what_it_and_what_is_made_of_it_are_given_to(tmp_path: Path) -> None:
+    package = tmp_path / "packages" / "hp-a" / "src" / "hp_a" / "training"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text(
+        "from hp_a.training.parts import Part, alone, made\n"
+        "def start(config):\n"
+        "    whole = made(config.size)\n"
+        "    part = Part(1, whole)\n"
+        "    return alone(3), part.later(), [made(each) for each in part]\n"
+    )
+    (package / "parts.py").write_text(
+        "from hp_a.training import below, never\n"
+        "def alone(number): return never.enters(number)\n"
+        "def made(size): return below.deep(size)\n"
+        "class Part:\n"
+        "    def __init__(self, number, whole):\n"
+        "        self.whole = whole\n"
+        "        self.number = never.enters(number)\n"
+        "        self.of_whole()\n"
+        "    def of_whole(self): return below.deep(self.whole)\n"
+        "    def later(self): return never.enters(self.whole)\n"
+    )
+    (package / "below.py").write_text("def deep(value): return value\n")
+    (package / "never.py").write_text("def enters(value): return value\n")
+    # start, made, deep, Part and its method, deep again, made again
+    assert config_walk(tmp_path) == {"rooms": 3, "returns": 3}
+
+
+def test_the_config_of_a_run_walks_through_few_rooms() -> None:
+    found = config_walk(ROOT)
+    assert found["rooms"] <= 24
+    assert found["returns"] <= 17
 
 
 def test_a_walk_counts_frames_of_the_packages_alone(tmp_path: Path) -> None:
