@@ -2,9 +2,11 @@
 
 import math
 from array import array
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,12 @@ from torch import Tensor, nn
 
 from hp_platform.testing import run_distributed
 from hp_verify.comparing.compare import Floor, compare
-from hp_verify.comparing.findings import Comparison
+from hp_verify.comparing.findings import UPDATE, Comparison
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.comparing.ties import first_flip
 from hp_verify.jobs import report
 from hp_verify.recording.begin import begin
-from hp_verify.recording.events import Choice
+from hp_verify.recording.events import RATE, Choice
 from hp_verify.recording.request import Request
 from hp_verify.recording.samples import Samples, choices_in
 
@@ -72,19 +74,21 @@ class Model(nn.Module):
         return scaled
 
 
-def train(router: Router, before: float, dtype: torch.dtype) -> None:
+def train(
+    router: Router, before: float, dtype: torch.dtype, *, rate: float = 0.1, steps: int = 2
+) -> None:
     torch.manual_seed(0)
     model = Model(router, before).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for _ in range(steps):
         model(torch.tensor([[0, 1, 2], [3, 4, 0]])).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _work(request: Request, router: Router, before: float, dtype: torch.dtype) -> None:
+def _work(request: Request, work: Callable[[], None]) -> None:
     with closing(begin(request)):
-        train(router, before, dtype)
+        work()
 
 
 def recorded(
@@ -94,10 +98,12 @@ def recorded(
     before: float = 1.0,
     reference: str = "",
     dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> Recording:
     folder.mkdir()
     request = Request(str(folder), reference=reference, steps=2)
-    run_distributed(partial(_work, request, router, before, dtype), world_size=1)
+    work = partial(train, router, before, dtype, **options)
+    run_distributed(partial(_work, request, work), world_size=1)
     return join(folder)
 
 
@@ -108,11 +114,13 @@ def compared(
     *,
     before: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> Comparison:
     """Compare a job with its reference."""
     expected = recorded(tmp_path / "reference", reference, dtype=dtype)
     theirs = str(tmp_path / "reference")
-    actual = recorded(tmp_path / "job", job, before=before, reference=theirs, dtype=dtype)
+    asked: dict[str, Any] = {"before": before, "reference": theirs, "dtype": dtype}
+    actual = recorded(tmp_path / "job", job, **asked, **options)
     return compare(actual, expected, Floor(expected, []))
 
 
@@ -151,6 +159,20 @@ def test_a_difference_before_the_choice_is_not_excused(tmp_path: Path) -> None:
 
     assert found.first is not None
     assert str(found.first).startswith("step 1, forward scale")
+    assert found.flip is not None
+    assert not found.is_equal
+
+
+@pytest.mark.parametrize(
+    ("option", "found_in"), [({"rate": 0.2}, RATE), ({"steps": 1}, UPDATE)], ids=str
+)
+def test_what_follows_from_no_choice_is_not_excused_by_one(
+    option: dict[str, Any], found_in: str, tmp_path: Path
+) -> None:
+    found = compared(tmp_path, Router(-1e-6), Router(1e-6), **option)
+
+    assert str(found.first).startswith("step 1, forward")
+    assert found_in in {difference.phase for difference in found.differences}
     assert found.flip is not None
     assert not found.is_equal
 
