@@ -27,7 +27,7 @@ from hp_context import (
     unshard_sequence,
 )
 from hp_context.batch import CONTIGUOUS, SequenceLayout
-from hp_context.methods.overlap import OverlapRates
+from hp_context.methods.in_flight import OverlapRates
 from hp_platform.testing import run_distributed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

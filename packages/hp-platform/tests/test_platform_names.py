@@ -15,7 +15,7 @@ loaded = set(sys.modules)
 assert "hp_platform.collectives.p2p" in loaded
 unwanted = {
     "hp_platform.collectives.fsdp",
-    "hp_platform.collectives.narrow",
+    "hp_platform.collectives.fsdp",
     "hp_platform.launch",
     "hp_platform.testing",
     "hp_platform.threads",

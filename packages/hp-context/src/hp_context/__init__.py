@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         SlidingWindow,
         mask_tensor,
     )
-    from hp_context.methods.overlap import Fallback, OverlapCounts, OverlapRates
+    from hp_context.methods.in_flight import Fallback, OverlapCounts, OverlapRates
     from hp_context.methods.ulysses import head_to_seq, seq_to_head
 
 __all__ = [
@@ -102,12 +102,12 @@ __getattr__, __dir__ = lazily(
         "Documents": "hp_context.masks",
         "EachSequence": "hp_context.masks",
         "ExchangedBytes": "hp_context.cost",
-        "Fallback": "hp_context.methods.overlap",
+        "Fallback": "hp_context.methods.in_flight",
         "Full": "hp_context.masks",
         "HeadTail": "hp_context.batch",
         "Mask": "hp_context.masks",
-        "OverlapCounts": "hp_context.methods.overlap",
-        "OverlapRates": "hp_context.methods.overlap",
+        "OverlapCounts": "hp_context.methods.in_flight",
+        "OverlapRates": "hp_context.methods.in_flight",
         "PositionMask": "hp_context.masks",
         "SequenceLayout": "hp_context.batch",
         "SlidingWindow": "hp_context.masks",

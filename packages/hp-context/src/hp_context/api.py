@@ -60,8 +60,14 @@ from hp_context.checks import (
 from hp_context.masks import Full, Mask
 from hp_context.methods.all_gather import GatheredMask, gather_keys
 from hp_context.methods.hybrid import Axes, axes_of_mesh, plain_axes, split_group
-from hp_context.methods.in_flight import Call, Exchange, parts_of_rank, recall, remember
-from hp_context.methods.overlap import OverlapRates
+from hp_context.methods.in_flight import (
+    Call,
+    Exchange,
+    OverlapRates,
+    parts_of_rank,
+    recall,
+    remember,
+)
 from hp_context.methods.ring import RingMask
 from hp_context.methods.ulysses import head_to_seq
 from hp_platform import outside_graph, resolve_group

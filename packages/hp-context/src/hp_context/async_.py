@@ -5,28 +5,32 @@ Shape symbols: B batch, N ranks, s local sequence, H heads, D head size.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_context.api import ContextParallel
+from hp_context.api import ContextParallel, M
 from hp_context.batch import CONTIGUOUS, SequenceLayout
 from hp_context.masks import Mask
-from hp_context.methods.in_flight import Exchange, InFlight, arrive, decline, launch, take
-from hp_context.methods.overlap import (
+from hp_context.methods.in_flight import (
     FREE,
+    Exchange,
     Fallback,
+    InFlight,
     OverlapCounts,
     OverlapRates,
     Tally,
+    arrive,
+    decline,
     default_rates,
+    launch,
+    take,
 )
 from hp_platform import outside_graph
 
-M = TypeVar("M", bound=nn.Module)
 Overlap = bool | Literal["auto"]
 
 

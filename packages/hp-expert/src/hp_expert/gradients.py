@@ -99,7 +99,9 @@ def grad_norm(
     listed = _listed(parameters)
     device = local_part(listed[0]).device if listed else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (_, groups), tensors in _by_groups(listed, _all_sharded(parameters, sharded)).items():
+    by_tensor = shard_groups(parameters) if isinstance(parameters, nn.Module) else {}
+    by_tensor |= {tensor: tuple(groups) for tensor, groups in (sharded or {}).items()}
+    for (_, groups), tensors in _by_groups(listed, by_tensor).items():
         power = _power([g for g in map(_gradient, tensors) if g is not None], norm_type, tensors[0])
         for group in groups:
             power = _over(power, group, norm_type)
@@ -158,13 +160,6 @@ def _listed(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(parameters, Tensor):
         return [parameters]
     return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-
-
-def _all_sharded(
-    parameters: object, sharded: Mapping[Tensor, Sequence[ProcessGroup]] | None
-) -> dict[Tensor, Groups]:
-    known = shard_groups(parameters) if isinstance(parameters, nn.Module) else {}
-    return known | {tensor: tuple(groups) for tensor, groups in (sharded or {}).items()}
 
 
 def _by_groups(

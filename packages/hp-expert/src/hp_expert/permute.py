@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hp_expert.functions import Context, differentiable_once
 from hp_expert.kernels import fuses, kernels_for, triton_sorting
 from hp_platform import wait_tensor
+from hp_platform.autograd import Context, differentiable_once
 
 
 class SlotCounts(NamedTuple):

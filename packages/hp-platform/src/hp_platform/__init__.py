@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from hp_platform.collectives.fsdp import (
         set_fsdp_exchanges,
         set_fsdp_frees_parameters,
+        set_fsdp_gather_dtype,
         set_fsdp_hooks,
     )
-    from hp_platform.collectives.narrow import set_fsdp_gather_dtype
     from hp_platform.collectives.p2p import irecv, isend, isend_irecv
     from hp_platform.collectives.pending import Pending
     from hp_platform.device import (
@@ -193,7 +193,7 @@ _HOMES = {
     "resolve_group": "hp_platform.groups",
     "set_fsdp_exchanges": "hp_platform.collectives.fsdp",
     "set_fsdp_frees_parameters": "hp_platform.collectives.fsdp",
-    "set_fsdp_gather_dtype": "hp_platform.collectives.narrow",
+    "set_fsdp_gather_dtype": "hp_platform.collectives.fsdp",
     "set_fsdp_hooks": "hp_platform.collectives.fsdp",
     "shutdown": "hp_platform.launch",
     "side_stream": "hp_platform.device",

@@ -1,5 +1,8 @@
 """Hooks of autograd, functions outside compiled graphs, and deferred weight gradients.
 
+`Context` is the type of the context of a Function; `differentiable_once` is for backwards that run
+once.
+
 Backward computes input gradients now and weight gradients later where a layer asks for it, so that
 a pipeline stage can send its input gradient before it computes the gradients of its weights, for
 which no other stage waits ("Zero Bubble Pipeline Parallelism", Qi et al. 2023, arXiv:2401.10241).
@@ -13,11 +16,12 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hp_platform import _internals
 
@@ -334,3 +338,42 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 def _cast(x: X, dtype: torch.dtype | None) -> X:
     # Autocast leaves float64 alone.
     return x if x is None or dtype is None or x.dtype == torch.float64 else x.to(dtype)
+
+
+ContextT = TypeVar("ContextT")
+
+
+class Context(Protocol):
+    """The context that autograd passes to forward and backward of a Function.
+
+    A Function that keeps more than tensors names it in a subclass.
+    """
+
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep inputs and outputs for `saved_tensors` of the backward."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Declare outputs that have no gradient."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Choose whether a gradient that does not exist is zeros or None."""
+
+
+def differentiable_once(
+    backward: Callable[[ContextT, Tensor], R],
+) -> Callable[[ContextT, Tensor], R]:
+    """Make a backward refuse second derivatives, also of sums, whose gradient is a constant.
+
+    torch's `once_differentiable` lets a backward of such a gradient return constants.
+    """
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def refusing(ctx: ContextT, grad: Tensor) -> R:
+        if torch.is_grad_enabled():
+            grad = grad.detach().requires_grad_()
+        return once(ctx, grad)
+
+    return refusing

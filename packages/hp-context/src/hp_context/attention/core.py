@@ -450,10 +450,6 @@ class PositionsOnly(TorchFunctionMode):
         given = dict(kwargs)
         if func is F.scaled_dot_product_attention:
             given |= zip(_POSITIONAL, args, strict=False)
-        self._check(func, given)
-        return func(*args, **kwargs)
-
-    def _check(self, func: Callable[..., object], given: dict[str, object]) -> None:
         if given.get("is_causal"):
             raise ValueError(
                 f"{func.__name__}(is_causal=True) must not be called in "
@@ -465,6 +461,7 @@ class PositionsOnly(TorchFunctionMode):
                 f"dropout_p ({given['dropout_p']}) must be 0 in {self.mode}: "
                 f"use ulysses_degree=None"
             )
+        return func(*args, **kwargs)
 
 
 def guard(module: nn.Module, mode: PositionsOnly) -> None:

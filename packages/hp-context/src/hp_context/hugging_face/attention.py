@@ -321,8 +321,9 @@ class SpreadAttention:
         counted = to_positions(counted, self._layout, num_ranks=num_ranks, seq_dim=0)
         if num_ranks == 1 or not bool((whole == counted).all()):
             return
-        if context_mask is not None and _cuts(context_mask, size):
-            return
+        here, before = range(size, size + 1), range(size - 1, size)
+        if context_mask is not None and context_mask.block(here, before) is BlockKind.EMPTY:
+            return  # it cuts where the part of the next rank begins
         raise ValueError(
             f"position_ids must be positions of the whole sequence ({seq_len}), but all "
             f"{num_ranks} ranks count from 0 to {size - 1}, as the model does that is given none: "
@@ -435,9 +436,3 @@ def _masks(call: CallMask, documents: list[Documents]) -> list[tuple[Mask, Rows]
         )
     masks = [call.order & of_row if len(of_row.lengths) > 1 else call.order for of_row in rows]
     return list(zip(masks, [None] if len(rows) == 1 else rows.values(), strict=True))
-
-
-def _cuts(mask: Mask, position: int) -> bool:
-    """Tell whether the query at a position does not see the key before it."""
-    here, before = range(position, position + 1), range(position - 1, position)
-    return mask.block(here, before) is BlockKind.EMPTY

@@ -201,7 +201,9 @@ class Trial(Comparison):
         positions = torch.arange(self._seq).repeat(2, 1)
         positions[1, (5 * positions[0] + 3) % self._seq] = positions[0]
         given = {"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}
-        return given | ({"use_cache": False} if _takes(self._model, "use_cache") else {})
+        known = signature(self._model.forward).parameters
+        takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
+        return given | ({"use_cache": False} if takes_any or "use_cache" in known else {})
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, others: Mapping[str, object]
@@ -248,11 +250,6 @@ def _mapped(function: Callable[[Tensor], Tensor], value: object) -> object:
         for item in value.values():
             _mapped(function, item)
     return value
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    found = signature(model.forward).parameters
-    return name in found or any(p.kind is Parameter.VAR_KEYWORD for p in found.values())
 
 
 _names: set[str] = set()  # registered by this package

@@ -48,7 +48,7 @@ from hp_context.attention.spread import (
 )
 from hp_context.masks import Mask
 from hp_context.masks.blocks import joined
-from hp_context.methods.overlap import OverlapRates
+from hp_context.methods.in_flight import OverlapRates
 from hp_platform import Pending, launch_all_gather, launch_all_to_all
 
 MAX_STRIDES = 4  # a fifth hides a twentieth of the exchange more and makes every kernel smaller

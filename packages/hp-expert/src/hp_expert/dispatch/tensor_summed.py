@@ -26,9 +26,9 @@ from hp_expert.dispatch.exchange_plan import (
     raise_on_all_ranks,
     read_counts,
 )
-from hp_expert.functions import Context
 from hp_expert.permute import SlotCounts, count_slots, invalid_experts, order_of
 from hp_platform import launch_all_to_all, wait_tensor
+from hp_platform.autograd import Context
 
 _CODE, _INVALID, _TOKENS, _COUNTS = range(4)
 

@@ -32,9 +32,9 @@ from hp_expert.experts.types import (
     WeightGradient,
     WeightGradients,
 )
-from hp_expert.functions import Context, differentiable_once
 from hp_expert.placement import local_part
 from hp_platform import wait_tensor
+from hp_platform.autograd import Context, differentiable_once
 
 T = TypeVar("T")
 _GROUPED: Final = Grouped()

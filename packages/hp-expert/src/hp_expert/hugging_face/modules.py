@@ -104,15 +104,10 @@ def _wrong_marks(experts: nn.Module) -> str | None:
     if has_own_gate(experts):
         return None
     activation = getattr(experts, "act_fn", None)
-    return None if _is_silu(activation) else f"its activation ({activation}) must be silu"
-
-
-def _is_silu(activation: object) -> bool:
-    return (
-        isinstance(activation, nn.SiLU)
-        or activation is F.silu
-        or type(activation).__name__ == "SiLUActivation"
-    )
+    is_silu = isinstance(activation, nn.SiLU) or activation is F.silu
+    if is_silu or type(activation).__name__ == "SiLUActivation":
+        return None
+    return f"its activation ({activation}) must be silu"
 
 
 def _wrong_shape(experts: nn.Module) -> str | None:

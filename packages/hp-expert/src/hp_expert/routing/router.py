@@ -12,7 +12,6 @@ from typing import Final, Literal, NamedTuple, Protocol, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from hp_expert.functions import Context, differentiable_once
 from hp_expert.kernels import fuses, triton_routing
 from hp_expert.kernels.triton_routing import Rule
 from hp_expert.routing.capacity import (
@@ -20,10 +19,10 @@ from hp_expert.routing.capacity import (
     expert_capacity,
     is_within_capacity,
 )
-from hp_expert.routing.fused import route
-from hp_expert.routing.load import count_in_backward
+from hp_expert.routing.load import count_in_backward, route
 from hp_expert.routing.recompute import decide, is_routing_saved
 from hp_platform import linear
+from hp_platform.autograd import Context, differentiable_once
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2_sum"]

@@ -1,6 +1,7 @@
 """Sends and receives between ranks, through the host where the backend needs it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ class _Message(NamedTuple):
     peer: int
     outgoing: bool
     buffers: list[Tensor]
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], object] | None = None
 
     def post(self, group: ProcessGroup, tag: int) -> dist.Work:
         post = group.send if self.outgoing else group.recv
@@ -133,11 +134,8 @@ def _incoming(buffer: Tensor, src: int, group: ProcessGroup) -> _Message:
     if not _needs_host(buffer, group):
         return _Message(target, peer, outgoing=False, buffers=[target])
     host = torch.empty_like(target, device="cpu", pin_memory=target.is_cuda)
-
-    def copy() -> None:
-        target.copy_(host)
-
-    return _Message(host, peer, outgoing=False, buffers=[target, host], finish=copy)
+    finish = partial(target.copy_, host)
+    return _Message(host, peer, outgoing=False, buffers=[target, host], finish=finish)
 
 
 def _needs_host(x: Tensor, group: ProcessGroup) -> bool:

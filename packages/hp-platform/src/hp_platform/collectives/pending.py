@@ -32,7 +32,7 @@ class Pending(Generic[T]):
         *,
         works: Sequence[dist.Work] = (),
         buffers: Sequence[Tensor] = (),
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> None:
         """Own an operation.
 

@@ -1,8 +1,8 @@
 """Operators of a thread, intercepted one by one, and the memory of their results."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -15,10 +15,7 @@ Seen: TypeAlias = Callable[[str, tuple[Any, ...], dict[str, Any]], object]
 """Function that is given the name of an operator, its positional and its keyword arguments."""
 
 
-@contextmanager
-def watch_operators(
-    seen: Seen,
-) -> Iterator[None]:
+def watch_operators(seen: Seen) -> AbstractContextManager[object]:
     """Call `seen` before each operator that this thread runs in the context.
 
     They are the operators below autograd in forward and backward, and collectives. Operators that
@@ -29,8 +26,7 @@ def watch_operators(
         seen: Function of the name, such as `"aten::nonzero"` or `"aten::index.Tensor"`, and the
             positional and keyword arguments. An exception from it prevents the operator.
     """
-    with _Watch(seen):
-        yield
+    return _Watch(seen)
 
 
 class _Watch(TorchDispatchMode):
