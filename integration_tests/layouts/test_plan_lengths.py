@@ -18,6 +18,7 @@ from hp_plan.price.estimate import estimate
 from hp_train.cli import main
 from hp_trainer.config.options import resolve
 
+CPU = MACHINES["cpu"]
 KEYS = (
     ("data.seq_len", 1024),
     ("mesh.pp", 2),
@@ -32,20 +33,31 @@ KEYS = (
 
 def _prices() -> LengthPrices:
     config = resolve("", KEYS, env={}).config
-    found = estimate(config, MACHINES["cpu"], vocab_size=256)
-    return LengthPrices(found.config, MACHINES["cpu"], vocab_size=256)
+    found = estimate(config, CPU, vocab_size=256)
+    return LengthPrices(found.config, CPU, vocab_size=256)
 
 
 def test_sequences_of_one_document_take_what_plan_says() -> None:
     prices = _prices()
-    found = estimate(prices.config, MACHINES["cpu"], vocab_size=256)
+    found = estimate(prices.config, CPU, vocab_size=256)
     steps = {each.packing: each for each in prices.steps([[1024] * 8] * 2)}
     for packing in ("stream", "best_fit"):
         assert steps[packing].seconds == pytest.approx([found.seconds] * 2)
         assert steps[packing].memory == (found.memory.total,) * 2
         assert steps[packing].tokens_per_second == pytest.approx(found.tokens_per_second)
     assert steps["planned"].tokens == (8192, 8192)
-    assert max(steps["planned"].memory) <= MACHINES["cpu"].memory
+    assert max(steps["planned"].memory) <= CPU.memory
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe_v"])
+def test_layouts_of_several_stages_on_a_rank_are_priced_without_planned_steps(
+    schedule: str,
+) -> None:
+    keys = {**dict(KEYS), "pipeline.stages_per_rank": 2, "pipeline.schedule": schedule}
+    found = estimate(resolve("", [*keys.items()], env={}).config, CPU, vocab_size=256)
+    steps = LengthPrices(found.config, CPU, vocab_size=256).steps([[1024] * 8])
+    assert [each.packing for each in steps] == ["stream", "best_fit"]
+    assert steps[0].seconds == pytest.approx([found.seconds])
 
 
 def test_short_documents_take_less_and_percentiles_rise() -> None:

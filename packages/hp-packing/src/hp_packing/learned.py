@@ -19,7 +19,7 @@ from hp_plan.price.rates import Routed, rates_of
 from hp_plan.price.traffic import edge_link
 from hp_trainer.config import Config, ModelConfig
 from hp_trainer.layout.ranks import Layout, StageLayout
-from hp_trainer.layout.schedules import count_stages, layers_of_stages
+from hp_trainer.layout.schedules import count_stages, layers_of_stages, placement
 
 _MANY = 1 << 16
 """Tokens at which kernels take as long as their products or bytes."""
@@ -33,7 +33,7 @@ def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepC
     """Return the costs of the stages of a layout on a machine.
 
     Args:
-        config: Configuration of the layout, with one stage on each rank.
+        config: Configuration of the layout.
         machine: Rates and links of the machine.
         vocab_size: Tokens of the vocabulary, the rows of the embedding.
     """
@@ -41,7 +41,8 @@ def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepC
     works = modules.stages(config, vocab_size, num_stages=num)
     kernels = modules.kernels(config, vocab_size, num_stages=num)
     layout = Layout.of(config.mesh)
-    places = [aligned(place, machine.node_size) for place in layout.stages]
+    ranks = [aligned(stage, machine.node_size) for stage in layout.stages]
+    places = [ranks[rank] for rank in placement(config.pipeline, num_ranks=layout.pp)]
     known: dict[object, StageCosts] = {}
     stages = []
     for work, mine, place, layers in zip(
@@ -53,7 +54,7 @@ def learned_costs(config: Config, machine: Machine, *, vocab_size: int) -> StepC
             known[key] = _stage(config, machine, work, mine, place, seen=seen, layers=len(layers))
         stages.append(known[key])
     message = 0.0
-    if num > 1:
+    if layout.pp > 1:
         link = edge_link(config, layout, machine, source=0, destination=1)
         message = link.bytes / link.link.bandwidth / config.microbatch_tokens
     return StepCosts(tuple(stages), node=machine.node_size, message=message, windows=model.windows)
