@@ -49,6 +49,17 @@ def test_every_session_that_is_named_exists(page: Path) -> None:
     assert named <= {*sessions, "tests"}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_module_that_is_run_exists(page: Path) -> None:
+    for name in re.findall(r"-m ((?:hp_|integration_tests)[\w.]*\w)", page.read_text()):
+        path = name.replace(".", "/")
+        files = [
+            f for end in (".py", "/__main__.py") for f in ROOT.glob(f"packages/*/src/{path}{end}")
+        ]
+        files += [ROOT / f"{path}{end}" for end in (".py", "/__main__.py")]
+        assert any(file.is_file() for file in files), name
+
+
 @pytest.mark.parametrize("readme", READMES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_readme_names_what_shows_its_claims(readme: Path) -> None:
     _, _, rows = readme.read_text().partition("| shown by |\n|---|---|\n")
@@ -93,6 +104,8 @@ def is_there(name: str) -> bool:
 def test_every_dotted_name_on_a_page_or_in_a_source_exists() -> None:
     projects = [tomllib.loads(file.read_text()) for file in ROOT.glob("packages/*/pyproject.toml")]
     groups = {name for file in projects for name in file["project"].get("entry-points", {})}
+    architecture = (ROOT / "docs" / "understand" / "architecture.md").read_text()
+    assert {*re.findall(r"^\| `([\w.]+)` \| .* \| .* \|$", architecture, re.MULTILINE)} >= groups
     texts = [*PAGES, *ROOT.glob("packages/*/src/**/*.py")]
     named = {(name, text.name) for text in texts for name in DOTTED.findall(text.read_text())}
     assert len(named) > 200
