@@ -275,3 +275,15 @@ def test_some_tensors_are_kept_in_every_step(tmp_path: Path) -> None:
         ["tokens"],
         ["tokens", "weight"],
     ]
+
+
+def test_what_follows_from_no_choice_is_not_excused_by_one(tmp_path: Path) -> None:
+    def steps(expert: int, rate: float) -> list[Step]:
+        scores = torch.tensor([[0.5, 0.3, 0.3 - 1e-7, 0.0]], dtype=torch.float64)
+        choice = torch.tensor([[0, expert]])
+        made: Step = {CHOICES: {"moe": choice}, SCORES: {"moe": scores}}
+        return [made | {"gradient": {"w": choice.double()}, "rate": {"": torch.tensor(rate)}}]
+
+    mine, theirs = record(tmp_path / "a", steps(1, 0.1)), record(tmp_path / "b", steps(2, 0.2))
+    assert compare_runs(mine, theirs, bound=1e-4, tie=1e-5).ok
+    assert not compare_runs(mine, theirs, bound=1e-4, tie=1e-5, fixed=["rate"]).ok

@@ -45,6 +45,11 @@ SLACK = {"weight": 100.0, "saved": 100.0, "loaded": 100.0, "second moment": 4.0}
 """Factors of these bounds in less than fp64: AdamW divides tiny gradients by their own size."""
 TIE = 1e-6
 """Scores of experts closer than this are a tie that rounding may break, in less than fp64."""
+FIXED = (
+    *("start", "separator", "first sequence", "tokens", "targets"),
+    *("eval tokens", "eval targets", "learning rate"),
+)
+"""Quantities that follow from no choice of experts."""
 
 
 def is_one_of(key: str, patterns: str) -> bool:

@@ -17,7 +17,16 @@ from torch import Tensor
 from hp_base.errors import RunFailedError
 from hp_train.verify.oracle import Oracle
 from hp_train.verify.own_trainer import MOMENTS
-from hp_train.verify.pairs import BOUNDS, ORACLE, SLACK, TIE, described, families, must_be_exact
+from hp_train.verify.pairs import (
+    BOUNDS,
+    FIXED,
+    ORACLE,
+    SLACK,
+    TIE,
+    described,
+    families,
+    must_be_exact,
+)
 from hp_train.verify.program import TRAINER, Program, Request, request_run
 from hp_train.verify.rank import ENTRY, RECORDING
 from hp_trainer.config import Config, DataConfig, to_dict
@@ -156,6 +165,7 @@ class Runs:
             expected,
             bound=BOUNDS[dtype] if bound is None else bound,
             tie=0.0 if dtype == "float64" else TIE,
+            fixed=FIXED,
             slack={} if dtype == "float64" else SLACK,
         )
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -101,6 +101,7 @@ def compare_runs(
     bound: float = 0.0,
     norms_of: Sequence[str] = ("gradient",),
     tie: float = 0.0,
+    fixed: Collection[str] = (),
     slack: Mapping[str, float] | None = None,
     measure: Measure | None = None,
 ) -> RunComparison:
@@ -118,6 +119,8 @@ def compare_runs(
         norms_of: Quantities of which the 2-norm of each tensor is compared as well.
         tie: An excess is excused where a token chose other experts before it, among scores less
             than this apart; 0: never. Needs the quantities `CHOICES` and `SCORES`.
+        fixed: Quantities that follow from no choice, tokens for example: an excess of theirs is not
+            excused, nor is anything beside it.
         slack: Quantity -> factor of the bound. An optimizer that divides by the size of gradients
             makes rounding of tiny ones into large differences of weights.
         measure: Another measure of errors; None: as said above.
@@ -140,7 +143,7 @@ def compare_runs(
     flip: Flip | None = None
     flaws: list[str] = []
     measure = measure or (lambda theirs: _largest_errors(theirs, bound))
-    num_steps = num_values = 0
+    num_steps, num_values, may_excuse = 0, 0, True
     sides = (read_steps(run) if isinstance(run, Path) else run for run in (actual, expected))
     for num_steps, (mine, theirs) in enumerate(itertools.zip_longest(*sides), start=1):
         if mine is None or theirs is None or mine.index != theirs.index:
@@ -153,11 +156,11 @@ def compare_runs(
         for each in _differences(mine, theirs, norms_of, measure):
             names = worst.setdefault(each.phase, {})
             names[each.name] = max(names.get(each.name, each), each, key=_badness)
-            if first is None and each.error > bound * slack.get(each.phase, 1.0):
-                first = each
+            if each.error > bound * slack.get(each.phase, 1.0):
+                first, may_excuse = first or each, may_excuse and each.phase not in fixed
     if not num_values:
         flaws.append("the runs have no numbers in common")
-    excused = excuses(flip, None if first is None else first.step, tie)
+    excused = may_excuse and excuses(flip, None if first is None else first.step, tie)
     return RunComparison(
         bound, num_steps, num_values, worst, first, flip, excused, tuple(flaws), slack
     )
