@@ -276,8 +276,7 @@ class _Runs:
         # At its end, perhaps: torch with Gloo aborts there now and then.
         is_done = recording is not None and recording.is_whole(request.steps)
         if recording is None or (status != 0 and not (status and is_done)):
-            timed_out = f"was not done after {self.seconds:g} s"
-            ended = timed_out if status is None else ending(status)
+            ended = f"was not done after {self.seconds:g} s" if status is None else ending(status)
             told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
             raise JobFailedError(told, recording)
         if status:
@@ -302,8 +301,7 @@ def _before_failing(recording: Recording | None, expected: Recording, floor: Flo
         return "the job had made no update when it failed"
     last = max(done.steps)
     known = Recording({i: s for i, s in expected.steps.items() if i <= last}, expected.facts)
-    comparison = compare(done, known, floor)
-    return f"what the job computed before it failed:\n{report(comparison)}"
+    return f"what the job computed before it failed:\n{report(compare(done, known, floor))}"
 
 
 def report(comparison: Comparison) -> str:

@@ -10,8 +10,15 @@ from dataclasses import replace
 from fractions import Fraction
 
 from hp_verify.comparing.findings import REDUCTION, UPDATE, Comparison, Difference
-from hp_verify.comparing.recordings import Digests, Recording, Step, distance, numbers_of, size_of
-from hp_verify.comparing.repeated import matched
+from hp_verify.comparing.recordings import (
+    Digests,
+    Recording,
+    Step,
+    distance,
+    matched,
+    numbers_of,
+    size_of,
+)
 from hp_verify.comparing.ties import excuses, first_flip
 from hp_verify.recording import events as ev
 

@@ -1,8 +1,11 @@
-"""A job's recording, put together from those of its processes: each step by phase and name."""
+"""A job's recording, put together from those of its processes: each step by phase and name.
+
+Where a job calls a module more often than its reference, `matched` tells which calls are the same.
+"""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from msgspec import structs
 
 from hp_base.errors import HpError
 from hp_verify.recording.events import (
+    BACKWARD,
     EVALUATION,
     FORWARD,
     NUM_SIGNS,
@@ -296,8 +300,7 @@ class _Parts:
             result.problem = result.problem or result.lost
         if result.problem:
             return result
-        shape = result.shape
-        result.shapes = {row: own for row, own in self._shapes.items() if own != shape}
+        result.shapes = {row: own for row, own in self._shapes.items() if own != result.shape}
         for row, boxes in self._pieces.items():
             size = math.prod(self._shapes[row])
             here = sum(math.prod(end - begin for begin, end in box) for box in boxes)
@@ -306,8 +309,7 @@ class _Parts:
                 return result
             pieces = [piece for _, piece in boxes.values()]
             sums = tuple(math.fsum(p.sums[k] for p in pieces) for k in range(NUM_SIGNS))
-            norm = math.sqrt(math.fsum(piece.norm**2 for piece in pieces))
-            result.rows[row] = sums, norm
+            result.rows[row] = sums, math.sqrt(math.fsum(piece.norm**2 for piece in pieces))
         return result
 
 
@@ -330,3 +332,68 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
 def numbers_of(step: Step, phase: str, name: str = "") -> list[float]:
     """Return all numbers of a kind, of all processes."""
     return [value for some in step.numbers.get(phase, {}).get(name, {}).values() for value in some]
+
+
+Apart = Callable[[Digests, Digests], float]
+"""Relative distance of a tensor from the reference's; NaN: they cannot be compared."""
+
+
+def matched(mine: Step, theirs: Step, apart: Apart) -> dict[str, int]:
+    """Call the job's outputs as the reference does, where the job calls a module more often.
+
+    Of calls of a module in one of the model the first is named as the module, others as ``#1`` and
+    so on: one more shifts those after it.
+
+    Args:
+        mine: A step of the job, whose names are changed.
+        theirs: The same of the reference.
+        apart: Distance of two tensors.
+
+    Returns:
+        Output of a module -> how often more often than in the reference it was computed.
+    """
+    more: dict[str, int] = {}
+    for phase, others in ((FORWARD, (FORWARD, BACKWARD)), (EVALUATION, ())):
+        ours, expected = mine.tensors.get(phase, {}), theirs.tensors.get(phase, {})
+        ours_by_base, by_base = _by_base(ours), _by_base(expected)
+        for base, names in by_base.items():
+            calls = ours_by_base.get(base, [])
+            if len(calls) <= len(names):
+                continue
+            more[base] = len(calls) - len(names)
+            chosen = _chosen(calls, names, lambda a, b: apart(ours[a], expected[b]))  # noqa: B023
+            if [*chosen] != calls[: len(names)]:
+                rest = [name for name in calls if name not in chosen]
+                renamed = dict(zip([*chosen, *rest], calls, strict=True))
+                for kind in others or (phase,):
+                    _rename(mine.tensors.get(kind, {}), renamed)
+    return more
+
+
+def _by_base(names: Mapping[str, Digests]) -> dict[str, list[str]]:
+    """Group names of calls by the output of a module, the first call first."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        found[name.partition("#")[0]].append(name)
+    return {
+        base: sorted(calls, key=lambda name: int(name.partition("#")[2] or 0))
+        for base, calls in found.items()
+    }
+
+
+def _chosen(calls: list[str], names: list[str], apart: Callable[[str, str], float]) -> list[str]:
+    """Return the job's calls that match the reference's, in order; else the first ones."""
+    first, found = 0, []
+    for index, name in enumerate(names):
+        most = len(calls) - len(names) + index + 1
+        near = [at for at in range(first, most) if apart(calls[at], name) <= TERMS]
+        if not near:
+            return calls[: len(names)]
+        found.append(calls[near[0]])
+        first = near[0] + 1
+    return found
+
+
+def _rename(tensors: dict[str, Digests], renamed: Mapping[str, str]) -> None:
+    taken = {name: tensors.pop(name) for name in renamed if name in tensors}
+    tensors.update({renamed[name]: tensor for name, tensor in taken.items()})

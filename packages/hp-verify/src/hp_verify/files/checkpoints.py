@@ -158,8 +158,7 @@ def report_checkpoints(comparison: CheckpointComparison) -> str:
     for said, count in sorted(comparison.counts.items()):
         error = comparison.largest.get(said)
         lines.append(f"{count} {said}" + (f", by {error:.1e} at most" if error else ""))
-    state = "equal" if comparison.is_equal else "NOT EQUAL"
-    return "\n".join([*lines, state])
+    return "\n".join([*lines, "equal" if comparison.is_equal else "NOT EQUAL"])
 
 
 def _named(names: Iterable[str]) -> list[str]:

@@ -107,8 +107,7 @@ def compare_curves(
         noise = _Noise.of_residuals(difference)
     statistic, at = noise.statistic(difference[None])
     by_chance, _ = noise.statistic(noise.draw(rng, draws, groups))
-    largest = float(statistic[0])
-    chance = (1 + int((by_chance >= largest).sum())) / (draws + 1)
+    chance = (1 + int((by_chance >= statistic[0]).sum())) / (draws + 1)
     begin = int(at[0])
     threshold = float(np.quantile(by_chance, 1 - level))
     error = noise.error / math.sqrt(groups / 2)
@@ -248,8 +247,7 @@ def _residuals(series: _Floats) -> _Floats:
 def _rho(left: _Floats) -> _Floats:
     """Return correlation of neighbours, without the bias that two estimated levels bring."""
     length = left.shape[1]
-    products = (left[:, 1:] * left[:, :-1]).sum(axis=1)
-    raw = products / ((left**2).sum(axis=1) + 1e-300)
+    raw = (left[:, 1:] * left[:, :-1]).sum(axis=1) / ((left**2).sum(axis=1) + 1e-300)
     return np.asarray(np.clip(raw + (2 + 6 * raw) / length, 0.0, _LARGEST_RHO))
 
 

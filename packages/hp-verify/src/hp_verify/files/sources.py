@@ -149,10 +149,12 @@ def _of_files(path: Path, files: Mapping[str, FileTensor]) -> Source:
 
 
 def _distributed(path: Path) -> Source:
-    sources, left_out = read_sources(path)
-    others = tuple(file.name for file in path.glob("*.pt"))  # Megatron's arguments, and groups
-    name = "torch.distributed.checkpoint"
-    return Source(path, name, _entries(sources), (*left_out, *others))
+    sources, pickled = read_sources(path)
+    left_out = (
+        *pickled,
+        *(file.name for file in path.glob("*.pt")),
+    )  # Megatron's arguments, groups
+    return Source(path, "torch.distributed.checkpoint", _entries(sources), left_out)
 
 
 def _all_of(shape: tuple[int, ...]) -> Box:

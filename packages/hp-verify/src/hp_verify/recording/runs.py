@@ -32,8 +32,7 @@ class Runs:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._names = list(weights)
         self._shapes = [tuple(weights[name].shape) for name in self._names]
-        sizes = [math.prod(shape) for shape in self._shapes]
-        self._starts = [0, *itertools.accumulate(sizes)]
+        self._starts = [0, *itertools.accumulate(map(math.prod, self._shapes))]
         self._weights = [weights[name].detach().reshape(-1).cpu() for name in self._names]
         self._made: dict[torch.dtype, _Values] = {}
 

@@ -95,12 +95,6 @@ class Run:
     length: int
     at: tuple[int, ...] = ()
 
-    @property
-    def is_whole(self) -> bool:
-        """Tell whether all of the reference's sample is here."""
-        first, last = self.here
-        return self.start == 0 and last - first == self.length
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Laid:
@@ -230,7 +224,8 @@ class Samples:
         if len(self.runs) == 1 and self.runs[0].length == self._length:
             return tuple(sizes), [Laid(values, whole(sizes), self.names)]
         dim = list(sizes).index(self._length) if self._length in sizes else None
-        if dim is None and not all(run.is_whole for run in self.runs):
+        is_whole = all((r.start, r.here[1] - r.here[0]) == (0, r.length) for r in self.runs)
+        if dim is None and not is_whole:
             return None
         parts = [self._of_run(values, run, dim) for run in self.runs]
         return parts[0].shape, parts
@@ -432,8 +427,7 @@ def _of_ends(tokens: Tensor) -> tuple[Span, ...]:
     for token in ends.unique().tolist():
         same = tokens == token
         runs = same.flip(1).int().cumprod(1).sum(1)
-        is_at_ends = bool((same.sum(1) == runs).all())
-        if is_at_ends and bool(runs.max() < length):
+        if bool((same.sum(1) == runs).all()) and bool(runs.max() < length):
             return tuple((0, length - run) for run in runs.tolist())
     return ()
 

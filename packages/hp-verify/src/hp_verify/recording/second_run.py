@@ -292,8 +292,7 @@ def _laid(laid: tuple[tuple[int, ...], list[Laid]] | None) -> dict[str, Any]:
 
 def _copied(tensor: Tensor) -> Tensor:
     """Copy a tensor to the host; the copy requires gradients if the tensor does."""
-    copied = tensor.detach().to("cpu", copy=True)
-    return copied.requires_grad_(tensor.requires_grad)
+    return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
 
 
 def _plain(value: object) -> Plain | None:

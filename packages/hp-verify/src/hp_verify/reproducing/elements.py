@@ -71,8 +71,7 @@ def exact(
         or mixture(mine, terms or {}, 10 * bound)
     )
     count, total = int(differs.sum()), differs.numel()
-    names = dims or _names_of(theirs)
-    where = _where(differs, names)
+    where = _where(differs, dims or _names_of(theirs))
     amount = f"all {total:,}" if count == total else f"{count:,} of {total:,}"
     holds = _holders(wrong, parts)
     value, other = float(mine[at]), float(theirs[at])

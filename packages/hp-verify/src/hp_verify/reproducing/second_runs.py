@@ -5,7 +5,7 @@ Of both jobs together it is what a program needs to compute a module's value aga
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,9 @@ class SecondRun:
         rows = self._parts[step, kept["phase"], kept["name"]]
         adds, call = kept.get("adds", False), kept.get("call", 0)
         one = [""], kept.get("box"), [kept.get("values")], kept["shape"]
-        for samples, box, values, shape in kept.get("laid", [one]):
-            for row, value in zip(samples, values, strict=True):
-                name = names.get((who, step, call, row), row)
-                part = Part(value, tuple(shape), offset_of(box), rank, adds, call)
-                rows.setdefault(name, []).append(part)
+        for row, value, shape, box in _by_sample(kept.get("laid", [one])):
+            part = Part(value, shape, offset_of(box), rank, adds, call)
+            rows.setdefault(names.get((who, step, call, row), row), []).append(part)
 
     def batches(self, step: int) -> dict[int, list[str]]:
         """Return the names of the samples that each rank is given in a step."""
@@ -107,12 +105,18 @@ class SecondRun:
             if entry["module"] != module or entry["times"] != times:
                 continue
             for leaf in entry["leaves"]:
-                for samples, box, values, shape in leaf["laid"] if leaf["place"] == place else ():
-                    for row, value in zip(samples, values, strict=True):
-                        name = self._names.get((*entry["key"], row), row)
-                        part = Part(value, tuple(shape), offset_of(box), entry["rank"])
-                        found[name].append(part)
+                here = leaf["laid"] if leaf["place"] == place else ()
+                for row, value, shape, box in _by_sample(here):
+                    part = Part(value, shape, offset_of(box), entry["rank"])
+                    found[self._names.get((*entry["key"], row), row)].append(part)
         return found
+
+
+def _by_sample(laid: Iterable[Any]) -> Iterator[tuple[str, Tensor, tuple[int, ...], ev.Box]]:
+    """Yield name, values, shape of the whole and box of each sample's part that was kept."""
+    for samples, box, values, shape in laid:
+        for row, value in zip(samples, values, strict=True):
+            yield row, value, tuple(shape), box
 
 
 @dataclass(slots=True)
@@ -342,8 +346,7 @@ class ModuleSides:
             and leaf["size"] == wanted["size"]
         ]
         same = [raw for is_same, raw in found if is_same] or [raw for _, raw in found]
-        is_one = same and all(torch.equal(raw, same[0]) for raw in same)
-        return same[0] if is_one else None
+        return same[0] if same and all(torch.equal(raw, same[0]) for raw in same) else None
 
 
 def distance(value: Tensor, other: Tensor) -> float:

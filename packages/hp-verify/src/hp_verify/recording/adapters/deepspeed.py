@@ -32,8 +32,7 @@ def held(root: nn.Module, named: Mapping[str, Tensor]) -> Iterator[Held]:
                 yield part, [Run(name, whole, first, size, 0)]
             optimizer = getattr(parameter, "_z3_optimizer", None)
             if size and optimizer is not None:
-                key = optimizer.get_param_id(parameter)
-                group, at, _ = optimizer.grad_position[key]
+                group, at, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 tensors[group] = optimizer.fp32_partitioned_groups_flat[group]
                 groups[group].append(Run(name, whole, first, size, int(at)))
         elif mapping is not None:
