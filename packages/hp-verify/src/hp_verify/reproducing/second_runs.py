@@ -1,4 +1,4 @@
-"""What second runs have kept: tensors put together over ranks, and calls of modules.
+"""Tensors that second runs have kept, put together over ranks, and calls of modules.
 
 Of both jobs together it is what a program needs to compute a module's value again.
 """
