@@ -2,7 +2,7 @@
 
 `corpus` finds the text and cuts it into pieces, `tokenizer` turns text into ids, and `encode` does
 so in as many processes as there are cores. `prepare` writes the ids of a run (`tokens`), of which
-`holdout` holds some out for evaluation, and keeps them for other runs in a `Cache`. `dataset` draws
+some are held out for evaluation, and keeps them for other runs in a `Cache`. `dataset` draws
 sequences from them in an order fixed by the seed.
 """
 

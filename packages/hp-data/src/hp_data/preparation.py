@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+
+import numpy as np
 
 from hp_base.atomic_write import new_folder, remove_unfinished
 from hp_base.errors import ConfigError, DataError
@@ -30,8 +33,7 @@ from hp_data.corpus import (
     read_piece,
 )
 from hp_data.encode import count_processes, encode_all
-from hp_data.holdout import HoldOut
-from hp_data.tokenizer import Tokenizer
+from hp_data.tokenizer import TokenArray, Tokenizer
 from hp_data.tokens import (
     INDEX,
     SPLITS,
@@ -51,6 +53,9 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 _FILES = (INDEX, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "sums")))
 _RULES = 3
 """Version of the rules by which ids are made: 3 reads special tokens in text as text."""
+_TOGETHER = 8192
+_LARGEST_WINDOW = 1 << 22
+_LEAST = 1024
 
 
 def prepare(
@@ -63,7 +68,7 @@ def prepare(
     on_progress: OnProgress = lambda: None,
     tell: Tell = lambda _: None,
 ) -> None:
-    """Make the tokens of a run, once per run directory; see `hp_data.holdout`.
+    """Make the tokens of a run, once per run directory; see `HoldOut`.
 
     Existing tokens are kept: a resumed run reads the same tokens as before, even if the text has
     changed. On shared storage one process of every node may do this at the same time.
@@ -403,3 +408,68 @@ def _copy(tokens: TokenFile, folder: Path, split: str, on_progress: Callable[[],
         for chunk in range(tokens.num_chunks):
             file.write(tokens.verified(chunk))
             on_progress()
+
+
+class HoldOut:
+    """A split of a stream of tokens into two files: for training, and held out for evaluation.
+
+    The text is one stream of tokens, files in their order. Of every window of it, and of the
+    shorter window at its end, the last `fraction` is held out. Windows are so long that 8192 tokens
+    are held out together. The held-out tokens depend only on the text, the tokenizer and the
+    fraction, and one file is enough. Of a text that does not fill a window, at least 1024 tokens
+    are held out, or a quarter if that is less. A document that is cut ends in both parts with a
+    separator, like two documents.
+
+    Args:
+        train: Writer of the training tokens.
+        held: Writer of the held-out tokens.
+        separator: Token that ends a document.
+        fraction: Share to hold out, above 0 and below 1.
+    """
+
+    def __init__(
+        self, train: TokenWriter, held: TokenWriter, separator: int, *, fraction: float
+    ) -> None:
+        self._train, self._held, self._fraction = train, held, fraction
+        self._separator = separator
+        self._window = min(math.ceil(_TOGETHER / fraction), _LARGEST_WINDOW)
+        self._parts: list[TokenArray] = []
+        self._size = 0
+        self._in_document = False
+
+    def write(self, tokens: TokenArray) -> int:
+        """Take more of the stream, without a first separator that ends a document without tokens.
+
+        Returns:
+            Number of separators left out, 0 or 1.
+        """
+        num_empty = int(not self._in_document and tokens.size > 0 and tokens[0] == self._separator)
+        tokens = tokens[num_empty:]
+        if tokens.size:
+            self._in_document = bool(tokens[-1] != self._separator)
+        while self._size + tokens.size >= self._window:
+            missing = self._window - self._size
+            self._parts.append(tokens[:missing])
+            tokens = tokens[missing:]
+            self._deal(math.ceil(self._fraction * self._window))
+        if tokens.size:
+            self._parts.append(tokens)
+            self._size += tokens.size
+        return num_empty
+
+    def finish(self) -> None:
+        """Write the last tokens of the stream to both files."""
+        if self._size:
+            least = 0 if self._train.tokens else min(_LEAST, self._size // 4)
+            self._deal(max(math.ceil(self._fraction * self._size), least))
+
+    def _deal(self, num_held: int) -> None:
+        window = np.concatenate(self._parts)
+        self._parts, self._size = [], 0
+        for part, writer in zip(
+            np.split(window, [-num_held]), (self._train, self._held), strict=True
+        ):
+            if part.size:
+                writer.write(part)
+                if part[-1] != self._separator:
+                    writer.write(np.full(1, self._separator, dtype=part.dtype))
