@@ -17,23 +17,6 @@ _DIGITS = len(str(2**40))
 _Draw = Callable[[Random], float]
 
 
-def _lognormal(median: float) -> _Draw:
-    return lambda rng: rng.lognormvariate(math.log(median), 1.1)
-
-
-def _mock(rng: Random) -> float:
-    """Draw from Megatron's distribution: mean 4096, then cut at 1024 and 8192."""
-    return min(max(rng.lognormvariate(math.log(4096) - 1.1**2 / 2, 1.1), 1024), 8192)
-
-
-def _log_uniform(rng: Random) -> float:
-    return math.exp(rng.uniform(math.log(8 * K), math.log(128 * K)))
-
-
-def _few_long(rng: Random) -> float:
-    return 64 * K if rng.random() < 0.05 else 2 * K
-
-
 @cache
 def _library() -> tuple[int, ...]:
     root = Path(sysconfig.get_path("stdlib"))
@@ -41,20 +24,16 @@ def _library() -> tuple[int, ...]:
     return tuple(filter(None, sizes))
 
 
-def _source_files(rng: Random) -> float:
-    return rng.choice(_library())
-
-
 GENERATORS: Mapping[str, _Draw] = {
-    "mock": _mock,
-    "lognormal-2k": _lognormal(2 * K),
-    "lognormal-8k": _lognormal(8 * K),
-    "log-uniform": _log_uniform,
-    "few-long": _few_long,
-    "source-files": _source_files,
+    "mock": lambda rng: min(max(rng.lognormvariate(math.log(4 * K) - 1.1**2 / 2, 1.1), K), 8 * K),
+    "lognormal-2k": lambda rng: rng.lognormvariate(math.log(2 * K), 1.1),
+    "lognormal-8k": lambda rng: rng.lognormvariate(math.log(8 * K), 1.1),
+    "log-uniform": lambda rng: math.exp(rng.uniform(math.log(8 * K), math.log(128 * K))),
+    "few-long": lambda rng: 64 * K if rng.random() < 0.05 else 2 * K,
+    "source-files": lambda rng: rng.choice(_library()),
 }
-"""Megatron's mock; lognormal with sigma 1.1; log-uniform from 8k to 128k; 5 % of 64k among 2k;
-files of Python's standard library, four bytes a token."""
+"""Megatron's mock, of mean 4k, cut at 1k and 8k; lognormal with sigma 1.1; log-uniform from 8k to
+128k; 5 % of 64k among 2k; files of Python's standard library, four bytes a token."""
 
 
 def draw(name: str, *, tokens: int, longest: int, seed: int) -> list[int]:

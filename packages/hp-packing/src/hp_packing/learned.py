@@ -13,7 +13,7 @@ from hp_packing.costs import Seconds, StageCosts, StepCosts
 from hp_plan.costs import modules
 from hp_plan.costs.machine import Machine
 from hp_plan.costs.memory import padding
-from hp_plan.costs.work import Kernel, Kernels, Work
+from hp_plan.costs.work import Kernels, Work
 from hp_plan.price.prices import aligned, exchanges
 from hp_plan.price.rates import Routed, rates_of
 from hp_plan.price.traffic import edge_link
@@ -110,7 +110,10 @@ def _stage(
     flops = Seconds(work.scores, _BACKWARD * work.scores + again)
     if machine.launch_seconds:
         token, microbatch, least = _of_kernels(config, machine, kernels, place)
-        proper = [_attention(way) for way in kernels]
+        proper = [
+            sum(times * kernel.flops for kernel, times in way.items() if kernel.kind == "attention")
+            for way in kernels
+        ]
         if any(proper):
             rate = machine.attention_flops or rate
             flops = Seconds(proper[0], proper[1] + proper[2])
@@ -145,11 +148,6 @@ def _stage(
         heads=exchanged / machine.bandwidth,
         kept=work.kept_bytes(1, tp=tp, padded=padding(config, place)),
     )
-
-
-def _attention(kernels: Counter[Kernel]) -> float:
-    """Return the operations per token of attention proper."""
-    return sum(times * each.flops for each, times in kernels.items() if each.kind == "attention")
 
 
 def _of_kernels(

@@ -200,7 +200,10 @@ def _splits_differ(
     for event in events.values():
         assert isinstance(event, Collective)
         if id(event) not in tables:
-            tables[id(event)] = _splits(event, len(ranks))
+            tables[id(event)] = (
+                _rows(event.inputs, event.input_splits, event, len(ranks)),
+                _rows(event.outputs, event.output_splits, event, len(ranks)),
+            )
     if len({n for pair in tables.values() for side in pair for n in side}) == 1:
         return None
     for place, rank in enumerate(ranks):
@@ -216,13 +219,6 @@ def _splits_differ(
                 at = (events[rank].at, events[receiver].at)
                 return Problem("splits", (rank, receiver), at, text)
     return None
-
-
-def _splits(event: Collective, size: int) -> tuple[Sequence[int], Sequence[int]]:
-    return (
-        _rows(event.inputs, event.input_splits, event, size),
-        _rows(event.outputs, event.output_splits, event, size),
-    )
 
 
 def _rows(side: Shapes, splits: Sequence[int], event: Collective, size: int) -> Sequence[int]:

@@ -57,11 +57,12 @@ def cached(key: object, kind: type[T], learn: Callable[[], T]) -> T:
     found = _read(name, kind)
     if found is not None:
         return found
-    with _turn():
+    with _turn() as folder:
         found = _read(name, kind)
         if found is None:
             found = learn()
-            _store(name, msgspec.json.encode(found))
+            if folder is not None:
+                _store(folder, name, msgspec.json.encode(found))
     return found
 
 
@@ -74,8 +75,8 @@ def _read(name: str, kind: type[T]) -> T | None:
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
-    """Lock the folder, if there is one."""
+def _turn() -> Iterator[int | None]:
+    """Lock the folder, and yield its descriptor; None: there is no folder."""
     with suppress(OSError):
         make_own(user_cache(FOLDER))
     with opened_own(user_cache(FOLDER)) as folder:
@@ -86,19 +87,15 @@ def _turn() -> Iterator[None]:
                 break
             except OSError:
                 time.sleep(_POLL_SECONDS)
-        yield
+        yield folder
 
 
-def _store(name: str, content: bytes) -> None:
+def _store(folder: int, name: str, content: bytes) -> None:
     with suppress(OSError):
-        make_own(user_cache(FOLDER))
-        with opened_own(user_cache(FOLDER)) as folder:
-            if folder is None:
-                return
-            with replacing(folder, name) as file:
-                file.write(content)
-            file.close()
-            _make_room(folder)
+        with replacing(folder, name) as file:
+            file.write(content)
+        file.close()
+        _make_room(folder)
 
 
 def _make_room(folder: int) -> None:

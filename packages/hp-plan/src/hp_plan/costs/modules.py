@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from hp_base.dtypes import BYTES
 from hp_plan.costs.cache import cached
-from hp_plan.costs.work import BlockWork, Kernel, Kernels, ModelWork, Work, alike, together
+from hp_plan.costs.work import Kernel, Kernels, ModelWork, Work, alike, together
 from hp_trainer.config import Config, ModelConfig
 from hp_trainer.layout.schedules import layers_of_stages, placement
 from hp_trainer.layout.vocabulary import logit_tile
@@ -208,17 +208,12 @@ def _stages(key: Key, recompute: str, cut: tuple[range, ...], *, tiled: bool) ->
     found = []
     for index, layers in enumerate(cut):
         ends = index == 0, index == len(cut) - 1
-        kinds = (_kinds(key, layers), *ends)
+        kinds = (*(_model(key).blocks[f"layers.{i}"] for i in layers), *ends)
         if kinds not in known:
             first, last = ends
             known[kinds] = _stage(key, recompute, layers, first=first, last=last, tiled=tiled)
         found.append(known[kinds])
     return tuple(found)
-
-
-def _kinds(key: Key, layers: Sequence[int]) -> tuple[BlockWork, ...]:
-    """Return the kinds of layers: the blocks that they are equal to."""
-    return tuple(_model(key).blocks[f"layers.{index}"] for index in layers)
 
 
 @lru_cache(maxsize=64)

@@ -76,29 +76,30 @@ def places_of(
         before: Layout of the model's former files; None: there were none.
     """
     if before is not None and before.dtype_of and tensors.keys() <= before.file_of.keys():
-        by_file: dict[str, dict[str, Place]] = {}
-        for name, about in tensors.items():
-            by_file.setdefault(before.file_of[name], {})[name] = Place("", 0, *about)
-        return _placed(by_file)
-    shards: list[dict[str, Place]] = [{}]
-    size = 0
-    for name, about in tensors.items():
-        place = Place("", 0, *about)
-        if shards[-1] and size + place.num_bytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = place
-        size += place.num_bytes
-    names = (f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1))
-    return _placed(dict(zip(names, shards, strict=True)))
-
-
-def _placed(by_file: Mapping[str, Mapping[str, Place]]) -> dict[str, Place]:
+        file_of = before.file_of
+    else:
+        file_of = _full_files(tensors, shard_bytes)
     places: dict[str, Place] = {}
-    for file, shard in by_file.items():
-        _, begins, _ = _layout(shard)
-        places |= {n: p._replace(file=file, begin=begins[n]) for n, p in shard.items()}
+    whole = {name: Place(file_of[name], 0, *about) for name, about in tensors.items()}
+    for inside in _by_file(whole).values():
+        _, begins, _ = _layout(inside)
+        places |= {n: p._replace(begin=begins[n]) for n, p in inside.items()}
     return places
+
+
+def _full_files(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shard_bytes: int
+) -> dict[str, str]:
+    """Return the file of every tensor, each file filled before the next one."""
+    number, size = 1, 0
+    number_of: dict[str, int] = {}
+    for name, (dtype, shape) in tensors.items():
+        num_bytes = prod(shape) * dtype.itemsize
+        if size and size + num_bytes > shard_bytes:
+            number, size = number + 1, 0
+        number_of[name] = number
+        size += num_bytes
+    return {n: f"model-{k:05d}-of-{number:05d}.safetensors" for n, k in number_of.items()}
 
 
 def require_no_model(folder: Path) -> None:
