@@ -40,7 +40,7 @@ def test_bytes_are_exact_and_times_are_near(name: str, tmp_path: Path) -> None:
     ranks = run_distributed(run, world_size=config.world_size, timeout=120)
     # The rate of this machine, from the very steps that are predicted.
     found = planned(config, MACHINES["cpu"].with_values(cores=0), vocab_size=VOCAB)
-    tokens = found.tokens / config.mesh.tp * found.num_microbatches
+    tokens = found.config.microbatch_tokens / config.mesh.tp * found.num_microbatches
     operations = 3 * tokens * sum(stage.flops for stage in found.stages) / config.mesh.pp
     busy = sum(rank["busy"] for rank in ranks) / len(ranks)
     machine = MACHINES["cpu"].with_values(flops=operations / busy, layer_seconds=0.0, cores=0)
