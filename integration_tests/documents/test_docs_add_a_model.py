@@ -15,6 +15,7 @@ from hp_trainer.model import Countable, CutByExchanges, DocumentTrial, Spreading
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-model.md"
+COMMANDS = re.findall(r"^hp (.*)$", PAGE.read_text(), re.MULTILINE)
 MOST_LINES = 60
 MOST_METHODS = 8
 PLAIN = '''
@@ -148,6 +149,13 @@ def test_a_plan_prices_it_and_cuts_no_matrix(folder: Path) -> None:
     layouts = [plan["config"] for plan in plans["best"]]
     assert {layout["mesh.tp"] for layout in layouts} == {1}
     assert all(plan["memory"]["activations"] > 0 for plan in plans["best"])
+
+
+@pytest.mark.sample("dry-run my_model.toml --mesh.cp 2")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_page_runs(folder: Path, command: str) -> None:
+    assert "my_model.toml" in command
+    assert hp(folder, *command.split())
 
 
 def test_attention_that_cannot_be_shared_out_is_refused(folder: Path) -> None:
