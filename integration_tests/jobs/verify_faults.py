@@ -24,7 +24,7 @@ from hp_trainer.launch.task import Worker
 from hp_trainer.model.attention import GroupedQueryAttention
 from hp_trainer.model.layers import RMSNorm
 from hp_trainer.model.parameters import Parameter
-from hp_trainer.training.state import set_optimizer_steps
+from hp_trainer.training.checkpointer import set_optimizer_steps
 from hp_trainer.training.trainer import Trainer
 
 MATRIX, NORM = "layers.2.attention.wk.weight", "layers.1.attention_norm.weight"

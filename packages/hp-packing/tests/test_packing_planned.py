@@ -16,7 +16,7 @@ from hp_packing.costs import read_costs
 from hp_plan.layouts.command import run as run_plan
 from hp_trainer.config.options import for_saving, resolve
 from hp_trainer.layout.schedules import planned_tokens, splits_backward
-from hp_trainer.model.ahead import look_ahead
+from hp_trainer.model.block import look_ahead
 from hp_trainer.model.randomness import uniform
 
 PLAIN = {f"mesh.{axis}": 1 for axis in ("pp", "dp_replicate", "ep")}

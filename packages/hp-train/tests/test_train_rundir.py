@@ -19,8 +19,8 @@ from hp_trainer.config.options import resolve
 from hp_trainer.launch import launcher
 from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.rundir import locked, open_run_directory
+from hp_trainer.training.checkpointer import Position
 from hp_trainer.training.metrics import MetricsWriter, read_metrics
-from hp_trainer.training.state import Position
 
 OURS = b"ours, not to be touched\n" * 9
 

@@ -13,7 +13,7 @@ from hp_data.packing import best_fit
 from hp_data.preparation import prepare
 from hp_trainer.config import Config, DataConfig, MeshConfig, rules
 from hp_trainer.config.options import with_keys
-from hp_trainer.model.ahead import look_ahead
+from hp_trainer.model.block import look_ahead
 
 BYTES = load_tokenizer("")
 LENGTHS = {

@@ -14,8 +14,7 @@ from hp_data.dataset import Dataset, Piece
 from hp_packing.plan import PlannedMicrobatch
 from hp_trainer.layout.sequence import SequenceShare
 from hp_trainer.model import DropoutKey, Microbatch
-from hp_trainer.model.ahead import Ahead, look_ahead
-from hp_trainer.model.block import Balanced
+from hp_trainer.model.block import Ahead, Balanced, look_ahead
 from hp_trainer.training.batches import Batches, Share
 
 

@@ -2,8 +2,8 @@
 
 torch reads its checkpoints with `pickle`, which runs any code in a file, and does not notice a
 flipped bit. Here `pickled` interprets the few instructions that torch writes and no others,
-`metadata` checks the description of the tensors, `tensors` reads values and their checksums, and
-the functions of this module give them to a save of either kind.
+`metadata` checks the description of the tensors, `tensors` reads values and their checksums and
+writes them, and the functions of this module give them to a save of either kind.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,7 @@ from hp_base.folder import DamageError
 from hp_checkpoint.boxes import Box
 from hp_checkpoint.checkpoint import Checkpoint, reading
 from hp_checkpoint.dcp.metadata import StoredTensor, read_metadata
-from hp_checkpoint.dcp.planner import write_sources
-from hp_checkpoint.dcp.tensors import read_box
+from hp_checkpoint.dcp.tensors import read_box, write_sources
 from hp_checkpoint.manifest import DTYPES
 from hp_checkpoint.save import Source
 

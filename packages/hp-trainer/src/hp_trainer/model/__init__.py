@@ -1,9 +1,8 @@
 """The models: decoder-only transformers, and what models of one's own are made with."""
 
 from hp_trainer.layout.parameter import ParameterSpec
-from hp_trainer.model.ahead import Ahead, look_ahead
 from hp_trainer.model.attention import attend
-from hp_trainer.model.block import Microbatch, add_loss
+from hp_trainer.model.block import Ahead, Microbatch, add_loss, look_ahead
 from hp_trainer.model.capabilities import (
     Countable,
     Counted,

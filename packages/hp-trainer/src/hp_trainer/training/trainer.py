@@ -39,7 +39,13 @@ from hp_trainer.training.batches import (
     require_same_data,
     step_source,
 )
-from hp_trainer.training.checkpointer import Checkpointer
+from hp_trainer.training.checkpointer import (
+    Checkpointer,
+    Position,
+    checkpoint_buffers,
+    checkpoint_tensors,
+    set_optimizer_steps,
+)
 from hp_trainer.training.gradients import (
     Agreed,
     Agreement,
@@ -53,12 +59,6 @@ from hp_trainer.training.gradients import (
 from hp_trainer.training.metrics import StepMetrics, Utilization
 from hp_trainer.training.optimizer import Update, changed_rate, learning_rate
 from hp_trainer.training.resuming import require_same_position
-from hp_trainer.training.state import (
-    Position,
-    checkpoint_buffers,
-    checkpoint_tensors,
-    set_optimizer_steps,
-)
 
 _COMPUTE: Final = frozenset(kind for kind in MetaStepType if kind.is_compute)
 
