@@ -50,6 +50,12 @@ def test_every_session_that_is_named_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_link_to_a_test_has_the_name_of_its_file(page: Path) -> None:
+    links = re.findall(r"\[(\w+)\]\([^)]*?((?:test|bench)_\w+)\.py\)", page.read_text())
+    assert not [(label, file) for label, file in links if not file.endswith(label)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_module_that_is_run_exists(page: Path) -> None:
     for name in re.findall(r"-m ((?:hp_|integration_tests)[\w.]*\w)", page.read_text()):
         path = name.replace(".", "/")
