@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -122,10 +123,17 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def resolve(path: str) -> object:
-    """Return what a dotted path names, importing as much of it as is a module."""
+    """Return what a dotted path names, importing as much of it as is a module.
+
+    An attribute that a class sets on its instances is the name of it.
+    """
     parts = path.split(".")
     target: object = importlib.import_module(parts[0])
     for i, name in enumerate(parts[1:], start=2):
+        if isinstance(target, type) and re.search(
+            rf"^ +self\.{name}(?:: .*)? = ", inspect.getsource(target), re.MULTILINE
+        ):
+            return name
         if not hasattr(target, name):
             importlib.import_module(".".join(parts[:i]))
         target = getattr(target, name)
