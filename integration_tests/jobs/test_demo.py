@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hp_base.process import run_command
+from hp_base.command_line import run_command
 from integration_tests.jobs.demo import command
 from integration_tests.jobs.demo.by_hand import MOST_LINES, program
 from integration_tests.jobs.demo.causes import CAUSES, VERSION

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from msgspec.structs import replace
 
-from hp_base.process import run_command
+from hp_base.command_line import run_command
 from hp_trainer.config.options import build
 from hp_transformers.stages.notes import notes
 from hp_transformers.stages.proven import read_table
@@ -92,7 +92,7 @@ import sys
 from pathlib import Path
 from hp_transformers.stages import proven
 proven.TABLE = Path(sys.argv[1])
-from hp_base.process import run_command
+from hp_base.command_line import run_command
 from integration_tests.models.architectures.command import run
 sys.exit(run_command(run, [*sys.argv[2:], "--new", "--kinds", "one process"]))
 """

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from traps import TRAPS, within
 
+from hp_base.command_line import run_command
 from hp_base.errors import HpError
-from hp_base.process import run_command
 from hp_packing.costs import read_costs
 from hp_packing.generators import read_lengths
 from hp_plan.costs.routing import parse_skew

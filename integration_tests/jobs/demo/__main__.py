@@ -2,7 +2,7 @@
 
 import sys
 
-from hp_base.process import run_command
+from hp_base.command_line import run_command
 from integration_tests.jobs.demo.command import run
 
 if __name__ == "__main__":

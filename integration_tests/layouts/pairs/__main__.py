@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from hp_base.command_line import Parser, require_files, say, scratch, write_named
+from hp_base.command_line import Parser, require_files, run_command, say, scratch, write_named
 from hp_base.environment import require_unstarted
 from hp_base.errors import ConfigError, DifferenceError
 from hp_base.numbers import whole
-from hp_base.process import run_command
 from hp_train.verify.command import LOOKS
 from hp_train.verify.pairs import BOUNDS
 from hp_train.verify.program import TRAINER, Program

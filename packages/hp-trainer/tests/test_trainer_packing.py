@@ -8,8 +8,7 @@ import pytest
 
 from hp_base.errors import ConfigError, DataError
 from hp_data import load_tokenizer
-from hp_data.dataset import Dataset
-from hp_data.packing import best_fit
+from hp_data.dataset import Dataset, best_fit
 from hp_data.preparation import prepare
 from hp_trainer.config import Config, DataConfig, MeshConfig, rules
 from hp_trainer.config.options import with_keys

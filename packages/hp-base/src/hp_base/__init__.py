@@ -1,7 +1,7 @@
 """Common parts of all packages, without torch: whole files, strangers' folders, one-line errors."""
 
 from hp_base.atomic_write import remove_unfinished, replace_file, replacing
-from hp_base.command_line import Parser, say, scratch, warn, write_named
+from hp_base.command_line import Parser, run_command, say, scratch, warn, write_named
 from hp_base.errors import (
     PREEMPTED,
     CheckpointError,
@@ -29,7 +29,6 @@ from hp_base.folder import (
     why_not,
 )
 from hp_base.lazy import lazily
-from hp_base.process import run_command
 from hp_base.seeds import derive_seed
 
 __all__ = [

@@ -4,11 +4,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hp_base.command_line import Parser, require_files, require_folder
+from hp_base.command_line import Parser, require_files, require_folder, run_command
 from hp_base.environment import require_unstarted
 from hp_base.errors import ConfigError
 from hp_base.numbers import whole
-from hp_base.process import run_command
 from hp_dry import __version__
 
 _MOST_DEVICES = 2**20

@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 
 from hp_context.batch.deal_cost import Work
-from hp_data.packing import best_fit
+from hp_data.dataset import best_fit
 from hp_packing.costs import Pipeline, Seconds, StepCosts, pairs_of
 from hp_packing.generators import drawn, stream
 from hp_packing.learned import learned_costs

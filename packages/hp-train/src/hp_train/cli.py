@@ -9,12 +9,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from hp_base.command_line import Parser
+from hp_base.command_line import Parser, run_command
 from hp_base.errors import ConfigError
 from hp_base.messages import did_you_mean
 from hp_base.numbers import whole
 from hp_base.own_caches import own_caches, own_temporary_folder
-from hp_base.process import run_command
 from hp_train import __version__
 from hp_train.dry_run import command as dry_run
 from hp_train.verify import command as verify

@@ -5,11 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hp_base.command_line import Parser, say
+from hp_base.command_line import Parser, run_command, say
 from hp_base.errors import ConfigError, DifferenceError
 from hp_base.folder import read_named, why_not
 from hp_base.numbers import real
-from hp_base.process import run_command
 from hp_verify import __version__, jobs
 
 _USAGE = """hp-verify [FLAGS] -- JOB [ARGS] --against -- REFERENCE [ARGS]
