@@ -7,7 +7,6 @@ import pytest
 
 from hp_trainer.config import Config
 from hp_trainer.config.schema import fields
-from hp_trainer.config.timeouts import Timeouts
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
@@ -28,14 +27,14 @@ def config_of(**sections: dict[str, Any]) -> Config:
 def test_they_grow_with_the_job(
     sections: dict[str, dict[str, Any]], expected: tuple[float, ...]
 ) -> None:
-    assert Timeouts.of(config_of(**sections)) == expected
+    assert config_of(**sections).timeouts == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 1024])
 def test_what_is_given_is_taken(ranks: int) -> None:
     launch = {"init_timeout_seconds": 7, "step_timeout_seconds": 8, "hang_seconds": 9}
     config = config_of(mesh={"dp_shard": ranks}, launch=launch, train={"compile": "inductor"})
-    assert Timeouts.of(config) == (7, 8, 9)
+    assert config.timeouts == (7, 8, 9)
 
 
 def test_the_help_says_how_they_grow() -> None:

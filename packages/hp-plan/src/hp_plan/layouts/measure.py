@@ -31,7 +31,6 @@ from hp_platform import initialize, launch_all_to_all, new_group, shutdown
 from hp_schedule import MetaStepType
 from hp_trainer.config import Config, rules
 from hp_trainer.config.options import checked_config, one_process, with_keys
-from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.launcher import run_entry
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.ranks import StageLayout
@@ -244,7 +243,7 @@ def time_link(config: Config, *, worker: Worker) -> int:
     runtime = initialize(
         worker.info,
         device_type=launch.device,
-        timeout=timedelta(seconds=Timeouts.of(config).step),
+        timeout=timedelta(seconds=config.timeouts.step),
         backend=launch.backend,
     )
     group = new_group([[0, 1]], name="link")

@@ -32,7 +32,6 @@ from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.vocabulary import LOSS, logit_tile
-from hp_trainer.model.spreading import vocabulary_of
 from hp_trainer.training.startup import connect, launches_from_one_thread, with_gpu_settings
 from hp_trainer.training.train import gathered_by
 from hp_trainer.training.trainer import Trainer
@@ -138,7 +137,7 @@ def _train(job: Job, worker: Worker) -> Any:
     with doing("plan of a save"):
         saved = _plan_of_save(trainer)
     trainer.close()
-    width = len(vocabulary_of(trainer.mesh, vocab_size_of(tokenizer, config.model.vocab_size)))
+    width = len(trainer.pipeline.vocabulary)
     tokens = config.train.microbatch_size * len(trainer.pipeline.sequence.attended)
     tile = logit_tile(tokens, width, size=BYTES[config.train.dtype])
     tile_widths = () if tile is None else (tile.rows, width % tile.rows)

@@ -1,13 +1,13 @@
 """The settings of a run: one frozen struct per section of the TOML file.
 
-This module is the schema and nothing else: names, types, bounds, defaults and help. Files and
-command lines are read by :mod:`hp_trainer.config.options`, rules across keys are in
+This module is the schema and what follows from it alone: names, types, bounds, defaults and help.
+Files and command lines are read by :mod:`hp_trainer.config.options`, rules across keys are in
 :mod:`hp_trainer.config.rules`. None of the three imports torch, so that a bad config is answered
 before torch is loaded.
 """
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct, to_builtins
 
@@ -17,6 +17,7 @@ LARGEST = 2**31 - 1
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 200_000
 """Of all layers together: parameters, files and ranks list every one of them."""
+_COMPILE_SECONDS = 300.0
 
 if TYPE_CHECKING:
     ScheduleName = str
@@ -520,6 +521,20 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
     ] = "def "
 
 
+class Timeouts(NamedTuple):
+    """Time-outs of a job in seconds.
+
+    Attributes:
+        init: Time for processes to start and find each other.
+        step: Time for one collective or message between ranks.
+        hang: Time without progress of any rank after which the run is ended.
+    """
+
+    init: float
+    step: float
+    hang: float
+
+
 class Config(Struct, frozen=True, kw_only=True):
     """All settings of a run, by section."""
 
@@ -548,6 +563,22 @@ class Config(Struct, frozen=True, kw_only=True):
     def microbatch_tokens(self) -> int:
         """Return the number of tokens of a microbatch that attention sees on a rank."""
         return self.train.microbatch_size * self.data.seq_len // self.mesh.cp
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Return the time-outs of the config, and for what is 0 there those of a job of its size.
+
+        What grows with the ranks is counted: processes that start from one file system, the groups
+        that each of them joins one after the other, the shares of a checkpoint. `inductor` compiles
+        in the first step, and not on all ranks for as long.
+        """
+        launch, ranks = self.launch, self.world_size
+        compiling = _COMPILE_SECONDS if self.train.compile == "inductor" else 0.0
+        return Timeouts(
+            init=launch.init_timeout_seconds or 60.0 + ranks / 4,
+            step=launch.step_timeout_seconds or 300.0 + ranks / 2 + compiling,
+            hang=launch.hang_seconds or 120.0 + ranks / 2 + compiling,
+        )
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,6 @@ from hp_base.folder import Folder, read_named, why_not
 from hp_base.messages import did_you_mean, shown
 from hp_trainer.config import Config, MeshConfig, PipelineConfig, rules, to_dict
 from hp_trainer.config.schema import Field, by_section, convert, fields, sections, unknown_key
-from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.config.transformers_folder import shape_of_folder
 
 CONFIG = "config.toml"
@@ -394,7 +393,7 @@ def checked_config(config: Config, *, dtype: str) -> Config:
         config.launch,
         num_processes=0,
         threads_per_process=1,
-        init_timeout_seconds=max(Timeouts.of(config).init, _START_SECONDS),
+        init_timeout_seconds=max(config.timeouts.init, _START_SECONDS),
     )
     return replace(
         config,

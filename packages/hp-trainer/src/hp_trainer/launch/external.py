@@ -32,7 +32,6 @@ from hp_platform.failures.liveness import whom_to_blame
 from hp_platform.launch import INIT_METHOD_VARIABLE
 from hp_platform.threads import describe_stacks, main_place
 from hp_trainer.config.options import Resolved
-from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.agent import (
     has_agents_store,
     meet,
@@ -88,11 +87,11 @@ def run(resolved: Resolved, *, entry: str) -> int:
         if warning := why_no_node_is_replaced(os.environ):
             warn(f"warning: {warning}")
     if store is not None:
-        timeout = timedelta(seconds=Timeouts.of(resolved.config).init)
+        timeout = timedelta(seconds=resolved.config.timeouts.init)
         _served = meet(store, info, os.environ, timeout=timeout)
     worker = Worker(info, run_dir, Heartbeats.unwatched(), stop)
     report_stacks(worker)
-    end_when_stuck(worker, hang_seconds=Timeouts.of(config).hang)
+    end_when_stuck(worker, hang_seconds=config.timeouts.hang)
     status = run_guarded(entry, config, worker)
     drop_empty(folder, [stack_file(info.rank)])
     if isinstance(status, BaseException):

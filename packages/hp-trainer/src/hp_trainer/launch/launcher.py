@@ -26,7 +26,6 @@ from hp_base.signals import STOP_SIGNALS, StopTrap, name_of
 from hp_base.streams import endure
 from hp_trainer.config import Config
 from hp_trainer.config.options import Resolved
-from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.heartbeats import Heartbeats, State
 from hp_trainer.launch.ranks import LOOPBACK, SERVER, Ranks, noticing_server, server_end
 from hp_trainer.launch.rundir import (
@@ -191,11 +190,10 @@ def _attempt(task: Task, folder: Folder, trap: StopTrap, *, resumable: bool) -> 
             when = "before any process was started, nothing to save"
             return _stopped(task.run_dir, when, resumable)
         ranks = Ranks(task, num_processes=config.world_size)
-        timeouts = Timeouts.of(config)
         watch = Watch(
             heartbeats,
-            hang_seconds=timeouts.hang,
-            start_seconds=timeouts.init,
+            hang_seconds=config.timeouts.hang,
+            start_seconds=config.timeouts.init,
             ended=ranks.ended,
         )
         return _Run(

@@ -172,9 +172,15 @@ class Layout:
     stages: tuple[StageLayout, ...] = (StageLayout(),)
 
     @classmethod
+    @lru_cache(maxsize=1024)  # schedules and batches of one mesh ask for the same
     def of(cls, config: MeshConfig) -> Layout:
         """Return the layout a config asks for."""
-        return _layout(config)
+        stages: list[StageLayout] = []
+        first = 0
+        for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
+            stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
+            first += stages[-1].num_ranks
+        return cls(tuple(stages))
 
     @property
     def pp(self) -> int:
@@ -246,16 +252,6 @@ def chunk(whole: range, num_chunks: int, index: int) -> range:
     """Return a chunk of consecutive indices as `torch.chunk` makes it; the last may be empty."""
     size = -(-len(whole) // num_chunks)
     return whole[size * index : size * (index + 1)]
-
-
-@lru_cache(maxsize=1024)  # schedules and batches of one mesh ask for the same
-def _layout(config: MeshConfig) -> Layout:
-    stages: list[StageLayout] = []
-    first = 0
-    for tp, ep in zip(config.tp_sizes, config.ep_sizes, strict=True):
-        stages.append(StageLayout.of(config, tp=tp, ep=ep, first=first))
-        first += stages[-1].num_ranks
-    return Layout(tuple(stages))
 
 
 @cache

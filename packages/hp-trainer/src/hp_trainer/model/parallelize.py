@@ -49,7 +49,7 @@ from hp_trainer.model.parameters import (
     named_parameters,
     share_tables,
 )
-from hp_trainer.model.spreading import LastBackward, is_sharded, spread, vocabulary_of
+from hp_trainer.model.spreading import LastBackward, is_sharded, spread
 from hp_trainer.model.stage import (
     Stage,
     forget_casts,
@@ -99,7 +99,7 @@ class Pipeline:
     @property
     def vocabulary(self) -> range:
         """Return the tokens whose logits this rank computes, if it has the last stage."""
-        return vocabulary_of(self.mesh, self.vocab_size)
+        return self.mesh.share(range(self.vocab_size), "tp")
 
     def forget_casts(self) -> None:
         """Drop casts of weights at the end of a run: weights may change now."""

@@ -75,7 +75,7 @@ def spread(
     groups, hidden = mesh.groups, mesh.size("etp") > 1
     if mesh.size("tp") > 1:
         cut = partial(cut_tensors, stage) if own is None else own.cut
-        cut(vocabulary_of(mesh, vocab_size), groups["tp"])
+        cut(mesh.share(range(vocab_size), "tp"), groups["tp"])
     if mesh.size("cp") > 1:
         share = partial(_spread_attention, stage) if own is None else own.spread_attention
         assert context is not None
@@ -88,11 +88,6 @@ def spread(
     else:
         own.spread_experts(groups, hidden=hidden)
     shard(stage, mesh, by_block=by_block)
-
-
-def vocabulary_of(mesh: Mesh, vocab_size: int) -> range:
-    """Return the tokens whose embedding rows and logits are on this rank."""
-    return mesh.share(range(vocab_size), "tp")
 
 
 def _spread_attention(

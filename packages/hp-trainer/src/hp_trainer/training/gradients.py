@@ -220,7 +220,6 @@ class Agreement:
 
     def __init__(self, mesh: Mesh, norm: GradientNorm, *, device: torch.device) -> None:
         self._mesh, self._norm, self._device = mesh, norm, device
-        self._num_ranks = mesh.world.size()
         self._cpu_before = self._cpu_last = time.process_time()
 
     def sum(self, losses: Losses, busy: float, flags: Flags) -> Agreed:
@@ -233,28 +232,29 @@ class Agreement:
         """
         self._cpu_last = time.process_time()
         scalars = [*losses, busy, self._cpu_last - self._cpu_before, *flags]
-        values, squares, memory = self._sum_over_ranks(scalars)
-        summed, (busy, seconds), told = values[:3], values[3:5], values[5:]
-        return Agreed(Losses(*summed), busy, seconds, Flags(*told), squares, memory)
-
-    def end_step(self) -> None:
-        """Count CPU time from the last sum on: a step that is run again counts as one."""
-        self._cpu_before = self._cpu_last
-
-    def _sum_over_ranks(self, scalars: Sequence[float]) -> tuple[list[float], Tensor, MemoryUse]:
-        """Return sums of scalars and squared norms, and of memory the largest of any rank."""
+        # Of memory the largest of any rank: each writes its own, and a sum brings them together.
         mine = torch.tensor(MemoryUse.of(self._device).known, dtype=torch.float64)
-        memory = torch.zeros(self._num_ranks, len(mine), dtype=torch.float64)
+        memory = torch.zeros(self._mesh.world.size(), len(mine), dtype=torch.float64)
         memory[self._mesh.rank] = mine
         head = torch.cat((torch.tensor(scalars, dtype=torch.float64), memory.flatten()))
         vector = torch.cat((head.to(self._device), self._norm.local_squares(self._device)))
         dist.all_reduce(vector, group=self._mesh.world)
-        values, memories, squares = vector.cpu().split(
-            [len(scalars), memory.numel(), len(self._norm.sizes)]
-        )
-        squares = arrived(squares, purpose="squared gradient norms")
+        sizes = [len(scalars), memory.numel(), len(self._norm.sizes)]
+        values, memories, squares = vector.cpu().split(sizes)
         largest = memories.view_as(memory).amax(dim=0)
-        return values.tolist(), squares, MemoryUse(*map(int, largest.tolist()))
+        summed = values.tolist()
+        return Agreed(
+            losses=Losses(*summed[:3]),
+            busy=summed[3],
+            cpu_seconds=summed[4],
+            flags=Flags(*summed[5:]),
+            squares=arrived(squares, purpose="squared gradient norms"),
+            memory=MemoryUse(*map(int, largest.tolist())),
+        )
+
+    def end_step(self) -> None:
+        """Count CPU time from the last sum on: a step that is run again counts as one."""
+        self._cpu_before = self._cpu_last
 
 
 @dataclass

@@ -26,7 +26,6 @@ from hp_data.preparation import Cache, prepare
 from hp_platform import Runtime, all_gather_json, initialize, new_group
 from hp_platform.failures.messages import agreeing
 from hp_trainer.config import Config
-from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.schedules import has_even_edges
 
@@ -119,7 +118,7 @@ def connect(config: Config, worker: Worker) -> Runtime:
     """
     worker.heartbeats.beat(step=0, phase="connect", waiting=True)
     apply_gpu_settings(config, os.environ)
-    launch, timeouts = config.launch, Timeouts.of(config)
+    launch, timeouts = config.launch, config.timeouts
     try:
         runtime = initialize(
             worker.info,
@@ -163,7 +162,7 @@ def prepare_data(config: Config, worker: Worker, runtime: Runtime) -> Tokenizer:
         "prepare data",
         works=worker.info.local_rank == 0,
         group=runtime.control,
-        timeout=Timeouts.of(config).step,
+        timeout=config.timeouts.step,
     )
     with agreeing(group=runtime.control, where="prepare data"):
         has_failed = True

@@ -22,7 +22,6 @@ from hp_platform import Runtime, doing, new_group, shutdown
 from hp_schedule import MetaStep, MetaStepType, Timeline
 from hp_schedule.runtime import PipelineScheduleRuntime
 from hp_trainer.config import Config, to_dict
-from hp_trainer.config.timeouts import Timeouts
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.mesh import build_mesh
 from hp_trainer.layout.ranks import Layout
@@ -95,7 +94,7 @@ class Trainer:
         self._norms_before: list[Tensor] = []
         self._compiled = None if config.train.compile == "none" else CompileCost.so_far()
         self.beat("build")
-        timeout = timedelta(seconds=Timeouts.of(config).step)
+        timeout = timedelta(seconds=config.timeouts.step)
         self.mesh = build_mesh(Layout.of(config.mesh), runtime, timeout=timeout)
         vocab_size = vocab_size_of(tokenizer, config.model.vocab_size)
         self.utilization = Utilization.of(config, runtime, vocab_size=vocab_size)
