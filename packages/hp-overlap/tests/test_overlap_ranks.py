@@ -194,7 +194,7 @@ def step(case: Case, *, overlapped: bool) -> tuple[list[Tensor], list[TraceEntry
     outs: list[Tensor] = []
     launched: list[str] = []
 
-    def watched() -> AbstractContextManager[None]:
+    def watched() -> AbstractContextManager[object]:
         # A watch switches the compiler off.
         if case.compiled:
             return nullcontext()
