@@ -80,17 +80,18 @@ _ELSEWHERE = [
     *sorted(sys.stdlib_module_names),
 ]
 _OF_RESULTS = (
-    "ActivationMemory|Balanced|Belonging|Cache|Config|CountedSlice|Exact|Flip|GpuRates|Header|"
-    "Held|Index|Link|Manifest|Memory|Packs|Parameter|Piece|Place|Places|Recomputation|"
-    "RecordedStep|Recording|Reproduction|SavedTensors|Seconds|Spread|StepRecorder|Store|Team|"
-    "TokenFile|Transfer|TurnHolder|WeightCasts"
+    "ActivationMemory|Balanced|Belonging|Cache|Config|CountedSlice|Exact|Failure|Flip|GpuRates|"
+    "Header|Held|Index|Link|Manifest|Memory|Packs|Parameter|Piece|Place|Places|Recomputation|"
+    "RecordedStep|Recording|Reproduction|RowsStay|SavedTensors|Seconds|SharesGroups|Spread|"
+    "StepRecorder|Store|Team|TokenFile|Transfer|TurnHolder|WeightCasts"
 )
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})(\..*)?"),
     ("py:.*", r"(.*\.)?([A-Z]|\w+T)(_co)?"),
     # Pieces of signatures that Sphinx cuts at every comma: `<factory>` is no default it knows.
     ("py:class", r"[^\]]*\[[^\]]*"),
-    # Classes that only constructors of results take, and one that torch exports without a home.
+    # Classes that only constructors of results take, bases that classes share code by, and one that
+    # torch exports without a home.
     ("py:class", rf"hp_\w+(\.\w+)*\.(_\w+|{_OF_RESULTS})"),
 ]
 

@@ -15,10 +15,8 @@ loaded = set(sys.modules)
 assert "hp_platform.collectives.p2p" in loaded
 unwanted = {
     "hp_platform.collectives.fsdp",
-    "hp_platform.collectives.fsdp",
     "hp_platform.launch",
     "hp_platform.testing",
-    "hp_platform.threads",
     "torch.distributed.tensor",
 }
 assert not loaded & unwanted, loaded & unwanted
