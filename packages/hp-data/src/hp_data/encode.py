@@ -369,8 +369,9 @@ def main(path: str, separator: str, parent: int) -> None:
     try:
         tokenizer = load_tokenizer(path, separator)
         tokenizer.encode(_TRIAL)
-    except Exception as error:  # noqa: BLE001 - raised by the parent
-        _tell(_BAD_CONFIG, str(error) if isinstance(error, ConfigError) else f"{path}: {error}")
+    except BaseException as error:  # noqa: BLE001 - raised by the parent, panics of Rust as well
+        why = f"data.tokenizer ({path}) must be another: on a few words it fails with {error}"
+        _tell(_BAD_CONFIG, str(error) if isinstance(error, ConfigError) else why)
         return
     _tell(_GOOD, tokenizer.identity)
     for line in sys.stdin.buffer:
@@ -379,7 +380,7 @@ def main(path: str, separator: str, parent: int) -> None:
         bound(end - begin)
         try:
             made = encode_piece(piece, tokenizer, on_text=bound)
-        except Exception as error:  # noqa: BLE001 - raised by the parent
+        except BaseException as error:  # noqa: BLE001 - raised by the parent, panics as well
             name = "" if isinstance(error, DataError) else f"{printable(piece.source.path)}: "
             _tell(_BAD_TEXT, f"{name}{error}")
         else:
