@@ -212,7 +212,9 @@ def _limits() -> Iterator[Environment]:
     yield Environment("files-8-train", "ulimit -n 8; " + _TRAIN, MACHINE)
     yield _trained("files-soft-8-train", "ulimit -S -n 8; " + _TRAIN)
     yield Environment("file-size-train", "ulimit -f 4; " + _TRAIN, (3, 4, 9, *MACHINE))
-    once = _TRAIN + " --launch.max_restarts 0"  # torch loads, and aborts where a thread cannot start
+    once = (
+        _TRAIN + " --launch.max_restarts 0"
+    )  # torch loads, and aborts where a thread cannot start
     yield Environment("memory-1g-train", "ulimit -v 1000000; " + once, (1, 7, *MACHINE))
     yield _trained("stack-small-train", "ulimit -s 512; " + _TRAIN)
     yield _trained("stack-unlimited-train", "ulimit -s unlimited; " + _TRAIN)
