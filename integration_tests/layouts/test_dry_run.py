@@ -275,7 +275,8 @@ def test_the_plan_counts_what_ranks_hold_of_nccl(name: str, tmp_path: Path) -> N
     resolved = resolve("debug-qwen3-moe", [*keys.items()], env={}, fit=fit_to(gpus))
     config = dry_config(resolved.config)
     write_tokens(tmp_path, load_tokenizer(""), [config.data.seq_len])
-    job = Job(config=config, skew=parse_skew("uniform", config.model), data=tmp_path, steps=1)
+    # Two steps: in the first, messages of unequal stages go through the hosts.
+    job = Job(config=config, skew=parse_skew("uniform", config.model), data=tmp_path, steps=2)
     ranks = range(config.world_size)
     run = run_classes(run_rank, job, classes={rank: (rank,) for rank in ranks}, gpus_per_node=2)
     for node_size in (2, 8):
