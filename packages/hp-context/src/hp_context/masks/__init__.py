@@ -411,7 +411,7 @@ def of_sequences(mask: Mask, batch: int) -> tuple[Mask, ...]:
     """Return the mask of each sequence of a batch.
 
     Args:
-        mask: For all of them, or with one for each.
+        mask: Mask of all sequences, or an `EachSequence` with one mask per sequence.
         batch: Number of sequences.
 
     Raises:
