@@ -28,7 +28,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reload_after(self) -> int:
-        """Step after which the state is saved, and loaded by a trainer that knows nothing else.
+        """Return the step after which the state is saved, and loaded by another trainer.
 
         0: there is none.
         """
@@ -41,7 +41,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def evaluated(self) -> tuple[int, ...]:
-        """Steps after which held-out text is read."""
+        """Return the steps after which held-out text is read."""
         return (self.reload_after, self.steps) if self.steps >= _FEW else (self.steps,)
 
     @property

@@ -74,7 +74,7 @@ def run_guarded(entry: str, config: Config, worker: Worker) -> int | BaseExcepti
 
 
 def exit_status(error: BaseException) -> int:
-    """Exit status of a process that ends with this error."""
+    """Return the exit status of a process that ends with this error."""
     if isinstance(error, HpError):
         return error.exit_code
     if isinstance(error, PeerError) and is_loss(error.report):

@@ -214,7 +214,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape and dtype of ``x``."""
+        """Return shape and dtype of ``x``."""
         run: Callable[..., Tensor] = _rms_norm
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             run = _RMSNormOnCPU.apply

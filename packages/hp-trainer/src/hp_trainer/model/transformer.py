@@ -236,5 +236,5 @@ def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Number of parameters of the whole model, without correction biases."""
+    """Return the number of parameters of the whole model, without correction biases."""
     return sum(parameter.numel() for parameter in whole_model(model).parameters())
