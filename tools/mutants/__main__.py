@@ -158,13 +158,14 @@ class Map:
         return sorted(self._tests[function], key=lambda test: self.seconds.get(test, 0.0))
 
 
-def record(root: Path, folder: Path) -> None:
+def record(root: Path, folder: Path, *, workers: int) -> None:
     """Run all tests, and write down which functions of the packages each enters."""
     tree = _tree(root, folder / "record")
-    for suite in suites(tree):
+
+    def work(suite: str) -> None:
         into = folder / "map" / suite.replace("/", "-")
         if (into / "done").exists():
-            continue
+            return
         shutil.rmtree(into, ignore_errors=True)
         into.mkdir(parents=True)
         environment = _environment(tree, hook=True) | {"HP_TEST_MAP": str(into)}
@@ -172,6 +173,9 @@ def record(root: Path, folder: Path) -> None:
         subprocess.run(command, cwd=tree, env=environment, check=False)
         name_functions(into / "entered", tree)
         (into / "done").touch()
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, reversed(suites(tree))))  # the integration tests take longest
 
 
 def name_functions(entered: Path, tree: Path) -> None:
@@ -383,7 +387,7 @@ def main() -> int:
     folder = (folder or root / ".nox" / "mutants").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.command == "record":
-        record(root, folder)
+        record(root, folder, workers=arguments.workers)
         return 0
     changes = read_changes(arguments.changes)
     if arguments.command == "run":
