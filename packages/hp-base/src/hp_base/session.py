@@ -8,13 +8,15 @@ import select
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 LAUNCHER_VARIABLE = "HP_TRAIN_LAUNCHER_PID"
 """Environment variable of the launcher's process id, for the server that ranks are forked from."""
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 3.0
+_POLL_SECONDS = 1.0
 _LOG_BYTES = 1 << 20
 _SHOWN_LINES, _SHOWN_LETTERS = 40, 4000
 _RANK = r"(?:\[rank\d+\]: )?"
@@ -22,7 +24,12 @@ _RAISED = re.compile(rf"Traceback \(most recent call last\):\n(?:{_RANK}  .*\n)*
 
 
 def status_of(
-    command: Sequence[str], log: Path, *, seconds: float, env: Mapping[str, str]
+    command: Sequence[str],
+    log: Path,
+    *,
+    seconds: float,
+    env: Mapping[str, str],
+    has_enough: Callable[[], bool] = lambda: False,
 ) -> int | None:
     """Run a command to its end, or end it after a time, with all processes that it started.
 
@@ -31,9 +38,11 @@ def status_of(
         log: File for its output.
         seconds: Seconds after which it is ended.
         env: Environment variables of the process.
+        has_enough: Called once a second; tells whether the command may be ended before.
 
     Returns:
-        Exit status of the command, negative: minus the signal that ended it; None: out of time.
+        Exit status of the command, negative: minus the signal that ended it; None: out of time,
+        or ended because of `has_enough`.
 
     Raises:
         OSError: When it cannot be started.
@@ -47,9 +56,11 @@ def status_of(
             env=env,
             start_new_session=True,
         )
+        end = time.monotonic() + seconds
         try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
+            while (left := end - time.monotonic()) > 0 and not has_enough():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(left, _POLL_SECONDS))
             return None
         finally:
             _end(process)

@@ -9,13 +9,14 @@ from hp_base.command_line import Parser, run_command, say
 from hp_base.errors import ConfigError, DifferenceError
 from hp_base.folder import read_named, why_not
 from hp_base.numbers import real
-from hp_verify import __version__, jobs
+from hp_verify import __version__, ci, jobs
 
 _USAGE = """hp-verify [FLAGS] -- JOB [ARGS] --against -- REFERENCE [ARGS]
+       hp-verify [FLAGS] --jobs FILE
        hp-verify --checkpoint A B [FLAGS]
        hp-verify --manifest FOLDER [--out FILE]
        hp-verify --curves A B [REPEATS] [FLAGS]"""
-_FLAGS = ("--checkpoint", "--manifest", "--curves")
+_FLAGS = ("--checkpoint", "--manifest", "--curves", "--jobs")
 _LEVEL = 0.01
 
 
@@ -32,14 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    has_jobs = "--" in argv and "--help" not in argv[: argv.index("--")]
-    flags, job, reference = jobs.split(argv) if has_jobs else ([*argv], [], [])
-    options = parser().parse_args(flags)
+    job, reference, options = _parsed(argv)
     asked = next((flag for flag in _FLAGS if getattr(options, flag[2:]) is not None), None)
     if job and asked:
         raise ConfigError(f"{asked} must come without jobs behind --")
-    if job:
-        return jobs.run(job, reference, options)
+    if job or asked == "--jobs":
+        several = ci.read(Path(options.jobs), lambda more: _parsed([*argv, *more])) if asked else {}
+        return ci.run(several or {"job": (job, reference, options)}, options)
     if asked is None:
         raise ConfigError(f"-- JOB must be given, or one of {', '.join(_FLAGS)}")
     if options.manifest is not None:
@@ -47,6 +47,13 @@ def _main(argv: Sequence[str]) -> int:
     if options.curves is not None:
         return _curves([Path(path) for path in options.curves], options.pattern, options.level)
     return _checkpoints(Path(options.checkpoint[0]), Path(options.checkpoint[1]), options)
+
+
+def _parsed(argv: Sequence[str]) -> ci.Asked:
+    """Parse flags, and what may follow them: a job and its reference."""
+    has_jobs = "--" in argv and "--help" not in argv[: argv.index("--")]
+    flags, job, reference = jobs.split(argv) if has_jobs else ([*argv], [], [])
+    return job, reference, parser().parse_args(flags)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"hp-verify {__version__}")
     jobs.add_arguments(made)
+    ci.add_arguments(made)
     kinds = made.add_mutually_exclusive_group()
     kinds.add_argument(
         "--checkpoint",
@@ -79,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
         help="whether the losses of B differ from those of A by more than noise: A B, and repeats "
         "of A behind them",
     )
+    told = "TOML: several comparisons, each as NAME = 'FLAGS -- JOB --against -- REFERENCE'"
+    kinds.add_argument("--jobs", metavar="FILE", help=told)
     made.add_argument("--ignore", metavar="REGEX", help="names that are not compared")
     made.add_argument(
         "--names", metavar="FILE", help='JSON: names in B -> names in A, {"lm_head.weight": ...}'

@@ -1,6 +1,7 @@
 """Run two jobs and compare them: `hp-verify -- JOB --against -- REFERENCE`; imports no torch."""
 
 import argparse
+import platform
 import shlex
 import sys
 import time
@@ -17,6 +18,9 @@ from hp_base.errors import ConfigError, DifferenceError, HpError
 from hp_base.numbers import real, whole
 from hp_base.session import last_lines, status_of
 from hp_base.signals import ending
+from hp_verify import __version__
+from hp_verify.budget import Budget
+from hp_verify.cache import Cache, file_of
 from hp_verify.comparing.compare import Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.findings import UPDATE, Comparison
@@ -101,13 +105,20 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return flags, job, reference
 
 
-def run(job: Sequence[str], reference: Sequence[str], options: argparse.Namespace) -> int:
+def run(
+    job: Sequence[str],
+    reference: Sequence[str],
+    options: argparse.Namespace,
+    *,
+    found: Callable[[Comparison], object],
+) -> int:
     """Verify a job, and print what was found.
 
     Args:
         job: Command of the job to judge.
         reference: Command of the reference.
-        options: Parsed flags of `add_arguments`.
+        options: Parsed flags of `add_arguments`, and of `hp_verify.ci.add_arguments`.
+        found: Called with the comparison.
 
     Returns:
         0: the job is equal to its reference.
@@ -129,12 +140,15 @@ def run(job: Sequence[str], reference: Sequence[str], options: argparse.Namespac
             rules=Path(options.rules) if options.rules else None,
             again=not options.once,
             seconds=options.seconds,
+            minutes=options.minutes,
+            cache=Path(options.cache) if options.cache else None,
             tell=say,
         )
     except JobFailedError as failed:
         if failed.so_far:
             say(failed.so_far)
         raise
+    found(comparison)
     say(report(comparison))
     if not comparison.num_compared:
         raise DifferenceError("nothing of the job could be laid beside its reference")
@@ -156,6 +170,8 @@ def verify(
     again: bool = True,
     keep: Path | None = None,
     seconds: float = _SECONDS,
+    minutes: float | None = None,
+    cache: Path | None = None,
     tell: Callable[[str], object] = lambda _: None,
 ) -> Comparison:
     """Run a reference three times, the job once, and compare; both again where they differ.
@@ -173,6 +189,10 @@ def verify(
         keep: A new folder for the recordings and the reproduction; None: recordings are removed,
             and a reproduction has a temporary folder of its own, which stays.
         seconds: Most seconds that a job may take.
+        minutes: Minutes for all runs together, which decide how many are made and how many steps
+            of a long job are compared; None: as long as they take.
+        cache: Folder in which recordings of references are kept, to be used in place of runs as
+            long as nothing that they depend on changes; None: they are not kept.
         tell: Called with a line after each run.
 
     Returns:
@@ -198,19 +218,29 @@ def verify(
             _OTHER_SUMS: (reference, beside),
             _JOB: (job, replace(beside, start=same_start, rules=place)),
         }
-        runs = _Runs(sides, folder, seconds, tell)
+        kept, budget = None, Budget(minutes, seconds)
+        if cache is not None:
+            name = file_of(reference, common, minutes, __version__)
+            kept = Cache(cache / name, reference, tell)
+        runs = _Runs(sides, folder, budget, kept, tell)
         actual, expected, floor = runs.first()
         comparison = compare(actual, expected, floor)
         if rules is not None:
             comparison.unaligned = _idle(rules, folder) | comparison.unaligned
         first = None if comparison.is_excused else comparison.first
-        if again and first is not None and first.phase != UPDATE:
+        if again and first is not None and not budget.allows_second_runs():
+            comparison.again = f"the {minutes:g} minutes leave no time for second runs"
+        elif again and first is not None and first.phase != UPDATE:
             from hp_verify.reproducing.locate import look_again  # noqa: PLC0415 - imports torch
 
             shown = folder / "reproduction"
             if keep is None:
                 shown = Path(mkdtemp(prefix="hp-verify-reproduction-"))
             look_again(comparison, (actual, expected), runs.again, shown, float64=float64)
+    comparison.seconds = budget.seconds
+    versions = {"Python": platform.python_version(), "hp-verify": __version__}
+    versions["torch"] = expected.facts[0].get("torch", "")
+    comparison.versions = versions | (kept.kept.versions if kept is not None else {})
     return comparison
 
 
@@ -221,13 +251,15 @@ class _Runs:
     Attributes:
         sides: Name of a program -> its command, and the request to it, without a folder.
         folder: An empty folder for the recordings.
-        seconds: Most seconds that one run may take.
+        budget: Time for the runs.
+        cache: Recordings of the reference that are kept; None: none are.
         tell: Called with a line after each run.
     """
 
     sides: Mapping[str, tuple[Sequence[str], Request]]
     folder: Path
-    seconds: float
+    budget: Budget
+    cache: Cache | None
     tell: Callable[[str], object]
 
     def first(self) -> tuple[Recording, Recording, Floor]:
@@ -240,7 +272,10 @@ class _Runs:
         def referred(name: str, seed: int) -> Recording:
             return self._recorded(_OTHER_SUMS if seed else _REFERENCE, name, disturb=seed)
 
-        expected, floor = with_floor(referred)
+        if self.cache is None:
+            expected, floor = with_floor(referred, self.budget.seeds())
+        else:
+            expected, floor = self.cache.with_floor(self.folder, referred, self.budget)
         try:
             actual = self._recorded(_JOB, _JOB)
         except JobFailedError as failed:
@@ -259,24 +294,32 @@ class _Runs:
         """Run a program under the recorder, and put together what its processes wrote."""
         command, common = self.sides[side]
         folder, who = self.folder / name, side if focus is None else f"{side}, once more"
-        request = replace(common, folder=str(folder), disturb=disturb, focus=focus)
+        notes = self.cache is not None and name == _REFERENCE
+        request = replace(common, folder=str(folder), disturb=disturb, focus=focus, opened=notes)
         folder.mkdir()
         began = time.monotonic()
         log = folder / "log.txt"
         try:
-            status = status_of(command, log, seconds=self.seconds, env=environment(request))
+            status = status_of(
+                command,
+                log,
+                seconds=(limit := self.budget.limit(name)),
+                env=environment(request),
+                has_enough=lambda: self.budget.is_enough(folder, request.steps),
+            )
         except OSError as error:
             raise ConfigError(
                 f"{shlex.join(command)} cannot be started: {error.strerror}"
             ) from None
         took = time.monotonic() - began
+        self.budget.seconds[name] = round(took, 1)
         recording = None
         with suppress(NothingRecordedError) if status != 0 else nullcontext():
             recording = join(folder)
         # At its end, perhaps: torch with Gloo aborts there now and then.
         is_done = recording is not None and recording.is_whole(request.steps)
-        if recording is None or (status != 0 and not (status and is_done)):
-            ended = f"was not done after {self.seconds:g} s" if status is None else ending(status)
+        if recording is None or (status != 0 and not is_done):
+            ended = f"was not done after {limit:g} s" if status is None else ending(status)
             told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
             raise JobFailedError(told, recording)
         if status:

@@ -5,7 +5,7 @@ import re
 import statistics
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -80,14 +80,17 @@ def _errors_of(mine: Step, theirs: Step) -> Iterator[tuple[str, str, float]]:
         yield phase, "", error
 
 
-def with_floor(record: Callable[[str, int], Recording]) -> tuple[Recording, Floor]:
-    """Run a reference, and twice more with other sums.
+def with_floor(
+    record: Callable[[str, int], Recording], seeds: Iterable[int] = (1, 2)
+) -> tuple[Recording, Floor]:
+    """Run a reference, and some times more with other sums.
 
     Args:
         record: Runs it by a name and a seed of how sums of products are taken; 0: as they are.
+        seeds: Seeds of the runs with other sums, taken one by one after the first run.
     """
     reference = record("reference", 0)
-    return reference, Floor(reference, [record(f"reference-{seed}", seed) for seed in (1, 2)])
+    return reference, Floor(reference, [record(f"reference-{seed}", seed) for seed in seeds])
 
 
 def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:

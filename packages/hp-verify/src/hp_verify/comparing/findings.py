@@ -125,6 +125,8 @@ class Comparison:
         flip: First choice of a router that differs; None: none does.
         is_excused: Whether `flip` is a tie that rounding may break, and comes before all
             differences.
+        versions: Python, hp-verify, torch, and libraries of a reference that is kept -> version.
+        seconds: Run -> seconds that it took; of a reference that is kept its first run, once.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -139,6 +141,8 @@ class Comparison:
     again: str = ""
     flip: Flip | None = None
     is_excused: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def first(self) -> Difference | None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import msgspec
 
+from hp_verify.recording import opened
+
 VARIABLE = "HP_VERIFY_JOB"
 RUN = "HP_VERIFY_RUN"
 """Another word for each run of a job or its reference, for what must not be there twice."""
@@ -45,6 +47,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         outputs: Whether outputs of modules, and their gradients, are recorded.
         rules: File of rules that say where parameters lie; empty: none.
         focus: Around what tensors themselves are kept, in place of digests of all.
+        opened: Whether files that a program opens are noted down.
     """
 
     folder: str
@@ -57,6 +60,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     outputs: bool = True
     rules: str = ""
     focus: Focus | None = None
+    opened: bool = False
 
 
 def environment(request: Request) -> dict[str, str]:
@@ -67,6 +71,7 @@ def environment(request: Request) -> dict[str, str]:
         RUN: Path(request.folder).name,
         VARIABLE: msgspec.json.encode(request).decode(),
         "PYTHONPATH": os.pathsep.join(paths),
+        **({opened.VARIABLE: request.folder} if request.opened else {}),
     }
 
 

@@ -100,6 +100,10 @@ class _After(importlib.abc.MetaPathFinder):
         return spec
 
 
+if "HP_VERIFY_OPENED" in os.environ:
+    from hp_verify.recording import opened
+
+    opened.watch(os.environ["HP_VERIFY_OPENED"])
 if "HP_VERIFY_JOB" in os.environ:
     _Recording().watch()
 _run_hidden()
