@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,14 @@ import pytest
 
 from hp_verify import verify
 from hp_verify.budget import Budget
-from hp_verify.cache import Cache, file_of
+from hp_verify.cache import kept_or_run
 from hp_verify.comparing.recordings import Recording, join
-from hp_verify.recording.request import Request
+from hp_verify.recording.opened import VARIABLE
+from hp_verify.recording.request import SITE, Request
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
+PATHS = os.environ.get("PYTHONPATH", "")
 LAYERS = """
 import torch
 def made():
@@ -56,6 +59,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "kept"
 
 
+def file_in(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
 class Reference:
     """A reference whose runs are copied from those of another, and counted.
 
@@ -75,7 +83,7 @@ class Reference:
         self.while_it_runs: Callable[[], object] = lambda: None
         folder.mkdir(exist_ok=True)
 
-    def taken(self, name: str = "x.kept") -> Recording:
+    def taken(self, *asked: object) -> Recording:
         """Take it from the cache, or run it."""
         runs, budget = self.folder / f"runs-{self.num_runs}-{random.random()}", Budget(None, 60.0)
         runs.mkdir()
@@ -89,8 +97,9 @@ class Reference:
             budget.seconds[run] = 1.0
             return join(runs / run)
 
-        cache = Cache(self.folder / "cache" / name, self.command, self.told.append)
-        recording, _ = cache.with_floor(runs, record, budget)
+        question: tuple[list[str], *tuple[object, ...]] = (self.command, *asked)
+        cache, tell = self.folder / "cache", self.told.append
+        recording, _, _ = kept_or_run(cache, question, runs, record, budget, tell)
         assert budget.seconds["reference"] == 1.0
         return recording
 
@@ -106,7 +115,7 @@ def test_a_kept_reference_does_not_run_and_is_the_same(recorded: Path, tmp_path:
     assert second.num_steps == 2
     assert reference.told == [
         "reference: is run and kept, it was not yet",
-        "reference: not run, it is kept as x.kept",
+        f"reference: not run, it is kept as {file_in(tmp_path / 'cache').name}",
     ]
 
 
@@ -158,14 +167,15 @@ def test_what_has_changed_is_told_and_the_reference_runs(
     assert reference.num_runs == 6
 
 
-def test_each_question_has_a_file_of_its_own() -> None:
-    asked = [
-        file_of(command, request, minutes)
-        for command in (["a", "b"], ["a", "c"], ["a b"])
-        for request in (Request(""), Request("", steps=2), Request("", float64=True))
-        for minutes in (None, 10.0)
-    ]
-    assert len({*asked}) == len(asked)
+def test_each_question_has_a_file_of_its_own(recorded: Path, tmp_path: Path) -> None:
+    reference = Reference(recorded, tmp_path, [])
+    for command in (["a", "b"], ["a", "c"], ["a b"]):
+        for request in (Request(""), Request("", steps=2), Request("", float64=True)):
+            for minutes in (None, 10.0):
+                reference.command = command
+                reference.taken(request, minutes)
+    assert reference.num_runs == 3 * 18
+    assert len(list((tmp_path / "cache").iterdir())) == 18
 
 
 def test_files_that_the_run_has_made_are_no_inputs(recorded: Path, tmp_path: Path) -> None:
@@ -195,7 +205,7 @@ def test_a_damaged_or_unfinished_file_is_a_miss_and_is_replaced(
 ) -> None:
     reference = Reference(recorded, tmp_path, [])
     expected = reference.taken()
-    file = tmp_path / "cache" / "x.kept"
+    file = file_in(tmp_path / "cache")
     whole = file.read_bytes()
     draw = random.Random(0)
     places = [draw.randrange(len(whole)) for _ in range(60)]
@@ -218,25 +228,24 @@ def test_a_damaged_or_unfinished_file_is_a_miss_and_is_replaced(
 
 
 def test_writers_and_readers_do_not_disturb_each_other(recorded: Path, tmp_path: Path) -> None:
-    expected = Reference(recorded, tmp_path / "first", []).taken()
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    killed = cache / f"x.kept.{'0' * 32}.tmp"
+    expected = Reference(recorded, tmp_path, []).taken()
+    file = file_in(cache := tmp_path / "cache")
+    killed = cache / f"{file.name}.{'0' * 32}.tmp"
     killed.write_bytes(b"half")
 
     def work(number: int) -> list[str]:
         reference = Reference(recorded, tmp_path / str(number), [])
-        (tmp_path / str(number) / "cache").symlink_to(cache)
+        (tmp_path / str(number) / "cache").symlink_to(cache)  # the same
         for turn in range(6):
             if turn % 2:  # another has taken the place of the one that was read
-                (cache / "x.kept").unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
             assert reference.taken() == expected
         return reference.told
 
     with ThreadPoolExecutor(4) as pool:
         told = [line for lines in pool.map(work, range(4)) for line in lines]
     assert not [line for line in told if "damaged" in line or "note" in line]
-    assert [path.name for path in cache.iterdir()] == ["x.kept"]
+    assert list(cache.iterdir()) == [file]
 
 
 def test_where_nothing_can_be_written_it_is_told_and_the_comparison_goes_on(
@@ -249,13 +258,11 @@ def test_where_nothing_can_be_written_it_is_told_and_the_comparison_goes_on(
 
 
 def test_a_job_is_compared_with_a_kept_reference(recorded: Path, tmp_path: Path) -> None:
-    """From the command on: files that programs open are seen, whoever starts them."""
     for path in recorded.parent.glob("*.*"):
         shutil.copy(path, tmp_path)
     (tmp_path / "one.ran").unlink()
     told: list[str] = []
-    line = f"{sys.executable} -s {tmp_path / 'job.py'}"  # not forked: all its imports are seen
-    reference = ["sh", "-c", f"{line} one 1"]
+    reference = [sys.executable, str(tmp_path / "job.py"), "one", "1"]
 
     def compared(scale: str) -> str:
         job = [sys.executable, str(tmp_path / "job.py"), "other", scale]
@@ -281,6 +288,48 @@ def test_a_job_is_compared_with_a_kept_reference(recorded: Path, tmp_path: Path)
         assert f"{file} has changed" in " ".join(told)
         assert compared("1") == ""
         assert ran() == before + 3
+
+
+def test_files_that_programs_open_are_noted_down(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("VALUE = 1")
+    (tmp_path / "in.txt").write_text("1")
+    program = """
+import os, pathlib, subprocess, sys
+import own, msgspec
+pathlib.Path("out.txt").write_text("x")
+open("out.txt").read(), open(b"in.txt").read(), os.open(pathlib.Path("in.txt"), os.O_RDONLY)
+try:
+    open("nothing.txt")
+except FileNotFoundError:
+    pass
+os.fork() or (open("child.txt", "a+"), os._exit(0))
+os.wait()
+if sys.argv[1:] == ["first"]:
+    subprocess.run([sys.executable, *sys.argv[:1], "second"], check=True)
+"""
+    (tmp_path / "program.py").write_text(program)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for _ in range(2):  # then its modules are compiled
+        subprocess.run(
+            [sys.executable, "-s", "program.py", "first"],
+            check=True,
+            timeout=60,
+            cwd=tmp_path,
+            env={**os.environ, VARIABLE: str(notes), "PYTHONPATH": f"{SITE}:{PATHS}"},
+        )
+        files = sorted(notes.iterdir())
+        lines = [file.read_text().rstrip("\0").split("\0") for file in files]
+        told = {line for some in lines for line in some if str(tmp_path) in line}
+        told = {line for line in told if ".pyc." not in line}  # a draft of a compiled module
+        assert len(files) == 4
+        assert sorted(line.replace(f"{tmp_path}/", "") for line in told) == [
+            *("rin.txt", "rnothing.txt", "rown.py", "rprogram.py", "wchild.txt", "wout.txt"),
+        ]
+        (library,) = {line for some in lines for line in some if "msgspec" in line}
+        assert Path(library[1:]).parent.name == "site-packages"
+        for file in files:
+            file.unlink()
 
 
 def test_a_second_look_at_a_kept_reference(recorded: Path, tmp_path: Path) -> None:

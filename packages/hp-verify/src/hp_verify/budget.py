@@ -22,10 +22,12 @@ class Budget:
         seconds: Most seconds of one run.
 
     Attributes:
+        minutes: Minutes for all runs.
         seconds: Name of a run -> seconds that it took; of a reference that was kept, once.
     """
 
     def __init__(self, minutes: float | None, seconds: float) -> None:
+        self.minutes = minutes
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._most = seconds
         self.seconds: dict[str, float] = {}
@@ -55,7 +57,7 @@ class Budget:
             folder: Folder of the run's recording.
             last: Last step that is looked at; 0: not known.
         """
-        if self._end == math.inf or not last:
+        if self.minutes is None or not last:
             return False
         counts = [int(path.read_bytes() or 0) for path in folder.glob("alive-*.count")]
         return min(counts, default=0) > last and join(folder).is_whole(last)

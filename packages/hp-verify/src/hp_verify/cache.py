@@ -1,57 +1,38 @@
 """Recordings of references, kept in a folder, and used again where nothing has changed.
 
 A kept recording is one file, by the name of what was asked: the reference's command, the request to
-it and the minutes. It appears in one step, in place of an older one, and has checksums: a reader
-sees a whole file or none, whoever writes. It says what it depends on: digests of the files that the
-reference's processes have opened, but for those that they had written, and of those that its
-command names; what is installed where their libraries lie; the interpreter, the processor and the
-environment. If one of these is another one now, the reference runs anew, and says which.
+it, the minutes and the version of hp-verify. It appears in one step, in place of an older one, and
+has a digest: a reader sees a whole file or none, whoever writes. It says what it depends on:
+digests of the files that the reference's processes have opened, but for those that they had
+written, and of those that its command names; what is installed where their libraries lie; the
+interpreter, the processor and the environment. If one of these is another one now, the reference
+runs anew, and says which.
 """
 
 import hashlib
 import os
 import re
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from io import FileIO
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from zipfile import ZipFile
 
 import msgspec
 
-from hp_base.atomic_write import closed_at_end, remove_unfinished, replacing
 from hp_base.errors import told
-from hp_base.folder import open_named
+from hp_base.packs import digest_of, new_pack, opened_pack
 from hp_verify.budget import Budget
 from hp_verify.comparing.compare import Floor, with_floor
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.opened import OPENED
 
-_HEAD = "kept.json"
-_DIGITS = 64
-_ALL = "*.dist-info"
-_SITES = ("site-packages", "dist-packages")
+_HEAD, _ALL, _SITES = "kept.json", "*.dist-info", ("site-packages", "dist-packages")
 _OF_A_RUN = (
     *("ACTIONS_", "BUILDKITE", "BUILD_", "CI_", "GITHUB_", "GITLAB_", "INPUT_", "JENKINS_"),
-    *(
-        "RUNNER_",
-        "HP_VERIFY_",
-        "PYTEST_",
-        "INVOCATION_",
-        "JOURNAL_",
-        "SSH_",
-        "SYSTEMD_",
-        "XDG_",
-        "_",
-    ),
-    *("COLUMNS", "HOSTNAME", "LINES", "OLDPWD", "PS1", "PWD", "SHLVL", "TERM", "TMPDIR"),
+    *("RUNNER_", "HP_VERIFY_", "PYTEST_", "INVOCATION_", "JOURNAL_", "SSH_", "SYSTEMD_", "XDG_"),
+    *("COLUMNS", "HOSTNAME", "LINES", "OLDPWD", "PS1", "PWD", "SHLVL", "TERM", "TMPDIR", "_"),
 )
 """How environment variables begin that are of a run or a terminal: no number depends on them."""
-
 _OF_PROCESSOR = re.compile(r"^(?:model name|flags|CPU part|Features)\b.*", re.MULTILINE)
 
 
@@ -65,153 +46,119 @@ class Kept(msgspec.Struct, frozen=True):
         versions: Library that the reference used -> version.
     """
 
-    seconds: float = 0.0
-    facts: dict[str, str] = {}
-    inputs: dict[str, str] = {}
-    versions: dict[str, str] = {}
+    seconds: float
+    facts: dict[str, str]
+    inputs: dict[str, str]
+    versions: dict[str, str]
 
 
-def file_of(*asked: object) -> str:
-    """Return the name of the file for the recording that was asked for by such values."""
-    return f"{hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]}.kept"
+Found = tuple[Recording, Floor, dict[str, str]]
+"""A reference, what rounding explains, and versions of libraries that the reference used."""
 
 
-@dataclass(slots=True)
-class Cache:
-    """Keeps the recordings of one reference.
+def kept_or_run(  # noqa: PLR0917
+    folder: Path | None,
+    asked: tuple[Sequence[str], *tuple[object, ...]],
+    runs: Path,
+    record: Callable[[str, int], Recording],
+    budget: Budget,
+    tell: Callable[[str], object],
+) -> Found:
+    """Take a reference and what rounding explains from a folder; else run it, and keep both.
 
-    Attributes:
-        path: File for them, see `file_of`.
-        command: The reference.
+    Args:
+        folder: Folder of all that is kept; it is made. None: nothing is kept.
+        asked: The reference's command, and all else that was asked for.
+        runs: An empty folder for the recordings of its runs, a folder each.
+        record: Runs it, see `hp_verify.comparing.compare.with_floor`.
+        budget: Minutes; learns how long the reference has taken.
         tell: Called with a line about what is done.
-        kept: Description of the recordings.
     """
+    if folder is None:
+        return *with_floor(record, budget.seeds()), {}
+    path = folder / f"{hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]}.kept"
+    kept, reason = _taken(path, runs)
+    if kept is not None:
+        budget.seconds["reference"] = kept.seconds
+        tell(f"reference: not run, it is kept as {path.name}")
+        seeds = [int(run.name[-1]) for run in sorted(runs.glob("reference-*"))]
+        return *with_floor(lambda name, _: join(runs / name), seeds), kept.versions
+    tell(f"reference: is run and kept, {reason}")
+    began = time.time_ns()
+    found = with_floor(record, budget.seeds())
+    try:
+        kept = _made(asked[0], runs, budget.seconds["reference"], began)
+        with new_pack(path) as archive:
+            archive.writestr(_HEAD, msgspec.json.encode(kept))
+            for file in runs.rglob("*"):
+                archive.write(file, file.relative_to(runs))
+    except OSError as error:
+        tell(f"note: the reference is not kept: {told(error, 200)}")
+    return *found, kept.versions if kept is not None else {}
 
-    path: Path
-    command: Sequence[str]
-    tell: Callable[[str], object]
-    kept: Kept = field(default_factory=Kept)
 
-    def with_floor(
-        self, runs: Path, record: Callable[[str, int], Recording], budget: Budget
-    ) -> tuple[Recording, Floor]:
-        """Take a reference and what rounding explains from the file; else run it, and keep both.
+def _taken(path: Path, runs: Path) -> tuple[Kept | None, str]:
+    """Copy what is kept into a folder; if it cannot be used, return the reason."""
+    try:
+        with opened_pack(path) as archive:
+            kept = msgspec.json.decode(archive.read(_HEAD), type=Kept)
+            changed = {name for name, _ in _facts().items() ^ kept.facts.items()}
+            changed |= {name for name, digest in kept.inputs.items() if _digest(name) != digest}
+            if changed:
+                return None, f"{min(changed)} has changed"
+            archive.extractall(runs)
+    except FileNotFoundError:
+        return None, "it was not yet"
+    except Exception as error:  # noqa: BLE001 - whatever damage leads to
+        return None, told(error, 200)
+    return kept, ""
 
-        Args:
-            runs: An empty folder for the recordings of its runs, a folder each.
-            record: Runs it, see `hp_verify.comparing.compare.with_floor`.
-            budget: Minutes; learns how long the reference has taken.
-        """
-        if not (reason := self._take(runs)):
-            budget.seconds["reference"] = self.kept.seconds
-            self.tell(f"reference: not run, it is kept as {self.path.name}")
-            others = sorted(runs.glob("reference-*"))
-            return with_floor(lambda name, _: join(runs / name), range(1, len(others) + 1))
-        self.tell(f"reference: is run and kept, {reason}")
-        began = time.time_ns()
-        found = with_floor(record, budget.seeds())
-        try:
-            self._keep(runs, began, budget.seconds["reference"])
-        except OSError as error:
-            self.tell(f"note: the reference is not kept: {told(error, 120)}")
-        return found
 
-    def _take(self, runs: Path) -> str:
-        """Copy what is kept into a folder; return the reason why not; empty: it was."""
-        try:
-            with closed_at_end(open_named(self.path)) as descriptor:
-                if os.pread(descriptor, _DIGITS, 0) != _digest_of(descriptor, _DIGITS):
-                    return "it is damaged"
-            with ZipFile(self.path) as archive:
-                self.kept = msgspec.json.decode(archive.read(_HEAD), type=Kept)
-                facts, files = _facts(), self.kept.inputs.items()
-                changed = {name for name, _ in facts.items() ^ self.kept.facts.items()}
-                changed |= {name for name, digest in files if _digest(Path(name)) != digest}
-                if changed:
-                    return f"{min(changed)} has changed"
-                archive.extractall(runs)
-        except FileNotFoundError:
-            return "it was not yet"
-        except Exception as error:  # noqa: BLE001 - whatever damage leads to
-            return f"it is damaged: {told(error, 120)}"
-        return ""
+def _made(command: Sequence[str], runs: Path, seconds: float, began: int) -> Kept:
+    """Describe a recording that is to be kept.
 
-    def _keep(self, runs: Path, began: int, seconds: float) -> None:
-        opened, made = _opened(runs / "reference")
-        places = {*opened, *_named(self.command)} - made
-        libraries = {path for path in places if path.parent.name in _SITES}
-        files = {path for path in places - libraries if not path.is_relative_to(runs)}
-        if late := [path for path in files if path.exists() and path.stat().st_mtime_ns >= began]:
-            self.tell(f"note: the reference is not kept: {late[0]} changed while it ran")
-            return
-        folders = {path.parent / _ALL for path in libraries}
-        here, used = Path.cwd(), {path.stem.lower() for path in libraries}
-        names = {path: path.relative_to(here) for path in files if path.is_relative_to(here)}
-        installed = [p.stem.partition("-") for f in folders for p in f.parent.glob(_ALL)]
-        self.kept = Kept(
-            seconds,
-            _facts(),
-            {str(names.get(path, path)): _digest(path) for path in files | folders},
-            {name: version for name, _, version in installed if name.lower() in used},
-        )
-        folder = self.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
-        with (
-            closed_at_end(os.open(folder, os.O_RDONLY | os.O_DIRECTORY)) as directory,
-            replacing(directory, self.path.name) as file,
-        ):
-            file.write(bytes(_DIGITS))
-            with ZipFile(file, "w", strict_timestamps=False) as archive:
-                archive.writestr(_HEAD, msgspec.json.encode(self.kept))
-                for path in runs.rglob("*"):
-                    archive.write(path, path.relative_to(runs))
-            file.flush()
-            os.pwrite(file.fileno(), _digest_of(file.fileno(), _DIGITS), 0)
-        file.close()
+    Raises:
+        OSError: When what it depends on has changed since it began.
+    """
+    texts = [os.fsdecode(file.read_bytes()) for file in runs.glob(f"reference/{OPENED}-*")]
+    notes = [note for text in texts for note in text.split("\0") if note]
+    written = {Path(note[1:]) for note in notes if note.startswith("w")}
+    places = {Path(note[1:]) for note in notes} | _named(command)
+    libraries = {place for place in places if place.parent.name in _SITES}
+    files = {file for file in places - libraries - written if not file.is_relative_to(runs)}
+    if late := [file for file in files if file.exists() and file.stat().st_mtime_ns >= began]:
+        raise OSError(f"{late[0]} changed while it ran")
+    folders = {place.parent / _ALL for place in libraries}
+    used = {place.stem.lower() for place in libraries}
+    installed = [each.stem.partition("-") for f in folders for each in f.parent.glob(_ALL)]
+    inputs = {str(path): _digest(str(path)) for path in files | folders}
+    versions = {name: version for name, _, version in installed if name.lower() in used}
+    return Kept(seconds, _facts(), inputs, versions)
 
 
 def _facts() -> dict[str, str]:
     """Return digests of all that counts and is no file: names of variables, and no values."""
-    found = {"Python": sys.version}
-    if (file := Path("/proc/cpuinfo")).exists():
-        lines = _OF_PROCESSOR.findall(file.read_text(encoding="utf-8"))
-        found["the processor"] = "\n".join(sorted({*lines}))
-    counts = {name: text for name, text in os.environ.items() if not name.startswith(_OF_A_RUN)}
-    found |= {f"the environment variable {name}": text for name, text in counts.items()}
+    file = Path("/proc/cpuinfo")
+    lines = _OF_PROCESSOR.findall(file.read_text(encoding="utf-8")) if file.exists() else []
+    found = {"Python": sys.version, "the processor": "\n".join(sorted({*lines}))}
+    for name in os.environ:
+        if not name.startswith(_OF_A_RUN):
+            found[f"the environment variable {name}"] = os.environ[name]
     return {name: hashlib.sha256(os.fsencode(value)).hexdigest() for name, value in found.items()}
 
 
-def _opened(folder: Path) -> tuple[set[Path], set[Path]]:
-    """Return the files that processes of a run have opened, and of these those that it has made."""
-    texts = [os.fsdecode(path.read_bytes()) for path in folder.glob(f"{OPENED}-*")]
-    notes = [note for text in texts for note in text.split("\0") if note]
-    made = {Path(note[1:]) for note in notes if note.startswith("w")}
-    return {Path(note[1:]) for note in notes}, made
+def _named(command: Sequence[str]) -> set[Path]:
+    """Return the files that a command names, and all files in folders that it names."""
+    words = {word for word in re.split(r"[\s=;]+", " ".join(command)) if os.path.exists(word)}  # noqa: PTH110 - no error
+    paths = {Path(word).absolute() for word in words}
+    inside = [p.rglob("*") for p in paths if p.is_dir() and not Path.cwd().is_relative_to(p)]
+    return {path for some in (paths, *inside) for path in some if path.is_file()}
 
 
-def _named(command: Sequence[str]) -> Iterator[Path]:
-    """Yield the files that a command names, and all files in folders that it names."""
-    words = [shutil.which(command[0]) or "", *re.split(r"[\s=;]+", " ".join(command))]
-    for path in (Path(word).absolute() for word in words if word):
-        with suppress(OSError):  # such as a name that is too long
-            is_around = path.is_dir() and Path.cwd().is_relative_to(path)
-            inside = path.rglob("*") if path.is_dir() and not is_around else [path]
-            yield from (each for each in inside if each.is_file())
-
-
-def _digest(path: Path) -> str:
+def _digest(name: str) -> str:
     """Return a digest of a file, or of names and versions of all that is installed in a folder."""
-    if path.name == _ALL:
-        names = sorted(each.name for each in path.parent.glob(_ALL))
-        return hashlib.sha256("\n".join(names).encode()).hexdigest()
-    with suppress(OSError, ValueError), closed_at_end(open_named(path)) as descriptor:
-        return _digest_of(descriptor).decode()
-    return ""
-
-
-def _digest_of(descriptor: int, begin: int = 0) -> bytes:
-    """Return a digest of a file from a byte on, in `_DIGITS` digits."""
-    with FileIO(descriptor, closefd=False) as file:
-        file.seek(begin)
-        return hashlib.file_digest(file, "sha256").hexdigest().encode()
+    path = Path(name)
+    if path.name != _ALL:
+        return digest_of(path)
+    names = sorted(each.name for each in path.parent.glob(_ALL))
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
@@ -20,8 +20,8 @@ from hp_base.session import last_lines, status_of
 from hp_base.signals import ending
 from hp_verify import __version__
 from hp_verify.budget import Budget
-from hp_verify.cache import Cache, file_of
-from hp_verify.comparing.compare import Floor, compare, with_floor
+from hp_verify.cache import kept_or_run
+from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.findings import UPDATE, Comparison
 from hp_verify.comparing.recordings import NothingRecordedError, Recording, join
@@ -218,11 +218,7 @@ def verify(
             _OTHER_SUMS: (reference, beside),
             _JOB: (job, replace(beside, start=same_start, rules=place)),
         }
-        kept, budget = None, Budget(minutes, seconds)
-        if cache is not None:
-            name = file_of(reference, common, minutes, __version__)
-            kept = Cache(cache / name, reference, tell)
-        runs = _Runs(sides, folder, budget, kept, tell)
+        runs = _Runs(sides, folder, budget := Budget(minutes, seconds), cache, tell)
         actual, expected, floor = runs.first()
         comparison = compare(actual, expected, floor)
         if rules is not None:
@@ -238,13 +234,16 @@ def verify(
                 shown = Path(mkdtemp(prefix="hp-verify-reproduction-"))
             look_again(comparison, (actual, expected), runs.again, shown, float64=float64)
     comparison.seconds = budget.seconds
-    versions = {"Python": platform.python_version(), "hp-verify": __version__}
-    versions["torch"] = expected.facts[0].get("torch", "")
-    comparison.versions = versions | (kept.kept.versions if kept is not None else {})
+    comparison.versions = {
+        "Python": platform.python_version(),
+        "hp-verify": __version__,
+        "torch": expected.facts[0].get("torch", ""),
+        **runs.libraries,
+    }
     return comparison
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Runs:
     """Runs a job and its reference as often as a comparison needs.
 
@@ -252,15 +251,17 @@ class _Runs:
         sides: Name of a program -> its command, and the request to it, without a folder.
         folder: An empty folder for the recordings.
         budget: Time for the runs.
-        cache: Recordings of the reference that are kept; None: none are.
+        cache: Folder for recordings of references; None: they are not kept.
         tell: Called with a line after each run.
+        libraries: Library that the reference used, if it is kept -> version.
     """
 
     sides: Mapping[str, tuple[Sequence[str], Request]]
     folder: Path
     budget: Budget
-    cache: Cache | None
+    cache: Path | None
     tell: Callable[[str], object]
+    libraries: dict[str, str] = field(default_factory=dict)
 
     def first(self) -> tuple[Recording, Recording, Floor]:
         """Run the reference three times and the job once.
@@ -272,10 +273,10 @@ class _Runs:
         def referred(name: str, seed: int) -> Recording:
             return self._recorded(_OTHER_SUMS if seed else _REFERENCE, name, disturb=seed)
 
-        if self.cache is None:
-            expected, floor = with_floor(referred, self.budget.seeds())
-        else:
-            expected, floor = self.cache.with_floor(self.folder, referred, self.budget)
+        asked = *self.sides[_REFERENCE], self.budget.minutes, __version__
+        expected, floor, self.libraries = kept_or_run(
+            self.cache, asked, self.folder, referred, self.budget, self.tell
+        )
         try:
             actual = self._recorded(_JOB, _JOB)
         except JobFailedError as failed:

@@ -15,39 +15,31 @@ OPENED = "opened"
 that were first opened to be written."""
 VARIABLE = "HP_VERIFY_OPENED"
 """Variable with the folder for notes."""
-_LIBRARY = re.compile(r".*?/(?:site|dist)-packages/[^/]+", re.DOTALL)
-_LEFT_OUT = ("/proc/", "/dev/", "/sys/", f"{os.path.dirname(os.__file__)}/")  # noqa: PTH120 - nothing is imported in vain
+_LIBRARY = re.compile(r"(.*?/(?:site|dist)-packages/[^/]+).*", re.DOTALL)
+_OWN = re.escape(os.path.dirname(os.__file__))  # noqa: PTH120 - nothing is imported in vain
+_LEFT_OUT = re.compile(rf"/(?:proc|dev|sys)/|{_OWN}/(?!\w+-packages/)")
 
 
 def watch(folder: str) -> None:
-    """Note down the interpreter, and from now on each file that this process opens."""
+    """Note down the interpreter, and from now on each file that this process opens.
+
+    Of a library its top module alone is noted down.
+    """
     seen: set[str] = set()
 
-    def note(event: str, arguments: tuple[object, ...]) -> None:
+    def note(event: str, arguments: tuple[str, object, int]) -> None:
         if event == "open":
             with suppress(Exception):  # which would end what the program does
-                _note(folder, seen, *arguments)
+                place = os.path.abspath(os.fsdecode(arguments[0]))  # noqa: PTH100
+                is_made = "/__pycache__/" in place or sys.pycache_prefix
+                place = source_from_cache(place) if is_made and place.endswith(".pyc") else place
+                kind = "w" if arguments[2] & (os.O_WRONLY | os.O_RDWR) else "r"
+                place = _LIBRARY.sub(r"\1", place)
+                is_other = _LEFT_OUT.match(place) or place.startswith(f"{folder}/")
+                if place not in seen and not is_other:
+                    seen.add(place)
+                    with open(f"{folder}/{OPENED}-{os.getpid()}", "ab") as file:  # noqa: PTH123
+                        file.write(os.fsencode(f"{kind}{place}\0"))
 
     sys.addaudithook(note)
     note("open", (sys.executable, "r", 0))
-
-
-def _note(folder: str, seen: set[str], path: object, _mode: object, flags: object) -> None:
-    """Note a file down, of a library its top module alone."""
-    if not isinstance(path, str | bytes | os.PathLike) or not isinstance(flags, int):
-        return
-    place = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
-    is_kept = "/__pycache__/" in place or sys.pycache_prefix
-    place = source_from_cache(place) if is_kept and place.endswith(".pyc") else place
-    library = _LIBRARY.match(place)
-    place = library[0] if library else place
-    if (
-        place in seen
-        or place.startswith(f"{folder}/")
-        or (place.startswith(_LEFT_OUT) and not library)
-    ):
-        return
-    seen.add(place)
-    kind = "w" if flags & (os.O_WRONLY | os.O_RDWR) and not library else "r"
-    with open(f"{folder}/{OPENED}-{os.getpid()}", "ab") as file:  # noqa: PTH123
-        file.write(os.fsencode(f"{kind}{place}\0"))
