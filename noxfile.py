@@ -363,6 +363,19 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def search(session: nox.Session) -> None:
+    """Run features of released libraries beside one process, by the hundred; it goes on.
+
+    `-- FAMILY --only REGEX` tries some again. Families whose library constraints of
+    integration_tests/jobs/libraries do not name are left out.
+    """
+    pins = ROOT / "integration_tests" / "jobs" / "libraries" / "constraints.txt"
+    install(session, "hp-train[packing]", group="test-transformers", others=LIBRARIES, pins=pins)
+    kept = ("--results", str(SCRATCH / "search"))
+    session.run("python", "-m", "integration_tests.jobs.search", *kept, *session.posargs)
+
+
+@nox.session(default=False)
 def folders(session: nox.Session) -> None:
     """Read 200 mutants of folders of models as transformers does, or refuse; it goes on."""
     install(session, "hp-train[packing]", group="test-transformers")

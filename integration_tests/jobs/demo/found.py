@@ -118,13 +118,16 @@ class FailedError(Exception):
     """A run failed."""
 
 
-def recorded(folder: Path, train: Callable[[], None], *, ranks: int, **asked: Any) -> Recording:
+def recorded(
+    folder: Path, train: Callable[[], None], *, ranks: int, meets: bool = True, **asked: Any
+) -> Recording:
     """Train under the recorder.
 
     Args:
         folder: Where the run writes; that of a reference is called so, and beside the others.
         train: What every rank does.
         ranks: How many there are.
+        meets: Whether their process group is made before they train.
         **asked: What else is asked in the `Request`.
 
     Raises:
@@ -132,7 +135,7 @@ def recorded(folder: Path, train: Callable[[], None], *, ranks: int, **asked: An
     """
     reference = "" if folder.name == "reference" else str(folder.with_name("reference"))
     record = partial(_record, Request(str(folder), reference=reference, **asked), train)
-    if reason := run_ranks(record, size=ranks, folder=folder, seconds=SECONDS):
+    if reason := run_ranks(record, size=ranks, folder=folder, seconds=SECONDS, meets=meets):
         raise FailedError(reason)
     return join(folder)
 
