@@ -80,6 +80,56 @@ CAUSES = (
         "torch-pipelining-evaluation-scales-gradients.md",
     ),
     Cause(
+        "DTensor: a reduction over `dim=[]` reduces each shard; gradients of `amax()`",
+        r"operators\w*: (norm_inf|norm_minus_inf|max_then_negative|sum_then_max) ",
+        "torch-reductions-of-no-dims.md",
+    ),
+    Cause(
+        "DTensor: mean losses of unevenly sharded tensors are means of means",
+        r"operators\w*: bce (uneven|lone)",
+        "torch-mean-of-uneven-shards.md",
+    ),
+    Cause(
+        "DTensor: `index_add_` along the sharded dim leaves a tensor of another shape",
+        r"operators\w*: index_add_ ",
+        "torch-index-add-in-place.md",
+    ),
+    Cause(
+        "Pipelining: in zero-bubble schedules the stage behind a frozen one has no gradients",
+        r"schedules: \w+ all-frozen",
+        "torch-zero-bubble-behind-a-frozen-stage.md",
+    ),
+    Cause(
+        "Pipelining: in zero-bubble schedules a hook changes weights' gradients twice",
+        r"schedules: \w+ penalised",
+        "torch-zero-bubble-hook-called-twice.md",
+    ),
+    Cause(
+        "`loss_parallel`: gradients of `log_softmax` by itself, and of smoothed labels",
+        r"styles: (loss_parallel (entropy|divergence|with_entropy|smoothed)|plan .*smoothing)",
+        known="its documentation: of losses `cross_entropy` alone, without smoothing",
+    ),
+    Cause(
+        "`torch.distributed.nn.functional.broadcast` in a group that is not all: no gradient",
+        r"collectives: broadcast",
+        known="https://github.com/pytorch/pytorch/issues/130515",
+    ),
+    Cause(
+        "`torch.distributed.nn.functional`: gradients of maxima, products and scattered means",
+        r"collectives: (all_reduce|reduce_scatter)",
+        known="deprecated for functions that refuse these, as its warning says",
+    ),
+    Cause(
+        "DTensor: a threshold below its value, of partial maxima",
+        r"operators\w*: threshold",
+        known="a comment in `_pointwise_ops.py`",
+    ),
+    Cause(
+        "`torch._foreach_powsum`, which is private, of partial sums",
+        r"updates: foreach_powsum|operators\w*: powsum",
+        known="private",
+    ),
+    Cause(
         "Pipelining: gradients that several steps accumulate are scaled by each",
         r"schedules: .*accumulated-scaled",
         known=_SCALED,
