@@ -9,6 +9,8 @@ Everything comes at the version that constraints.txt pins. Two variables name an
 
     HP_TORCH        a requirement ("torch==2.11.0"), or the path or URL of a wheel; replaces the pin
     HP_TORCH_INDEX  the URL of an index, or a directory of wheels, to look in as well
+
+With HP_HASHES=1 uv compares every file that it installs with tools/hashes.txt.
 """
 
 from __future__ import annotations
@@ -53,7 +55,15 @@ nox.options.parallel = 3 if len(sys.argv) == 1 else 1
 print_times_at_the_end()
 
 # Tests that look at files alone.
-_ABOUT_TEXT = ("docs_errors", "docs_names", "docs_paths", "mutants", "pins")
+_ABOUT_TEXT = (
+    "connections",
+    "docs_errors",
+    "docs_names",
+    "docs_paths",
+    "mutants",
+    "pins",
+    "release",
+)
 TEXT_TESTS = files_of("integration_tests/documents", [f"test_{name}.py" for name in _ABOUT_TEXT])
 # Their versions are pinned in integration_tests/jobs/libraries, Triton's is that of test-triton.
 LIBRARIES = ("deepspeed", "megatron-core", "torchtitan", "triton")
@@ -177,10 +187,11 @@ def mypy(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def lock(session: nox.Session) -> None:
-    """Write constraints.txt anew: `nox -s lock -- --upgrade-package ruff`, or only what is new."""
+    """Write pins and hashes anew: `nox -s lock -- --upgrade-package ruff`, or only what is new."""
     install(session, group="sessions")
-    # What the pins are to be is not bound by what they were.
-    unbound = {"UV_CONSTRAINT": None, "UV_BUILD_CONSTRAINT": None}
+    # What the pins are to be is not bound by what they were, and hashes are those of the registry.
+    bound = ("UV_CONSTRAINT", "UV_BUILD_CONSTRAINT", "UV_FIND_LINKS", "UV_INDEX")
+    unbound = dict.fromkeys(bound)
     session.run("python", "tools/lock.py", *session.posargs, env=unbound)
 
 
@@ -394,16 +405,25 @@ def models(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Build every package into dist/, check the files, install each into an empty environment."""
+    """Build every package into dist/ twice, check the files, install each by itself.
+
+    `-- --no-install` leaves out the last part.
+    """
     install(session, group="build")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    for name in PACKAGES:
-        project = f"packages/{name}"
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), project)
+    session.run("python", "tools/build_distributions.py", str(dist))
     session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
     session.run("python", "tools/check_distributions.py", str(dist))
-    session.run("python", "tools/install_distributions.py", str(dist))
+    if "--no-install" not in session.posargs:
+        session.run("python", "tools/install_distributions.py", str(dist))
+
+
+@nox.session(default=False)
+def golden(session: nox.Session) -> None:
+    """Write checkpoints of every format, to be loaded by all later releases (RELEASING.md)."""
+    install(session, "hp-train[packing]", group="test-torch")
+    session.run("python", "-m", "integration_tests.reliability.golden", *session.posargs)
 
 
 def _test_with_torch(session: nox.Session, torch: str) -> None:

@@ -1,7 +1,7 @@
 """Find, for one package, the lowest version that it allows of each sibling, as a source directory.
 
-The version in the work tree is one candidate; the others are the tags NAME-vVERSION, unpacked into
-a directory. One line for each sibling: what is tested, and last the directory to install. Usage:
+The version in the work tree is one candidate; the others are the tags vVERSION, unpacked into a
+directory. One line for each sibling: what is tested, and last the directory to install. Usage:
 ``python tools/lowest_siblings.py 'hp-schedule[runtime]' --into .nox/siblings``.
 """
 
@@ -34,12 +34,15 @@ def declared_version(package: str) -> Version:
 
 
 def tagged_versions(package: str) -> list[Version]:
-    """Return the released versions of a package, from the tags of the repository."""
-    prefix = f"{package}-v"
-    listing = subprocess.run(
-        ["git", "tag", "--list", f"{prefix}*"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return [Version(tag.removeprefix(prefix)) for tag in listing.stdout.split()]
+    """Return the released versions of a package, from the tags of the repository that have it."""
+    listing = ["git", "tag", "--list", "v*"]
+    tags = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True)
+    file = f"packages/{package}/pyproject.toml"
+    has = {
+        tag: subprocess.run(["git", "cat-file", "-e", f"{tag}:{file}"], cwd=ROOT, check=False)
+        for tag in tags.stdout.split()
+    }
+    return [Version(tag.removeprefix("v")) for tag, done in has.items() if done.returncode == 0]
 
 
 def sibling_requirements(requirement: Requirement) -> list[Requirement]:
@@ -71,7 +74,7 @@ def unpack_tag(package: str, version: Version, into: Path) -> Path:
     """Write the package as it was at its tag into a directory and return that."""
     target = into / f"{package}-{version}"
     archive = subprocess.run(
-        ["git", "archive", f"{package}-v{version}", f"packages/{package}"],
+        ["git", "archive", f"v{version}", f"packages/{package}"],
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRATCH = ROOT / ".nox"
+HASHES = ROOT / "tools" / "hashes.txt"
 TIMES = SCRATCH / "times"
 BYTECODE = SCRATCH / "bytecode"
 GROUPS: dict[str, list[str | dict[str, str]]]
@@ -140,9 +141,18 @@ def constraints(torch: str, pins: Path | None = None, *, folder: Path = SCRATCH)
 
 
 def environment(torch: str = "", pins: Path | None = None) -> dict[str, str]:
-    """Return what makes pip and uv resolve alike: the pins and the places to look in."""
-    obeyed = str(constraints(torch or torch_requirement(), pins))
+    """Return what makes pip and uv resolve alike: the pins and the places to look in.
+
+    Raises:
+        ValueError: If HP_HASHES is set, and there are other pins than those with hashes.
+    """
+    torch = torch or torch_requirement()
+    obeyed = str(constraints(torch, pins))
     env = {"PIP_CONSTRAINT": obeyed, "UV_CONSTRAINT": obeyed}
+    if os.environ.get("HP_HASHES") == "1":
+        if torch or pins is not None:
+            raise ValueError("HP_HASHES (1) must come without HP_TORCH and other pins")
+        env["UV_CONSTRAINT"] = str(HASHES)
     env |= {"PIP_BUILD_CONSTRAINT": obeyed, "UV_BUILD_CONSTRAINT": obeyed}
     # Where it is set, every process would compile torch's sources again: twice the time of import.
     env["PYTHONDONTWRITEBYTECODE"] = ""

@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 PAGES = [
-    ROOT / "CONTRIBUTING.md",
+    *(ROOT / f"{name}.md" for name in ("AGENTS", "CONTRIBUTING", "RELEASING", "SECURITY")),
     ROOT / "tools" / "README.md",
     *READMES,
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FOLDERS = "packages|integration_tests|benchmarks|docs|tools|tests|examples|src"
+FOLDERS = r"\.github|packages|integration_tests|benchmarks|docs|tools|tests|examples|src"
 # A path in text or in a command, from the root or from the package that the page is about.
 IN_TEXT = re.compile(rf"(?<![\w/.-])(?:{FOLDERS}|hp_[a-z]+)/[\w./-]*\w")
 IN_LINKS = re.compile(r"\]\(([^)#\s]+)[^)]*\)")

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lock import HEAD, LOCK, LOWEST_PYTHON, as_constraints
+from lock import (
+    HEAD,
+    HEAD_OF_HASHES,
+    LOCK,
+    LOWEST_PYTHON,
+    as_constraints,
+    as_hashes,
+    with_hashes,
+)
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -69,6 +77,13 @@ def test_a_marker_stays_where_it_tells_two_versions_apart() -> None:
     pins = ["a==1 ; python_version < '3.12'", "a==2 ; python_version >= '3.12'"]
     text = as_constraints([*pins, "b==3 ; sys_platform == 'linux'", "torch==2.13.0+cpu"])
     assert text.removeprefix(HEAD).splitlines() == [*pins, "b==3", "torch==2.13.0"]
+
+
+def test_hashes_are_those_that_uv_has_found() -> None:
+    found = with_hashes("a==1 ; x \\\n    --hash=sha256:0 \\\n    --hash=sha256:1\nb==2\n")
+    assert found == {"a==1 ; x": ["sha256:0", "sha256:1"], "b==2": []}
+    text = as_hashes(found).removeprefix(HEAD_OF_HASHES)
+    assert text == "a==1 \\\n    --hash=sha256:0 \\\n    --hash=sha256:1\nb==2\n"
 
 
 def test_the_container_copies_what_is_there_and_obeys_the_pins_as_an_ordinary_user() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from check_distributions import check_wheel
+from build_distributions import differences
+from check_distributions import SDIST_FILES, STATED, check_files, check_wheel
 from config_walk import config_walk
 from house import ROOT, arrows_of, circles_of, count_source, is_fragment, table, walk_figures
 from house_walks import count, find
@@ -118,9 +120,39 @@ def test_wheel_check_names_every_fault(tmp_path: Path) -> None:
         archive.writestr("tests/test_a.py", "")
         archive.writestr("hp_a-0.1.0.dist-info/METADATA", METADATA)
     faults = list(check_wheel(wheel, {"hp-b": "0.2.0"}))
-    expected = ["py.typed", "LICENSE", "['tests']", "holds tests", "hp-b here is 0.2.0"]
+    expected = ["py.typed", "LICENSE", "['tests']", "holds tests"]
+    expected += [f"states no {field}" for field in STATED]
+    expected += ["hp-b here is 0.2.0"]
     assert len(faults) == len(expected)
     assert all(part in fault for part, fault in zip(expected, faults, strict=True))
+
+
+def test_a_stray_file_and_a_lost_one_are_named(tmp_path: Path) -> None:
+    package = tmp_path / "hp-a"
+    for name in ("src/hp_a/__init__.py", "src/hp_a/lost.py", "src/hp_a/__pycache__/x.pyc"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    wheel, sdist = tmp_path / "hp_a-0.1.0-py3-none-any.whl", tmp_path / "hp_a-0.1.0.tar.gz"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("hp_a/__init__.py", "")
+        archive.writestr("hp_a/notes.txt", "")
+        archive.writestr("hp_a-0.1.0.dist-info/METADATA", METADATA)
+    with tarfile.open(sdist, "w:gz") as archived:
+        for name in (*SDIST_FILES, "PKG-INFO", "src/hp_a/__init__.py", "src/hp_a/lost.py"):
+            archived.addfile(tarfile.TarInfo(f"hp_a-0.1.0/{name}"))
+    assert list(check_files(package, wheel, sdist)) == [
+        f"{wheel.name} has src/hp_a/notes.txt",
+        f"{wheel.name} has no src/hp_a/lost.py",
+    ]
+
+
+def test_two_builds_must_have_the_same_files_and_bytes() -> None:
+    assert not list(differences({"a": "1"}, {"a": "1"}))
+    assert list(differences({"a": "1", "b": "2"}, {"a": "2", "c": "3"})) == [
+        "a: two contents",
+        "b: in the first build alone",
+        "c: in the second build alone",
+    ]
 
 
 def test_example_is_the_first_python_block_and_runs_by_itself(tmp_path: Path) -> None:

@@ -196,8 +196,8 @@ def _look_at_machine() -> None:
     """Check the machine for conditions under which torch or libraries would abort.
 
     Raises:
-        MachineError: If the current folder is gone, /proc is missing, or the limit of open files is
-            too low.
+        MachineError: If the current folder is gone, /proc is missing on Linux, or the limit of open
+            files is too low.
     """
     try:
         os.getcwd()  # noqa: PTH109 - the call is the check
@@ -205,7 +205,7 @@ def _look_at_machine() -> None:
         raise MachineError(
             "the current folder is gone, it was removed: cd to one that is there"
         ) from None
-    if not os.path.exists("/proc/self/fd"):  # noqa: PTH110
+    if sys.platform == "linux" and not os.path.exists("/proc/self/fd"):  # noqa: PTH110
         raise MachineError("/proc must be mounted: processes of a run meet there")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _LEAST_FILES:

@@ -1,7 +1,8 @@
-"""Environment variables of torchrun and Slurm, read without torch."""
+"""Environment variables of torchrun and Slurm, and usable processors, read without torch."""
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,11 @@ class World:
     def remedy(self) -> str:
         """Return the end of a message with a remedy for variables left over from another job."""
         return _REMEDIES[self.variable]
+
+
+def usable_cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def external_world(env: Mapping[str, str] = os.environ) -> World | None:

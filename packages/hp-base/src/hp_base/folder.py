@@ -189,7 +189,9 @@ def open_directory(path: str | Path, parent: int | None = None) -> int:
         return os.open(path, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     except FileNotFoundError:
         raise DamageError(f"{name} is missing") from None
-    except NotADirectoryError:
+    except OSError as error:  # macOS has a word of its own for a link
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
         which = "" if parent is None else f"{path} "
         raise DamageError(f"{which}must be a directory and no symbolic link") from None
 
@@ -216,7 +218,7 @@ def open_file(directory: int, name: str, flags: int = os.O_RDONLY, *, mode: int 
     except FileNotFoundError:
         raise DamageError(f"{name} is missing") from None
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EOPNOTSUPP):
             raise
         raise DamageError(f"{name} must be a regular file") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -111,8 +112,9 @@ def die_with(pid: int) -> None:
 
 
 def kill_when_parent_dies() -> None:
-    """Ask the kernel to kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    """Ask the kernel of Linux to kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _exit_after(launcher: int) -> None:

@@ -33,6 +33,7 @@ from typing import IO, NamedTuple, Self
 
 import numpy as np
 
+from hp_base.environment import usable_cores
 from hp_base.errors import ConfigError, DataError
 from hp_base.folder import read_span
 from hp_data.corpus import (
@@ -95,7 +96,7 @@ def count_processes(total_bytes: int, tokenizer: Tokenizer) -> int:
     """Return the number of processes worth starting for a text; 0: this process encodes it."""
     if tokenizer.is_cheap:
         return 0
-    return max(1, min(len(os.sched_getaffinity(0)), total_bytes // _BYTES_PER_PROCESS))
+    return max(1, min(usable_cores(), total_bytes // _BYTES_PER_PROCESS))
 
 
 def try_out(path: str, separator: str) -> None:

@@ -18,6 +18,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from hp_base.command_line import say
+from hp_base.environment import usable_cores
 from hp_base.errors import HpError
 from hp_base.own_caches import CACHES, own_caches, why_not_kept
 from hp_train import __version__
@@ -165,7 +166,7 @@ def _devices() -> Iterator[Check]:
 
 
 def _machine() -> Iterator[Check]:
-    yield Check("CPU cores", "ok", str(len(os.sched_getaffinity(0))))
+    yield Check("CPU cores", "ok", str(usable_cores()))
     yield Check("memory", "ok", f"{_size(_free_memory())} free")
     free = shutil.disk_usage(Path.cwd()).free
     enough = free >= _LEAST_DISK

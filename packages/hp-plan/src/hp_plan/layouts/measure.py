@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hp_base.beside_tensors import GPU_MARGIN
 from hp_base.command_line import scratch
+from hp_base.environment import usable_cores
 from hp_base.errors import HpError, RunFailedError
 from hp_plan.costs.machine import Machine
 from hp_plan.costs.memory import static_memory
@@ -169,7 +170,7 @@ def _exchanging(config: Config, *, size: int) -> list[Config]:
 
 def _timed(config: Config, folder: Path, *, size: int) -> dict[str, float]:
     on_cpu = config.launch.device == "cpu" or not torch.cuda.is_available()
-    ranks = 2 if on_cpu and _cores() > 1 else 1
+    ranks = 2 if on_cpu and usable_cores() > 1 else 1
     keys = {
         "mesh.dp_replicate": ranks,
         "train.microbatch_size": size,
@@ -214,7 +215,7 @@ def time_model(config: Config, *, worker: Worker) -> int:
         trainer.optimizer.zero_grad()
     on_cpu = trainer.device.type == "cpu"
     if on_cpu:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _cores()
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / usable_cores()
     else:
         memory = torch.cuda.get_device_properties(trainer.device).total_memory
     result = {
@@ -225,7 +226,7 @@ def time_model(config: Config, *, worker: Worker) -> int:
         "vocab_size": trainer.tokenizer.vocab_size,
         "memory": memory,
         "is_gpu": float(trainer.device.type == "cuda"),
-        "cores": _cores() if on_cpu else 0,
+        "cores": usable_cores() if on_cpu else 0,
         "ranks": worker.info.world_size,
     }
     if worker.info.rank == 0:
@@ -279,10 +280,6 @@ def time_link(config: Config, *, worker: Worker) -> int:
         (worker.run_dir / _RESULT).write_text(json.dumps(result))
     shutdown()
     return 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def synchronize(device: torch.device) -> None:

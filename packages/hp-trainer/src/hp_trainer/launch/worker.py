@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import torch
 
+from hp_base.environment import usable_cores
 from hp_base.errors import HangError, HpError, RankLostError, RunDirectoryError
 from hp_base.session import die_with
 from hp_base.signals import StopFlag
@@ -115,7 +116,7 @@ def write_error(worker: Worker, error: BaseException) -> None:
 
 def set_threads(config: Config, local_world_size: int) -> None:
     """Give torch this process's share of the cores, and let ranks without a GPU share them well."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     torch.set_num_threads(
         config.launch.threads_per_process or max(1, cores // max(1, local_world_size))
     )
