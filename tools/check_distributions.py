@@ -95,9 +95,7 @@ def check_files(package: Path, wheel: Path, sdist: Path) -> Iterator[str]:
         yield f"{sdist.name} has links"
     for fault in differing(installed, sources_of(package, ["src"])):
         yield f"{wheel.name} {fault}"
-    for fault in differing(
-        kept - OF_HATCHLING, {*SDIST_FILES} | sources_of(package, KEPT)
-    ):
+    for fault in differing(kept - OF_HATCHLING, {*SDIST_FILES} | sources_of(package, KEPT)):
         yield f"{sdist.name} {fault}"
 
 
