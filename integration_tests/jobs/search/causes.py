@@ -105,6 +105,26 @@ CAUSES = (
         "torch-zero-bubble-hook-called-twice.md",
     ),
     Cause(
+        "DTensor: an embedding's gradient is scaled by the frequency of words on one rank",
+        r"operators\w*: embedding_scaled",
+        "torch-embedding-scaled-by-frequency.md",
+    ),
+    Cause(
+        "DTensor: views and sums of a row-wise sharded embedding use its mask elsewhere",
+        r"operators\w*: embedding_(select|sum|t|view|cat) ",
+        "torch-views-of-a-rowwise-embedding.md",
+    ),
+    Cause(
+        "Pipelining: `eval()` between accumulated steps drops gradients under FSDP2",
+        r"schedules: .*sharded-evaluated-between",
+        "torch-pipelining-evaluation-loses-gradients.md",
+    ),
+    Cause(
+        "DTensor: `view(dtype)` of a partial tensor reinterprets its parts",
+        r"operators\w*: view_dtype",
+        "torch-view-of-another-dtype.md",
+    ),
+    Cause(
         "`loss_parallel`: gradients of `log_softmax` by itself, and of smoothed labels",
         r"styles: (loss_parallel (entropy|divergence|with_entropy|smoothed)|plan .*smoothing)",
         known="its documentation: of losses `cross_entropy` alone, without smoothing",

@@ -303,7 +303,9 @@ def _attention(causal: bool, rotate: str, balanced: bool, length: int) -> Errors
 
     attend(*one).backward(weight)
     parts = [*many, weight]
-    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 4):
+    with context_parallel(
+        mesh, buffers=parts, buffer_seq_dims=[2] * 4, no_restore_buffers=set(parts)
+    ):
         for each in many:
             each.requires_grad_()
         attend(*many).backward(parts[3])
