@@ -88,7 +88,7 @@ def verify(
     (tmp_path / "job.py").write_text(JOB)
     script = str(tmp_path / "job.py")
     launch = [*LAUNCH, "--nproc-per-node=2"]
-    command = [*HP, "--steps", "2", *flags, "--", *launch, script, *job]
+    command = [*HP, "--steps", "2", "--verbose", *flags, "--", *launch, script, *job]
     return subprocess.run(
         [*command, "--against", "--", sys.executable, script],
         capture_output=True,
@@ -116,13 +116,13 @@ def test_updates_that_are_not_made_are_a_difference(tmp_path: Path) -> None:
     )
 
 
-def as_on_the_page(folder: Path, number: int) -> "subprocess.CompletedProcess[str]":
+def as_on_the_page(folder: Path, number: int, *flags: str) -> "subprocess.CompletedProcess[str]":
     """Copy the job of the page, and run one of the commands that the page begins with."""
     commands, job = re.findall(r"```(?:sh|python)\n(.*?)```", PAGE, re.DOTALL)[:2]
     (folder / "job.py").write_text(job)
     known = {"hp-verify": HP, "torchrun": LAUNCH, "python": [sys.executable]}
     words = [known.get(word, [word]) for word in shlex.split(commands.splitlines()[number])]
-    command = [word for some in words for word in some]
+    command = [*words[0], *flags, *(word for some in words[1:] for word in some)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, cwd=folder
     )
@@ -132,17 +132,19 @@ def test_data_parallel_training_equals_one_process(tmp_path: Path) -> None:
     done = as_on_the_page(tmp_path, 0)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "job: 2 processes, 3 steps" in done.stdout
-    assert "equal over 3 steps" in done.stdout
+    assert "job: 2 processes, 4 steps" in done.stdout
+    assert "equal over 4 steps" in done.stdout
     assert "could not be compared" not in done.stdout
 
 
 def test_a_loss_that_is_scaled_twice_is_named_as_on_the_page(tmp_path: Path) -> None:
-    done = as_on_the_page(tmp_path, 1)
+    done = as_on_the_page(tmp_path, 1, "--verbose")
 
     assert done.returncode == 8
-    for line in re.findall(r"^(?:      and|first difference:|likely:) .*", PAGE, re.MULTILINE)[:4]:
+    shown = re.findall(r"^(?:NOT EQUAL|first difference:|likely:) .*", PAGE, re.MULTILINE)[:3]
+    for line in (*re.findall(r"^likely: .*|^      and .*", PAGE, re.MULTILINE)[1:4], *shown[:2]):
         assert line in done.stdout
+    assert shown[2].partition(";")[0] in done.stdout
     assert "exactly: all 30 elements differ, which ranks 0 and 1 hold: they are 2" in done.stdout
     assert "the job their mean on rank 0, their mean on rank 1" in done.stdout
 
@@ -167,7 +169,7 @@ def test_a_rank_that_hangs_ends_with_what_there_was(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert "what the job computed before it failed:" in done.stdout
-    assert "equal over 1 steps" in done.stdout
+    assert "equal over step 1 of 2, until a run was ended" in done.stdout
     assert "the job was not done after 60 s" in done.stderr
 
 

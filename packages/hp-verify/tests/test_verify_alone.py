@@ -1,5 +1,6 @@
 """The command as a stranger has it: a plain torch program, and nothing else of ours."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -28,9 +29,11 @@ def test_the_installed_command_names_the_step_of_a_fault(tmp_path: Path) -> None
         text=True,
         timeout=120,
         check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert ran.returncode == 8
-    assert ran.stderr.startswith("error: the jobs differ, first at step 2, gradient")
+    assert "\nfirst difference: step 2, gradient" in ran.stdout
+    assert ran.stderr == ""
 
 
 def test_the_command_and_the_package_load_without_torch() -> None:

@@ -13,6 +13,7 @@ import hp_verify
 from hp_base.errors import ConfigError
 from hp_verify import (
     JobFailedError,
+    Verdict,
     compare_checkpoints,
     compare_curves,
     read_curve,
@@ -61,6 +62,9 @@ def test_two_jobs_are_compared_and_the_difference_can_be_read(
     assert comparison.reproduction is not None
     assert comparison.reproduction.path.is_relative_to(tmp_path / "kept")
     assert "first difference: step 1, gradient" in report(comparison)
+    assert comparison.page == tmp_path / "kept" / "report.txt"
+    assert comparison.verdict is Verdict.DIFFERENT
+    assert str(comparison.verdict) == "different"
     assert [line.partition(":")[0] for line in told] == [
         "reference",
         *["reference, other sums"] * 2,
@@ -91,7 +95,8 @@ def test_of_a_job_that_fails_it_is_told_what_it_had_computed(
     with pytest.raises(JobFailedError, match="no more data") as failed:
         verify([*job, "1", "2"], [*job, "1", "9"])
 
-    assert "equal over 2 steps" in failed.value.so_far
+    assert failed.value.so_far is not None
+    assert "equal over steps 1-2 of 3, until a run was ended" in report(failed.value.so_far)
     assert capfd.readouterr() == ("", "")
 
 

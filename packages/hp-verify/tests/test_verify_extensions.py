@@ -1,5 +1,6 @@
 """Entry points: a trainer that records itself, and names that a package knows of checkpoints."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (("trainer", TRAINER), ("recorder", RECORDER), ("names", NAMES)):
         (folder / f"somebodys_{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    paths = str(folder), os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     return folder
 
 

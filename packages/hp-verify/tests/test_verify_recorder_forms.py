@@ -145,9 +145,19 @@ def test_other_samples_are_listed_where_gradients_are_equal() -> None:
     assert comparison.first is None
     told = "2 of 2 samples are missing, 2 are not the reference's, and all gradients are equal"
     assert comparison.unaligned["step 1, input"] == told
-    first = judged(recording(given=("v", "w"), gradient=1.5)).first
+    other = recording(given=("v", "w"))
+    other.steps[1].tensors[GRADIENT]["layer"].rows[""] = RIGHT[::-1], 2.0
+    first = judged(other).first
     assert first is not None
     assert first.phase == INPUT
+
+
+def test_other_samples_are_listed_where_gradients_are_a_multiple() -> None:
+    comparison = judged(recording(given=("v", "w"), gradient=1.5))
+    assert comparison.first is not None
+    assert comparison.first.phase == GRADIENT
+    told = "and 1 of 1 gradients are the reference's, or multiples of them"
+    assert comparison.unaligned["step 1, input"].endswith(told)
 
 
 def test_more_samples_are_told_beside_what_comes_of_them() -> None:

@@ -51,7 +51,7 @@ def test_own_gradients_are_those_of_their_step(tmp_path: Path) -> None:
 
 def test_a_step_is_whole_when_all_ranks_have_recorded_it() -> None:
     facts = [{"rank": str(rank), "ranks": "2"} for rank in range(2)]
-    steps = {1: Step(states={"a": {}, "b": {}}), 2: Step(states={"a": {}})}
+    steps = {1: Step(updated={"a", "b"}), 2: Step(updated={"a"})}
     recording = Recording(steps, facts)
     assert recording.is_whole(1)
     assert not recording.is_whole(2)

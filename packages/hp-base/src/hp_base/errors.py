@@ -12,7 +12,8 @@
     |-- DifferenceError  8   two layouts do not compute the same (hp verify, hp-verify)
     |-- RunDirectoryError 9  the run directory is gone, or holds what no run puts there
     |-- RehearsalError  10   a run would fail, or its ranks not fit together (hp dry-run)
-    `-- MachineError    11   the machine refuses what a command needs: a folder, a process, output
+    |-- MachineError    11   the machine refuses what a command needs: a folder, a process, output
+    `-- NotComparableError 12  too little of two jobs could be compared to tell (hp-verify)
 
 Any other exception ends with 1. A run that was asked to stop and can be resumed ends with
 :data:`PREEMPTED`; one that was stopped at once with 128 + the signal's number, as shells do.
@@ -91,6 +92,12 @@ class MachineError(HpError):
     """The machine refuses what a command needs: a folder, a socket, a process, its output."""
 
     exit_code = 11
+
+
+class NotComparableError(HpError):
+    """Nothing of two jobs, or no gradient and no weight of theirs, could be compared."""
+
+    exit_code = 12
 
 
 class RunFailedError(HpError):

@@ -10,7 +10,7 @@ from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
     from hp_verify.comparing.compare_values import RunComparison, compare_runs
-    from hp_verify.comparing.findings import Comparison, Difference, Exact, Reproduction
+    from hp_verify.comparing.findings import Comparison, Difference, Exact, Reproduction, Verdict
     from hp_verify.files.checkpoints import (
         CheckpointComparison,
         TensorDifference,
@@ -35,6 +35,7 @@ __all__ = [
     "RunComparison",
     "TensorDifference",
     "ValueRecorder",
+    "Verdict",
     "__version__",
     "compare_checkpoints",
     "compare_curves",
@@ -61,6 +62,7 @@ __getattr__, __dir__ = lazily(
         "RunComparison": "hp_verify.comparing.compare_values",
         "TensorDifference": "hp_verify.files.checkpoints",
         "ValueRecorder": "hp_verify.recording.values",
+        "Verdict": "hp_verify.comparing.findings",
         "compare_checkpoints": "hp_verify.files.checkpoints",
         "compare_curves": "hp_verify.files.noise",
         "compare_runs": "hp_verify.comparing.compare_values",

@@ -14,16 +14,26 @@ from xml.etree import ElementTree as ET
 import msgspec
 
 from hp_base.command_line import require_files, require_folder, say, write_named
-from hp_base.errors import ConfigError, DifferenceError, HpError, RunFailedError
+from hp_base.errors import (
+    ConfigError,
+    DifferenceError,
+    HpError,
+    NotComparableError,
+    RunFailedError,
+)
 from hp_base.folder import read_named, why_not
 from hp_base.numbers import real
 from hp_base.own_caches import user_cache
 from hp_verify import jobs
-from hp_verify.comparing.findings import Comparison
+from hp_verify.comparing.findings import Comparison, Verdict
 
 _MINUTES = 10.0
 _DIFFERENT = DifferenceError.exit_code
-_VERDICTS = {0: "equal", _DIFFERENT: "different"}
+_VERDICTS = {
+    0: Verdict.EQUAL,
+    _DIFFERENT: Verdict.DIFFERENT,
+    NotComparableError.exit_code: Verdict.NOT_COMPARABLE,
+}
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 Asked: TypeAlias = tuple[list[str], list[str], argparse.Namespace]
 """A job, its reference, and parsed flags."""
@@ -93,7 +103,7 @@ def run(asked: Mapping[str, Asked], options: argparse.Namespace) -> int:
         options: Parsed flags of `add_arguments`.
 
     Returns:
-        0: each job is equal to its reference.
+        0: each job is equal to its reference; else the status of the one comparison.
 
     Raises:
         HpError: That of the one comparison; of several one that counts those that are not equal.
@@ -115,6 +125,8 @@ def run(asked: Mapping[str, Asked], options: argparse.Namespace) -> int:
             _write(options, done)
     failed = [one for one in done if one.error is not None]
     if not options.jobs and done[0].error is not None:
+        if done[0].comparison is not None:  # which was printed
+            return done[0].status
         raise done[0].error
     if not failed:
         return 0

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None: those of this process, which is then at its end.
 
     Returns:
-        Exit status: 0 equal, 8 different, others as `hp_base.errors` has them.
+        Exit status: 0 equal, 8 different, 12 not comparable, others as `hp_base.errors` has them.
     """
     return run_command(_main, argv)
 

@@ -5,6 +5,7 @@ import platform
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -14,23 +15,28 @@ from tempfile import TemporaryDirectory, mkdtemp
 from msgspec.structs import replace
 
 from hp_base.command_line import new_folder, say
-from hp_base.errors import ConfigError, DifferenceError, HpError
+from hp_base.errors import ConfigError, DifferenceError, HpError, NotComparableError
 from hp_base.numbers import real, whole
-from hp_base.session import last_lines, status_of
+from hp_base.session import last_lines, raised_in, status_of
 from hp_base.signals import ending
 from hp_verify import __version__
 from hp_verify.budget import Budget
 from hp_verify.cache import kept_or_run
 from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.explain import explain
-from hp_verify.comparing.findings import UPDATE, Comparison
-from hp_verify.comparing.recordings import NothingRecordedError, Recording, join
+from hp_verify.comparing.findings import UPDATE, Comparison, Verdict
+from hp_verify.comparing.recordings import CUT, NothingRecordedError, Recording, join
 from hp_verify.recording.request import Focus, Request, environment
 from hp_verify.recording.rules import read_rules
 
-_STEPS = 3
 _SECONDS = 1800.0
 _SHOWN = 12
+_PAGE = "report.txt"
+_STATES = {
+    Verdict.EQUAL: "equal",
+    Verdict.DIFFERENT: "NOT EQUAL",
+    Verdict.NOT_COMPARABLE: "NOT COMPARABLE (no gradient, no weight)",
+}
 AGAINST = "--against"
 _REFERENCE, _OTHER_SUMS, _JOB = "reference", "reference, other sums", "job"
 
@@ -43,13 +49,13 @@ class JobFailedError(HpError):
         recording: Recording up to the failure; None: nothing was recorded.
 
     Attributes:
-        so_far: A report of what the job had computed by then; empty: it was the reference.
+        so_far: What the job had computed by then, beside its reference; None: nothing.
     """
 
     def __init__(self, message: str, recording: Recording | None = None) -> None:
         super().__init__(message)
         self.recording = recording
-        self.so_far = ""
+        self.so_far: Comparison | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=whole("--steps", least=1),
-        default=_STEPS,
-        help=f"updates of the weights (default: {_STEPS})",
+        help="compare the first N updates of the weights alone (default: all of a short job, a "
+        "spread up to the end of a long one)",
     )
     parser.add_argument("--float64", action="store_true", help="lift both jobs to float64")
     parser.add_argument(
@@ -86,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", metavar="DIR", help="keep the recordings and the reproduction, in a new folder"
     )
+    parser.add_argument("--verbose", action="store_true", help="print all that a page has")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -124,9 +131,11 @@ def run(
         0: the job is equal to its reference.
 
     Raises:
-        DifferenceError: When it is not.
+        DifferenceError: When it is not; what differs was printed.
+        NotComparableError: When too little could be compared to tell; that was printed.
         JobFailedError: When one of them failed.
     """
+    shown = report if options.verbose else summary
     try:
         comparison = verify(
             job,
@@ -145,15 +154,15 @@ def run(
             tell=say,
         )
     except JobFailedError as failed:
-        if failed.so_far:
-            say(failed.so_far)
+        if failed.so_far is not None:
+            say(f"what the job computed before it failed:\n{shown(failed.so_far)}")
         raise
     found(comparison)
-    say(report(comparison))
-    if not comparison.num_compared:
-        raise DifferenceError("nothing of the job could be laid beside its reference")
-    if comparison.first is not None and not comparison.is_excused:
+    say(shown(comparison))
+    if comparison.verdict == Verdict.DIFFERENT:
         raise DifferenceError(f"the jobs differ, first at {comparison.first}")
+    if comparison.verdict == Verdict.NOT_COMPARABLE:
+        raise NotComparableError("no gradient and no weight could be laid beside the reference")
     return 0
 
 
@@ -161,7 +170,7 @@ def verify(
     job: Sequence[str],
     reference: Sequence[str],
     *,
-    steps: int = _STEPS,
+    steps: int | None = None,
     seed: int = 0,
     float64: bool = False,
     outputs: bool = True,
@@ -179,15 +188,16 @@ def verify(
     Args:
         job: Command of the job to judge.
         reference: Command of the reference.
-        steps: Updates of the weights that are compared.
+        steps: Updates of the weights that are compared, the first ones; None: all of a short job,
+            a spread up to the end of a long one.
         seed: Seed of both.
         float64: Whether both are lifted to float64.
         outputs: Whether outputs of modules are compared, too.
         same_start: Whether the job begins with the reference's first weights.
         rules: File that says where the job's parameters lie; None: nothing need be said.
         again: Whether both run once more around a first difference, to show where exactly it lies.
-        keep: A new folder for the recordings and the reproduction; None: recordings are removed,
-            and a reproduction has a temporary folder of its own, which stays.
+        keep: A new folder for the recordings, the reproduction and the page; None: recordings are
+            removed, and what tells of a difference is in a temporary folder, which stays.
         seconds: Most seconds that a job may take.
         minutes: Minutes for all runs together, which decide how many are made and how many steps
             of a long job are compared; None: as long as they take.
@@ -204,13 +214,19 @@ def verify(
     """
     if rules is not None:
         read_rules(rules)  # before anything runs
+    told = [f"{_JOB}: {shlex.join(job)}", f"{_REFERENCE}: {shlex.join(reference)}"]
+
+    def tell_both(line: str) -> None:
+        told.append(line)
+        tell(line)
+
     with (
         TemporaryDirectory(prefix="hp-verify-job-", ignore_cleanup_errors=True)
         if keep is None
         else nullcontext(new_folder(str(keep)).resolve())
     ) as made:
         folder = Path(made)
-        common = Request("", seed=seed, steps=steps, float64=float64, outputs=outputs)
+        common = Request("", seed=seed, steps=steps or 0, float64=float64, outputs=outputs)
         beside = replace(common, reference=str(folder / _REFERENCE))
         place = str(rules.resolve()) if rules is not None else ""
         sides = {
@@ -218,21 +234,28 @@ def verify(
             _OTHER_SUMS: (reference, beside),
             _JOB: (job, replace(beside, start=same_start, rules=place)),
         }
-        runs = _Runs(sides, folder, budget := Budget(minutes, seconds), cache, tell)
+        budget = Budget(minutes, seconds)
+        runs = _Runs(sides, folder, budget, cache, tell_both, last=steps or 0)
         actual, expected, floor = runs.first()
         comparison = compare(actual, expected, floor)
         if rules is not None:
             comparison.unaligned = _idle(rules, folder) | comparison.unaligned
         first = None if comparison.is_excused else comparison.first
+        shown = folder if keep is not None else None
+        if shown is None and comparison.verdict != Verdict.EQUAL:
+            shown = Path(mkdtemp(prefix="hp-verify-reproduction-"))
         if again and first is not None and not budget.allows_second_runs():
             comparison.again = f"the {minutes:g} minutes leave no time for second runs"
-        elif again and first is not None and first.phase != UPDATE:
+        elif again and shown is not None and first is not None and first.phase != UPDATE:
             from hp_verify.reproducing.locate import look_again  # noqa: PLC0415 - imports torch
 
-            shown = folder / "reproduction"
-            if keep is None:
-                shown = Path(mkdtemp(prefix="hp-verify-reproduction-"))
-            look_again(comparison, (actual, expected), runs.again, shown, float64=float64)
+            inside = shown if keep is None else shown / "reproduction"
+            look_again(comparison, (actual, expected), runs.again, inside, float64=float64)
+        if shown is not None:
+            most = len(comparison.unaligned) + len(comparison.differences)
+            comparison.page = shown / _PAGE
+            lines = "\n".join([*told, *_lines(comparison, most), ""])
+            comparison.page.write_text(lines, encoding="utf-8")
     comparison.seconds = budget.seconds
     comparison.versions = {
         "Python": platform.python_version(),
@@ -253,6 +276,7 @@ class _Runs:
         budget: Time for the runs.
         cache: Folder for recordings of references; None: they are not kept.
         tell: Called with a line after each run.
+        last: Last step that a run must come to; 0: that of the reference, which is not known yet.
         libraries: Library that the reference used, if it is kept -> version.
     """
 
@@ -261,6 +285,7 @@ class _Runs:
     budget: Budget
     cache: Path | None
     tell: Callable[[str], object]
+    last: int = 0
     libraries: dict[str, str] = field(default_factory=dict)
 
     def first(self) -> tuple[Recording, Recording, Floor]:
@@ -271,16 +296,23 @@ class _Runs:
         """
 
         def referred(name: str, seed: int) -> Recording:
-            return self._recorded(_OTHER_SUMS if seed else _REFERENCE, name, disturb=seed)
+            found = self._recorded(_OTHER_SUMS if seed else _REFERENCE, name, disturb=seed)
+            self.last = self.last or found.last
+            return found
 
         asked = *self.sides[_REFERENCE], self.budget.minutes, __version__
         expected, floor, self.libraries = kept_or_run(
             self.cache, asked, self.folder, referred, self.budget, self.tell
         )
+        self.last = self.last or expected.last
         try:
             actual = self._recorded(_JOB, _JOB)
         except JobFailedError as failed:
-            failed.so_far = _before_failing(failed.recording, expected, floor)
+            done = failed.recording.before_failing() if failed.recording is not None else None
+            if done is None or not done.steps:
+                said = f"{failed}\nthe job had made no update when it failed"
+                raise JobFailedError(said, failed.recording) from None
+            failed.so_far = compare(done, expected, floor)
             raise
         return actual, expected, floor
 
@@ -300,13 +332,14 @@ class _Runs:
         folder.mkdir()
         began = time.monotonic()
         log = folder / "log.txt"
+        step = self.last if focus is None else min(focus.step, self.last)
         try:
             status = status_of(
                 command,
                 log,
                 seconds=(limit := self.budget.limit(name)),
                 env=environment(request),
-                has_enough=lambda: self.budget.is_enough(folder, request.steps),
+                has_enough=lambda: self.budget.is_enough(folder, step),
             )
         except OSError as error:
             raise ConfigError(
@@ -317,16 +350,27 @@ class _Runs:
         recording = None
         with suppress(NothingRecordedError) if status != 0 else nullcontext():
             recording = join(folder)
-        # At its end, perhaps: torch with Gloo aborts there now and then.
-        is_done = recording is not None and recording.is_whole(request.steps)
-        if recording is None or (status != 0 and not is_done):
-            ended = f"was not done after {limit:g} s" if status is None else ending(status)
-            told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
-            raise JobFailedError(told, recording)
-        if status:
-            self.tell(f"note: the {who} {ending(status)}, after all {request.steps} steps")
-        ranks = f"{recording.num_ranks} process{'es' * (recording.num_ranks != 1)}"
-        self.tell(f"{who}: {ranks}, {recording.num_steps} steps, {took:.1f} s")
+        if status != 0:
+            done = None if recording is None else recording.before_failing()
+            may_be_long = side != _JOB or any(self.folder.glob(f"{_REFERENCE}*/{CUT}"))
+            if done is None or not (
+                step in done.steps or (status is None and may_be_long and done.steps)
+            ):
+                ended = f"was not done after {limit:g} s" if status is None else ending(status)
+                told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
+                raise JobFailedError(told, recording)
+            ended = f"was ended after {took:.0f} s" if status is None else ending(status)
+            if step in done.steps:  # at its end, perhaps: torch with Gloo aborts there now and then
+                raised = ": ".join(filter(None, (f"after all {self.last} steps", raised_in(log))))
+                self.tell(f"note: the {who} {ended}, {raised}")
+            else:
+                (folder / CUT).touch()
+                recording = done
+                self.tell(f"note: the {who} {ended}, in step {done.last + 1}")
+        assert recording is not None  # else `join` has failed
+        ranks, steps = recording.num_ranks, recording.num_steps
+        told = f"{ranks} process{'es' * (ranks != 1)}, {steps} step{'s' * (steps != 1)}"
+        self.tell(f"{who}: {told}, {took:.1f} s")
         return recording
 
 
@@ -338,21 +382,38 @@ def _idle(rules: Path, folder: Path) -> dict[str, str]:
     return {f"rule {name}": "it fits no parameter of the job" for name in idle}
 
 
-def _before_failing(recording: Recording | None, expected: Recording, floor: Floor) -> str:
-    """Say how far a job that has failed had come, and whether it was right until then."""
-    done = None if recording is None else recording.before_failing()
-    if done is None or not done.steps:
-        return "the job had made no update when it failed"
-    last = max(done.steps)
-    known = Recording({i: s for i, s in expected.steps.items() if i <= last}, expected.facts)
-    return f"what the job computed before it failed:\n{report(compare(done, known, floor))}"
+def summary(comparison: Comparison) -> str:
+    """Say in at most three lines what was found: the verdict, the first difference, and why."""
+    lines, first, page = [_verdict(comparison)], comparison.first, comparison.page
+    more = f"all of it: {page}" if page is not None else "--verbose lists them"
+    if comparison.is_excused:
+        lines.append(f"excused, as rounding decides a choice before it: {comparison.flip}")
+    elif first is not None:
+        lines.append(f"first difference: {first}")
+        likely = [f"likely: {reason}" for reason in explain(comparison)[:1]]
+        return "\n".join([*lines, "; ".join(likely + [more] * (page is not None))])
+    if comparison.unaligned:
+        reasons = Counter(comparison.unaligned.values()).most_common(2)
+        told = ", ".join(f"{why} ({count})" for why, count in reasons)
+        lines.append(f"{len(comparison.unaligned)} could not be compared: {told}; {more}")
+    return "\n".join(lines)
 
 
 def report(comparison: Comparison) -> str:
-    """Say in lines what was found: `print(report(comparison))`."""
+    """Say in lines all that was found: `print(report(comparison))`."""
+    return "\n".join(_lines(comparison, _SHOWN))
+
+
+def _verdict(comparison: Comparison) -> str:
+    state = _STATES[comparison.verdict]
+    return f"{state} over {comparison.over}, {comparison.num_compared:,} tensors and numbers"
+
+
+def _lines(comparison: Comparison, most: int) -> list[str]:
+    """Say what was found, with at most so many differences and tensors that were not compared."""
     first = comparison.first
     here = comparison.together
-    lines = [f"FAIL  {difference}" for difference in here[:_SHOWN]]
+    lines = [f"FAIL  {difference}" for difference in here[:most]]
     more = {
         "more there": len(here) - len(lines),
         "after it": len(comparison.differences) - len(here),
@@ -360,10 +421,10 @@ def report(comparison: Comparison) -> str:
     lines += [f"      and {count} {where}" for where, count in more.items() if count]
     if comparison.unaligned:
         lines.append(f"{len(comparison.unaligned)} could not be compared:")
-        shown = list(comparison.unaligned.items())[:_SHOWN]
+        shown = list(comparison.unaligned.items())[:most]
         lines += [f"      {name}: {why}" for name, why in shown]
-        lines += [f"      and {len(comparison.unaligned) - _SHOWN} more"] * (
-            len(comparison.unaligned) > _SHOWN
+        lines += [f"      and {len(comparison.unaligned) - most} more"] * (
+            len(comparison.unaligned) > most
         )
     if first is not None:
         lines.append(f"first difference: {first}")
@@ -374,12 +435,7 @@ def report(comparison: Comparison) -> str:
         lines.append(f"first other choice: {comparison.flip}")
     if comparison.is_excused:
         lines.append("excused: it follows from that choice, which rounding decides")
-    state = "equal" if first is None or comparison.is_excused else "NOT EQUAL"
-    lines.append(
-        f"{state} over {comparison.num_steps} steps, {comparison.num_compared:,} tensors and "
-        f"numbers: {largest}"
-    )
-    return "\n".join(lines)
+    return [*lines, f"{_verdict(comparison)}: {largest}"]
 
 
 def _exactly(comparison: Comparison) -> list[str]:

@@ -1,14 +1,22 @@
 """Two jobs side by side: the first number that differs by more than rounding explains."""
 
 import math
-import re
 import statistics
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from hp_verify.comparing.causes import (
+    EPSILON,
+    LEAST,
+    TIMES,
+    are_equal,
+    find_causes,
+    list_terms,
+    told_by_gradients,
+    why_norm,
+)
 from hp_verify.comparing.findings import REDUCTION, UPDATE, Comparison, Difference
 from hp_verify.comparing.recordings import (
     Digests,
@@ -19,23 +27,13 @@ from hp_verify.comparing.recordings import (
     numbers_of,
     size_of,
 )
-from hp_verify.comparing.ties import excuses, first_flip
+from hp_verify.comparing.ties import first_flip
 from hp_verify.recording import events as ev
 
-_TIMES = 10.0
-"""An error is a difference from this many times what rounding explains."""
-_LEAST = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
-"""Smallest bound by dtype."""
-_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _MOST_TERMS = 64
 _ULPS = 32
 """A tensor may be off by this many units of the largest of its phase: one that is zero but for
 rounding has no digits to compare."""
-
-
-_OF_NO_CHOICE = (ev.START, ev.INPUT, ev.RATE, UPDATE)
-"""Phases that follow from no choice of a router: first weights, samples, rates, and updates that
-only one of both makes."""
 _OF_BACKWARD = (ev.BACKWARD, ev.GRADIENT, ev.CLIPPED)
 """Of gradients that overflow, which scalers of losses leave out, only that they do is compared."""
 
@@ -46,10 +44,14 @@ class Floor:
     Args:
         reference: Recording of the reference.
         others: Recordings of it with other sums.
+
+    Attributes:
+        end: Last step that all of them may have come to.
     """
 
     def __init__(self, reference: Recording, others: Sequence[Recording]) -> None:
         self._errors: dict[tuple[int, str, str], float] = {}
+        self.end = min((other.end for other in others), default=math.inf)
         for other in others:
             for index, step in reference.steps.items():
                 for phase, name, error in _errors_of(other.steps.get(index, Step()), step):
@@ -65,7 +67,7 @@ class Floor:
         """Return the largest error of a tensor that rounding explains."""
         own = self._errors.get((step, phase, name), 0.0)
         typical = self._typical.get((step, phase), 0.0)
-        return max(_TIMES * max(own, typical), _LEAST.get(dtype, 1e-5))
+        return max(TIMES * max(own, typical), LEAST.get(dtype, 1e-5))
 
 
 def _errors_of(mine: Step, theirs: Step) -> Iterator[tuple[str, str, float]]:
@@ -101,12 +103,15 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         expected: The reference, to which errors are relative.
         floor: Errors that rounding explains.
     """
-    result, known = Comparison(), _known(actual) & _known(expected)
-    for index, theirs in expected.steps.items():
-        mine = actual.steps.get(index)
+    end = min(actual.end, expected.end, floor.end)
+    result = Comparison(num_made=expected.num_steps, is_cut=end < math.inf)
+    known, last = _known(actual) & _known(expected), 0
+    for index in [index for index in expected.steps if index <= end]:
+        mine, theirs = actual.steps.get(index), expected.steps[index]
         if mine is None:
             continue
-        result.num_steps += theirs.is_update
+        if mine.is_update and theirs.is_update:
+            result.steps.append(index)
         if index == 1:
             _phase(result, 1, ev.START, mine, theirs, floor)
         before = len(result.differences)
@@ -120,51 +125,29 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
                 filled = known if phase == ev.GRADIENT else ()
                 _phase(result, index, phase, mine, theirs, floor, filled)
         _batches(result, index, (mine, theirs), before)
-        _list_terms(result, index, theirs, actual.num_ranks)
-        earlier = actual.steps.get(index - 1), expected.steps.get(index - 1)
-        _find_scaled(result, index, *earlier)
-        _left(result, index, mine, actual.steps.get(index - 1, Step()))
-        result.flip = result.flip or first_flip(index, mine.choices, theirs.choices)
-    for index in sorted(set(expected.steps) ^ set(actual.steps)):
-        here = "the job" if index in actual.steps else "the reference"
-        step = actual.steps.get(index) or expected.steps[index]
-        if step.is_update and ev.WEIGHT in step.tensors:
-            note = f"only {here} makes it"
-            result.differences.append(Difference(index, UPDATE, "", 1.0, 0.0, note=note))
-        else:
-            result.unaligned[f"step {index}"] = f"only {here} has it"
-    result.is_excused = _is_excused(result, expected, floor)
+        list_terms(result, index, theirs, actual.num_ranks)
+        _find_scaled(result, index, actual.steps.get(last), expected.steps.get(last))
+        _left(result, index, mine, actual.steps.get(last, Step()))
+        result.flip, last = result.flip or first_flip(index, mine.choices, theirs.choices), index
+    _find_alone(result, (actual, expected, "the job"), end)
+    _find_alone(result, (expected, actual, "the reference"), end)
+    result.differences.sort(key=lambda difference: difference.step)
+    find_causes(result, expected, floor.bound)
     return result
 
 
-def _is_excused(result: Comparison, expected: Recording, floor: Floor) -> bool:
-    """Tell whether rounding decides the first choice that differs, and differences follow it."""
-    flip, first = result.flip, result.first
-    if flip is None or first is None:
-        return False
-    if any(difference.phase in _OF_NO_CHOICE for difference in result.differences):
-        return False
-    step = expected.steps[flip.step]
-    choices = step.choices[flip.name].values()
-    if first.step == flip.step:
-        if first.phase == ev.EVALUATION:
-            return False
-        if first.phase == ev.FORWARD and _is_before(first.name, flip.name, step):
-            return False
-    dtype = max((c.dtype for c in choices), key=lambda dtype: _EPSILON.get(dtype, 0.0))
-    largest = max(abs(score) for c in choices for score in array("d", c.scores))
-    # However far outputs are apart once another choice has flipped in a run with other sums.
-    tie = min(floor.bound(flip.step, ev.FORWARD, "", dtype), _LEAST["bfloat16"]) * largest
-    return dtype != "float64" and excuses(flip, first.step, tie)
-
-
-def _is_before(output: str, router: str, step: Step) -> bool:
-    """Tell whether an output does not follow from a router's choice: its scores do not."""
-    name, _, place = output.partition("#")[0].partition(":")
-    if name == router:
-        return place in {choice.place for choice in step.choices[router].values()}
-    modules = [re.split("[#:]", each)[0] for each in step.tensors[ev.FORWARD]]
-    return router in modules[modules.index(name) + 1 :]
+def _find_alone(result: Comparison, sides: tuple[Recording, Recording, str], end: float) -> None:
+    """Find steps, up to the last that is compared, that one makes and the other does not."""
+    one, other, here = sides
+    made = one.updates - other.updates
+    for index in (index for index in one.steps if index <= end):
+        is_alone = index not in other.steps
+        if index in made and (is_alone or other.updates):
+            rest = f", the other makes {other.num_steps}" * (other.num_steps < index - 1)
+            note = f"only {here} makes it{rest}"
+            result.differences.append(Difference(index, UPDATE, "", 1.0, 0.0, note=note))
+        elif is_alone:
+            result.unaligned[f"step {index}"] = f"only {here} has it"
 
 
 def _left(result: Comparison, index: int, mine: Step, before: Step) -> None:
@@ -174,38 +157,6 @@ def _left(result: Comparison, index: int, mine: Step, before: Step) -> None:
         ranks = " and ".join(str(int(who.split("-")[1])) for who in sorted(gone))
         note = f"rank {ranks} makes it no more, and others do"
         result.differences.append(Difference(index, UPDATE, "", 1.0, 0.0, note=note))
-
-
-def _list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> None:
-    """List outputs that are a part of the reference's on every rank, where nothing comes of it.
-
-    Ranks may divide what they later add up. Where every weight's gradient is equal after that, they
-    have, and nothing is wrong; where one is not, or was not compared, the outputs stay differences.
-    """
-    here = [difference for difference in result.differences if difference.step == index]
-    if not here or not all(_is_term(difference, num_ranks) for difference in here):
-        return
-    if not _are_equal(result, index, theirs):
-        return
-    for difference in here:
-        parts = f"it is 1/{round(1 / difference.factor)} of the reference's on every rank"
-        where = f"{difference.phase} {difference.name}"
-        result.unaligned.setdefault(where, f"{parts}, and all gradients are equal")
-    result.differences = [
-        difference for difference in result.differences if difference.step != index
-    ]
-
-
-def _is_term(difference: Difference, num_ranks: int) -> bool:
-    if (
-        difference.phase not in (ev.FORWARD, ev.BACKWARD)
-        or not difference.factor > 0
-        or difference.who
-    ):
-        return False
-    parts = round(1 / difference.factor)
-    is_part = abs(difference.factor * parts - 1) <= difference.bound
-    return 1 < parts <= num_ranks and is_part and difference.rest <= difference.bound
 
 
 def _phases(mine: Step, theirs: Step) -> Iterator[str]:
@@ -261,11 +212,13 @@ def _batches(result: Comparison, index: int, steps: tuple[Step, Step], before: i
         return
     note = f"{missing} of {len(theirs.rows)} samples are missing, {more} are not the reference's"
     here = result.differences[before:]
-    if _are_equal(result, index, theirs):
+    if are_equal(result, index, theirs):
         result.unaligned[f"step {index}, {ev.INPUT}"] = f"{note}, and all gradients are equal"
     elif here and not missing:
         told = f"the job gives its models {more} sample{'s' * (more > 1)} more than the reference"
         result.more[index].insert(0, told)
+    elif told := told_by_gradients(result, index, theirs):
+        result.unaligned[f"step {index}, {ev.INPUT}"] = f"{note}, and {told}"
     else:
         result.differences.insert(before, Difference(index, ev.INPUT, "", 1.0, 0.0, note=note))
 
@@ -279,21 +232,6 @@ def _calls_more(mine: Step, theirs: Step) -> Iterator[str]:
     apart = [n for n in expected if n in ours and ours[n].lost and not expected[n].lost]
     if apart:
         yield f"the job calls {' and '.join(apart)} apart from what the reference computes"
-
-
-def _are_equal(result: Comparison, index: int, theirs: Step) -> bool:
-    """Tell whether all gradients of a step were compared, and none differs."""
-    gradients = theirs.tensors.get(ev.GRADIENT, {})
-    is_listed = any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients)
-    differences = result.differences
-    return (
-        bool(gradients)
-        and not is_listed
-        and not any(
-            (difference.step, difference.phase) == (index, ev.GRADIENT)
-            for difference in differences
-        )
-    )
 
 
 def _distance(tensor: Digests, reference: Digests) -> float:
@@ -347,7 +285,7 @@ def _phase(  # noqa: PLR0917
             result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
             continue
         result.num_compared += 1
-        tiny = _ULPS * _EPSILON.get(_shortest(tensor, reference), 1e-7) * scale
+        tiny = _ULPS * EPSILON.get(_shortest(tensor, reference), 1e-7) * scale
         if not reference.norm <= tiny:  # of one that is zero but for rounding no digit is right
             result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if tensor.disagree > bound and tensor.disagree * tensor.norm > tiny:
@@ -359,7 +297,7 @@ def _phase(  # noqa: PLR0917
             )
         elif not error <= bound and not error * reference.norm <= tiny:
             factor, rest = _nearest(_common(tensor, reference))
-            origin = _origin(mine, theirs, phase, name, bound, is_scaled=rest <= _TIMES * bound)
+            origin = _origin(mine, theirs, phase, name, bound, is_scaled=rest <= TIMES * bound)
             result.differences.append(
                 Difference(index, phase, name, error, bound, factor, rest, origin=origin)
             )
@@ -389,7 +327,7 @@ def _origin(
     if _error(own, reference) <= bound:
         return REDUCTION
     _, rest = _nearest(_common(own, reference))
-    if rest <= _TIMES * bound:
+    if rest <= TIMES * bound:
         return "" if is_scaled else REDUCTION
     return ev.BACKWARD
 
@@ -416,7 +354,7 @@ def _find_scaled(result: Comparison, index: int, mine: Step | None, theirs: Step
         if difference.origin == REDUCTION and own and reference and not _why_not(own, reference):
             factor, rest = _nearest(_common(own, reference))
             near = [difference.rest, rest, abs(factor * difference.factor - 1)]
-            if all(error <= _TIMES * difference.bound for error in near):
+            if all(error <= TIMES * difference.bound for error in near):
                 result.differences[at] = replace(difference, origin=ev.BACKWARD)
 
 
@@ -451,7 +389,7 @@ def _why_not(tensor: Digests, reference: Digests) -> str:
 
 
 def _shortest(tensor: Digests, reference: Digests) -> str:
-    return max((tensor.dtype, reference.dtype), key=lambda dtype: _EPSILON.get(dtype, 0.0))
+    return max((tensor.dtype, reference.dtype), key=lambda dtype: EPSILON.get(dtype, 0.0))
 
 
 def _common(
@@ -512,7 +450,7 @@ def _numbers(  # noqa: PLR0917
             continue
         error, ratio = _error_of_numbers(mine, theirs, phase, name)
         dtypes = mine.dtypes.get(phase, set()) | theirs.dtypes.get(phase, set())
-        shortest = max(dtypes or {"float32"}, key=lambda dtype: _EPSILON.get(dtype, 0.0))
+        shortest = max(dtypes or {"float32"}, key=lambda dtype: EPSILON.get(dtype, 0.0))
         bound = floor.bound(index, phase, name, "float64" if phase == ev.RATE else shortest)
         result.num_compared += 1
         is_zero = max(abs(math.fsum(ours)), abs(math.fsum(expected))) <= _rounding_of_loss(theirs)
@@ -520,7 +458,9 @@ def _numbers(  # noqa: PLR0917
             continue  # but for rounding, as where advantages have no mean: no digit is right
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if not error <= bound:
-            result.differences.append(Difference(index, phase, name, error, bound, ratio, 0.0))
+            note = why_norm(mine, theirs, name, bound) if phase == ev.NORM else ""
+            found = Difference(index, phase, name, error, bound, ratio, 0.0, note=note)
+            result.differences.append(found)
 
 
 def _rounding_of_loss(step: Step) -> float:
@@ -530,7 +470,7 @@ def _rounding_of_loss(step: Step) -> float:
         for name, value in step.tensors.get(values, {}).items():
             gradient = step.tensors.get(gradients, {}).get(name)
             if gradient is not None and gradient.is_finite and value.is_finite:
-                made = max(made, _EPSILON.get(value.dtype, 0.0) * value.norm * gradient.norm)
+                made = max(made, EPSILON.get(value.dtype, 0.0) * value.norm * gradient.norm)
     return _ULPS * made
 
 

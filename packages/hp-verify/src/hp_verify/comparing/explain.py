@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from hp_verify.comparing.findings import REDUCTION, UPDATE, Comparison, Difference
+from hp_verify.comparing.findings import NOT_OWN, REDUCTION, UPDATE, Comparison, Difference
 from hp_verify.recording import events as ev
 
 _ALONE = {
@@ -17,6 +17,7 @@ _AFTER = {
     ev.BACKWARD: "the backward of what is computed with this output",
     ev.GRADIENT: "the backward of this parameter, or its reduction",
     ev.NORM: "gradients are equal and their norm is not: a part is counted twice, or left out",
+    NOT_OWN: "the norm itself, whatever gradients are: a part is counted twice, or left out",
     ev.CLIPPED: "gradients and norm are equal and what is clipped is not",
     ev.RATE: "gradients are equal and the rate is not: its schedule, or the step that it is at",
     UPDATE: "a step that is skipped, data that end, or another number of microbatches to an update",
@@ -81,7 +82,7 @@ def _reasons(
     elif first.phase == ev.WEIGHT and ev.GRADIENT not in comparison.largest:
         yield "the backward, a reduction or the update: gradients were not compared"
     elif first.phase in _AFTER and not (first.phase == ev.GRADIENT and first.who):
-        yield _AFTER[first.phase]
+        yield _AFTER.get(first.note, _AFTER[first.phase])
 
 
 def _rounded(differences: Sequence[Difference]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Findings of a comparison of two jobs: differences, one of them exactly, and a program."""
 
+import enum
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +11,20 @@ from hp_verify.recording import events as ev
 UPDATE = "update"
 """Phase of a difference: one of both makes no such update."""
 REDUCTION = "reduction"
+NOT_OWN = "not that of its own gradients"
+"""Note of a norm that is wrong whatever gradients are."""
 _ORIGINS = {
     ev.BACKWARD: "in the backward: ranks' own gradients are wrong",
     REDUCTION: "in the reduction: ranks' own gradients add up to the reference's",
 }
+
+
+class Verdict(enum.StrEnum):
+    """Says what a comparison has come to."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    NOT_COMPARABLE = "not comparable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,9 @@ class Comparison:
         differences: Differences above their bounds, in the order of the computation.
         unaligned: Tensor or number that could not be compared -> reason.
         num_compared: Tensors and numbers that were compared.
-        num_steps: Steps that both jobs have.
+        steps: Updates that were compared, counted from 1.
+        num_made: Updates that the reference makes.
+        is_cut: Whether a run was ended before its own end, so that later steps were not compared.
         largest: Phase -> largest error.
         random: Step -> explanation of its differences by dropout.
         more: Step -> sentences about calls that only the job makes.
@@ -122,6 +135,7 @@ class Comparison:
             not come again.
         reproduction: A program that shows it; None: none was made.
         again: Reason why a second run gave no `exact` or no `reproduction`.
+        page: File with all that is known of a difference; None: none was written.
         flip: First choice of a router that differs; None: none does.
         is_excused: Whether `flip` is a tie that rounding may break, and comes before all
             differences.
@@ -132,13 +146,16 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     unaligned: dict[str, str] = field(default_factory=dict)
     num_compared: int = 0
-    num_steps: int = 0
+    steps: list[int] = field(default_factory=list)
+    num_made: int = 0
+    is_cut: bool = False
     largest: dict[str, float] = field(default_factory=dict)
     random: dict[int, str] = field(default_factory=dict)
     more: dict[int, list[str]] = field(default_factory=dict)
     exact: Exact | None = None
     reproduction: Reproduction | None = None
     again: str = ""
+    page: Path | None = None
     flip: Flip | None = None
     is_excused: bool = False
     versions: dict[str, str] = field(default_factory=dict)
@@ -156,6 +173,39 @@ class Comparison:
         return [d for d, where in zip(self.differences, place, strict=True) if where == place[0]]
 
     @property
+    def num_steps(self) -> int:
+        """Count the updates that were compared."""
+        return len(self.steps)
+
+    @property
+    def over(self) -> str:
+        """Say which updates were compared, and of how many."""
+        made, num = max(self.num_made, *self.steps, 0), len(self.steps)
+        first = next((i for i, step in enumerate(self.steps) if step != i + 1), num)
+        begin = f"steps 1-{first}" if first > 1 else "step 1"
+        if num == made:
+            said = f"{made} step{'s' * (made != 1)}"
+        elif not first:
+            said = f"{num} of {made} steps"
+        elif first == num:
+            said = f"{begin} of {made}"
+        else:
+            said = f"{begin} and {num - first} of {made - first} others"
+            said += ", the last among them" * (self.steps[-1] == made)
+        return said + ", until a run was ended" * self.is_cut
+
+    @property
+    def verdict(self) -> Verdict:
+        """Tell whether the jobs are equal, different, or cannot be compared.
+
+        They are equal where nothing differs, but by a tie, and a gradient or a weight was compared.
+        """
+        if self.differences and not self.is_excused:
+            return Verdict.DIFFERENT
+        are_told = any(phase in self.largest for phase in (ev.GRADIENT, ev.CLIPPED, ev.WEIGHT))
+        return Verdict.EQUAL if are_told else Verdict.NOT_COMPARABLE
+
+    @property
     def is_equal(self) -> bool:
-        """Tell whether something was compared, and nothing of it differs but by a tie."""
-        return self.num_compared > 0 and (not self.differences or self.is_excused)
+        """Tell whether the verdict is that the jobs are equal."""
+        return self.verdict == Verdict.EQUAL

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from msgspec import structs
 
-from hp_base.errors import HpError
+from hp_base.errors import NotComparableError
 from hp_verify.recording.events import (
     BACKWARD,
+    COUNTS,
     EVALUATION,
     FORWARD,
     NUM_SIGNS,
@@ -30,9 +31,13 @@ from hp_verify.recording.events import (
     Piece,
     Randomness,
     Rows,
+    process_of,
     read,
     rows_in,
 )
+
+CUT = "cut"
+"""Name of a file in the folder of a run that was ended before its own end."""
 
 
 @dataclass(slots=True)
@@ -123,10 +128,14 @@ class Recording:
     Attributes:
         steps: By index, from 1.
         facts: Rank and number of ranks, of each process.
+        num_made: Updates that the job has made, recorded or not; 0: nobody counted them.
+        end: Last step that may be compared, where the run was ended before its own end.
     """
 
     steps: dict[int, Step]
     facts: Sequence[Mapping[str, str]]
+    num_made: int = 0
+    end: float = math.inf
 
     @property
     def num_ranks(self) -> int:
@@ -134,24 +143,34 @@ class Recording:
         return len({facts["rank"] for facts in self.facts})
 
     @property
-    def num_steps(self) -> int:
-        """Count updates of the weights."""
-        return sum(step.is_update for step in self.steps.values())
+    def last(self) -> int:
+        """Return the last step that was recorded, evaluation after it aside; 0: there is none."""
+        return max((index for index, step in self.steps.items() if step.is_update), default=0)
 
-    def is_whole(self, steps: int) -> bool:
-        """Tell whether every rank has recorded all of a number of updates."""
+    @property
+    def num_steps(self) -> int:
+        """Count updates of the weights, recorded or not."""
+        return max(self.num_made, self.last)
+
+    @property
+    def updates(self) -> set[int]:
+        """Return the steps whose weights after the update were recorded."""
+        steps = self.steps.items()
+        return {index for index, step in steps if step.is_update and WEIGHT in step.tensors}
+
+    def is_whole(self, step: int) -> bool:
+        """Tell whether every rank has recorded a step up to its update."""
         ranks = max((int(facts["ranks"]) for facts in self.facts), default=1)
-        last = self.steps.get(steps)
-        return last is not None and len(last.states) >= ranks
+        found = self.steps.get(step)
+        return found is not None and len(found.updated) >= ranks
 
     def before_failing(self) -> "Recording":
         """Return the part before a failure: steps whose updates are whole."""
-        steps = self.steps.items()
-        done = {i: s for i, s in steps if self.is_whole(i) and WEIGHT in s.tensors}
-        return Recording(done, self.facts)
+        done = {index: step for index, step in self.steps.items() if self.is_whole(index)}
+        return Recording(done, self.facts, self.num_made, end=max(done, default=0))
 
 
-class NothingRecordedError(HpError):
+class NothingRecordedError(NotComparableError):
     """No process of a job has trained anything under the recorder."""
 
 
@@ -182,7 +201,7 @@ def join(folder: Path) -> Recording:
             )
     facts: list[Mapping[str, str]] = []
     events: list[tuple[str, Event]] = []
-    for who, line in ((path.stem, line) for path in files for line in read(path)):
+    for who, line in ((process_of(path), line) for path in files for line in read(path)):
         if isinstance(line, dict):
             facts.append(line)
             continue
@@ -190,7 +209,9 @@ def join(folder: Path) -> Recording:
             events.append((who, line))
         _add_line(steps[line.step], who, line, names)
     _add_tensors(steps, events, names)
-    return Recording(dict(sorted(steps.items())), facts)
+    counts = (int(path.read_bytes() or 0) for path in folder.glob(f"{COUNTS}-*.count"))
+    found = Recording(dict(sorted(steps.items())), facts, max(counts, default=0))
+    return found.before_failing() if (folder / CUT).exists() else found
 
 
 def _add_line(step: Step, who: str, line: Line, names: "Mapping[Sample, str]") -> None:

@@ -1,8 +1,9 @@
 """The lines of a recording: one file for each process of a job."""
 
+import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -194,20 +195,66 @@ _LENGTH = struct.Struct("<Q")
 
 BATCHES, TENSORS = "batches", "rank"
 """How files begin that hold `Rows`, and all other lines."""
+COUNTS = "alive"
+"""How files begin that hold the number of updates which a process has made."""
 SUFFIX = ".msgpack"
 """How they end: unlike JSON it has numbers that are not finite."""
 
 
+_FIRST, _OTHERS, _LAST = 16, 8, 3
+"""Steps that are kept of a long job: the first, most of those between, the last."""
+
+
+class Steps:
+    """Tells which steps of a job are written down, and which of these are kept.
+
+    Nobody knows beforehand how many updates a job makes. So, unless a number is given, the first
+    run of a reference writes every step down, each into files of its own, and removes some again:
+    of the steps after the first 16 only multiples of a power of two stay, which doubles whenever
+    more than 8 of them are there, and the last three. All other runs, and the job, write the steps
+    that they find there, and one more, to see an update that the reference does not make.
+
+    Args:
+        most: Last step that is written down; 0: there is none.
+        chosen: Steps that are written down; empty: all.
+    """
+
+    def __init__(self, most: int = 0, chosen: Collection[int] = ()) -> None:
+        self._chosen, self._are_all = chosen, not most and not chosen
+        self._most: float = most or max(chosen, default=math.inf)
+
+    def stop(self) -> None:
+        """Write nothing more down."""
+        self._most = -1
+
+    def are_over(self, step: int) -> bool:
+        """Tell whether nothing of a step, or of any after it, is written down."""
+        return step > self._most
+
+    def has(self, step: int) -> bool:
+        """Tell whether a step is written down, if it is not too late."""
+        return not self._chosen or step in self._chosen
+
+    def are_gone(self, step: int, newest: int) -> bool:
+        """Tell whether a step is kept no longer once the job has come to a newer one."""
+        stride = 1
+        while newest // stride - _FIRST // stride > _OTHERS:
+            stride *= 2
+        is_between = _FIRST < step <= newest - _LAST
+        return self._are_all and is_between and step % stride != 0
+
+
 class Log:
-    """Writes the lines of one process, a step at a time.
+    """Writes the lines of one process, each step into files of its own.
 
     Args:
         folder: The same for all processes of a job.
         process: Name of this one.
+        steps: Steps to write.
     """
 
-    def __init__(self, folder: Path, process: str) -> None:
-        self._folder, self._process = folder, process
+    def __init__(self, folder: Path, process: str, steps: Steps | None = None) -> None:
+        self._folder, self._process, self._steps = folder, process, steps or Steps()
         self._lines: list[Line] = []
 
     def add(self, line: Line) -> None:
@@ -215,13 +262,38 @@ class Log:
         self._lines.append(line)
 
     def flush(self) -> None:
-        """Write what was noted down."""
-        for kind in (BATCHES, TENSORS):
-            lines = [line for line in self._lines if isinstance(line, Rows) == (kind == BATCHES)]
-            texts = [_ENCODER.encode(line) for line in lines]
-            with (self._folder / f"{kind}-{self._process}{SUFFIX}").open("ab") as file:
-                file.write(b"".join(_LENGTH.pack(len(text)) + text for text in texts))
+        """Write what was noted down, and remove steps that are kept no longer."""
+        texts: dict[str, bytearray] = {}
+        newest = 0
+        for line in self._lines:
+            step = 0 if isinstance(line, dict) else line.step
+            newest = max(step, newest)
+            if not step or self._steps.has(step):
+                kind, text = BATCHES if isinstance(line, Rows) else TENSORS, _ENCODER.encode(line)
+                name = f"{kind}-{self._process}-{step:06d}{SUFFIX}"
+                texts.setdefault(name, bytearray()).extend(_LENGTH.pack(len(text)) + text)
+        for name, some in texts.items():
+            with (self._folder / name).open("ab") as file:
+                file.write(some)
         self._lines.clear()
+        rank = self._process.partition("-")[0]  # in whichever launch of the job
+        for path in self._folder.glob(f"*-{rank}-*{SUFFIX}") if newest > _FIRST else ():
+            if self._steps.are_gone(_step_of(path), newest):
+                path.unlink(missing_ok=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+def process_of(path: Path) -> str:
+    """Return the name of the process that has written a file of lines."""
+    return path.stem.rpartition("-")[0].replace(BATCHES, TENSORS)
+
+
+def steps_in(folder: Path) -> set[int]:
+    """Return the steps of a recording, an evaluation after the last update among them."""
+    return {_step_of(path) for path in folder.glob(f"{TENSORS}-*{SUFFIX}")} - {0}
 
 
 def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
@@ -243,7 +315,7 @@ def batches(folder: Path) -> dict[int, dict[str, tuple[int, ...]]]:
 def rows_in(folder: Path) -> list[tuple[str, Rows]]:
     """Return what root modules of a job were given: process, samples."""
     return [
-        (path.stem.replace(BATCHES, TENSORS), line)
+        (process_of(path), line)
         for path in sorted(folder.glob(f"{BATCHES}-*{SUFFIX}"))
         for line in read(path)
         if isinstance(line, Rows)

@@ -15,9 +15,8 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
+from hp_verify.recording.events import COUNTS
 from hp_verify.recording.slices import Slice
-
-_ALIVE = "alive"
 
 
 class Launches:
@@ -32,9 +31,9 @@ class Launches:
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._known = folder / f"{_ALIVE}-slices-{rank:05d}.json"
-        self.steps = max(map(_updates_of_ended, folder.glob(f"{_ALIVE}-*.count")), default=0)
-        path = folder / f"{_ALIVE}-{rank:05d}-{os.getpid()}.count"
+        self._known = folder / f"{COUNTS}-slices-{rank:05d}.json"
+        self.steps = max(map(_updates_of_ended, folder.glob(f"{COUNTS}-*.count")), default=0)
+        path = folder / f"{COUNTS}-{rank:05d}-{os.getpid()}.count"
         self._count = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._count, fcntl.LOCK_EX)  # free when this process has ended, however it does
 
@@ -67,7 +66,7 @@ def parameters_of(folder: Path) -> set[str]:
     Args:
         folder: Folder of the job's recording, in which its processes have left their files.
     """
-    files = folder.glob(f"{_ALIVE}-slices-*.json")
+    files = folder.glob(f"{COUNTS}-slices-*.json")
     return {name for file in files for name in msgspec.json.decode(file.read_bytes())}
 
 

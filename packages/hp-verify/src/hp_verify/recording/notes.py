@@ -13,15 +13,15 @@ from torch import Tensor
 from hp_base.dtypes import dtype_name
 from hp_verify.recording import events as ev
 from hp_verify.recording.digests import Digest, digest_of, sum_of_digests
-from hp_verify.recording.events import Box, Event, Line, Log, Number, Piece
+from hp_verify.recording.events import Box, Event, Line, Log, Number, Piece, Steps
 from hp_verify.recording.launches import rank_here, ranks_here
 from hp_verify.recording.request import Request
 from hp_verify.recording.values import Part, StepRecorder, parts_of
 
 
-def log_of(folder: Path, rank: int, ranks: int) -> Log:
+def log_of(folder: Path, rank: int, ranks: int, steps: Steps | None = None) -> Log:
     """Open the log of this process, which begins with facts about the process."""
-    log = Log(folder, f"{rank:05d}-{os.getpid()}")
+    log = Log(folder, f"{rank:05d}-{os.getpid()}", steps)
     facts = {"rank": str(rank), "ranks": str(ranks), "program": " ".join(sys.argv)}
     log.add({**facts, "torch": str(torch.__version__)})
     return log
@@ -50,8 +50,9 @@ class DigestRecorder(StepRecorder):
         phases: Mapping[str, tuple[str, str]],
         dtype: str = "float32",
     ) -> None:
-        self._log = log_of(Path(request.folder), rank, ranks)
-        self._last, self._phases, self._dtype = request.steps, phases, dtype
+        self._steps = request.wanted()
+        self._log = log_of(Path(request.folder), rank, ranks, self._steps)
+        self._phases, self._dtype = phases, dtype
         self.step = 1
 
     def add(
@@ -79,7 +80,7 @@ class DigestRecorder(StepRecorder):
 
     def number(self, phase: str, name: str, value: float) -> None:
         """Note down a number that ranks have each of its own."""
-        if self.step <= self._last:
+        if not self._steps.are_over(self.step):
             self._log.add(Number(self.step, phase, name, value))
 
     def end_step(self) -> None:
@@ -87,7 +88,8 @@ class DigestRecorder(StepRecorder):
         self._log.flush()
 
     def _tensor(self, phase: str, name: str, part: Part, dtype: str) -> None:
-        if part.values.numel() and self.step <= self._last + (phase == ev.EVALUATION):
+        is_over = self._steps.are_over(self.step - (phase == ev.EVALUATION))
+        if part.values.numel() and not is_over and self._steps.has(self.step):
             is_float = part.values.is_floating_point()
             values = part.values if is_float else part.values.double()  # which has all integers
             pieces = digest_of(values, part.box).pieces()
@@ -99,10 +101,11 @@ class Notes:
 
     Args:
         folder: The same for all processes of a job.
+        steps: Steps to write; others are dropped.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, steps: Steps | None = None) -> None:
+        self._folder, self._steps = folder, steps
         self._log: Log | None = None
         self._tensors: list[tuple[Event, Sequence[Digest]]] = []
         self._own: dict[tuple[str, Box], tuple[tuple[int, ...], torch.dtype, list[Digest]]] = {}
@@ -128,7 +131,7 @@ class Notes:
     def write(self, line: Line) -> None:
         """Write a line at the next `flush`."""
         if self._log is None:
-            self._log = log_of(self._folder, rank_here(), ranks_here())
+            self._log = log_of(self._folder, rank_here(), ranks_here(), self._steps)
         self._log.add(line)
 
     def flush(self, step: int) -> None:

@@ -70,8 +70,8 @@ class ParameterRecorder(Listener):
     def __init__(self, request: Request) -> None:
         self._request = request
         self._step, self._has_updated, self._is_called = 1, False, False
-        self._lock = threading.RLock()
-        self._notes = Notes(Path(request.folder))
+        self._lock, self._steps = threading.RLock(), request.wanted()
+        self._notes = Notes(Path(request.folder), self._steps)
         self._roots: dict[int, nn.Module] = {}
         self._modules: dict[int, str] = {}
         self._owners: Owners | None = None
@@ -129,8 +129,10 @@ class ParameterRecorder(Listener):
         return self._step + (self._has_updated and phase == ev.EVALUATION)
 
     def _is_wanted(self, phase: str = ev.FORWARD) -> bool:
-        last = self._request.steps
-        return not self._is_no_rank() and self._step <= last and self._place(phase) <= last + 1
+        return not self._is_over() and self._steps.has(self._place(phase))
+
+    def _is_over(self) -> bool:
+        return self._is_no_rank() or self._steps.are_over(self._step)
 
     def _is_no_rank(self) -> bool:
         """Say if a process of the job has started this one, and it is in no group of ranks."""

@@ -112,15 +112,15 @@ class Recorder(ParameterRecorder):
 
     def leave(self) -> Request:
         """Listen no more: something else records this process. Returns what is asked of it."""
-        asked, self._request = self._request, replace(self._request, steps=0)
+        self._steps.stop()
         for hook in self._hooks:
             hook.remove()
-        return asked
+        return self._request
 
     def _in_child(self) -> None:
         """Begin anew in a process that was forked: what is noted down is its parent's."""
         self._lock = threading.RLock()
-        self._notes = Notes(Path(self._request.folder))
+        self._notes = Notes(Path(self._request.folder), self._steps)
         self._is_within, self._had_group = self._launches is not None, is_in_group()
 
     # Modules.
@@ -165,6 +165,9 @@ class Recorder(ParameterRecorder):
                 self._look_for_update()
             if self._has_updated and is_trained:
                 self._next_step()
+            is_known = id(root) in self._roots or any(map(is_lazy, root.parameters()))
+            if not is_known and not self._is_over():
+                self._meet(root)  # in any step: hooks are to be there when one is written down
             if not self._is_wanted(call.phase):
                 return
             call.states = random_states()
@@ -172,8 +175,6 @@ class Recorder(ParameterRecorder):
                 self._random = call.states
             call.index = self._root_calls
             self._root_calls += 1
-            if id(root) not in self._roots and not any(map(is_lazy, root.parameters())):
-                self._meet(root)
         batch = batch_of(args, kwargs)
         if batch is not None:
             place = self._place(call.phase)
@@ -289,10 +290,11 @@ class Recorder(ParameterRecorder):
 
     def _look_for_update(self) -> None:
         """Note down weights that no optimizer has updated, if they are others."""
-        if not self._is_wanted() or not self._updates.are_made_by_hand():
+        if self._is_over() or not self._updates.are_made_by_hand():
             return
-        self._not_recorded(ev.GRADIENT, "", "no optimizer of torch updates weights")
-        self._parameters(ev.WEIGHT, ((p, p) for p in self._updates.weights))
+        if self._is_wanted():
+            self._not_recorded(ev.GRADIENT, "", "no optimizer of torch updates weights")
+            self._parameters(ev.WEIGHT, ((p, p) for p in self._updates.weights))
         self._end_of_update()
 
     def _before_clipping(
@@ -422,7 +424,7 @@ class Recorder(ParameterRecorder):
     def flush(self) -> None:
         """Write the step that has ended."""
         with self._lock:
-            if self._root_calls and self._step <= self._request.steps:
+            if self._root_calls and not self._steps.are_over(self._step):
                 drawn = tuple(sorted(self._drawn))
                 self._notes.write(ev.Randomness(self._step, self._random, drawn))
             self._notes.flush(self._step)

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from hp_verify.recording import opened
+from hp_verify.recording.events import Steps, steps_in
 
 VARIABLE = "HP_VERIFY_JOB"
 RUN = "HP_VERIFY_RUN"
@@ -40,7 +41,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         folder: Folder that the job's processes write into.
         reference: Folder that the reference has written; empty: this is the reference.
         seed: Seed of random numbers at the start of a program; its own come later and count.
-        steps: Updates of the weights that are recorded.
+        steps: Most updates of the weights that are recorded; 0: see `Steps`.
         float64: Whether parameters and casts are lifted to float64.
         disturb: Whether sums of products are taken in another order, to learn what rounding does.
         start: Whether the reference's first weights take the place of this job's.
@@ -53,7 +54,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     folder: str
     reference: str = ""
     seed: int = 0
-    steps: int = 3
+    steps: int = 0
     float64: bool = False
     disturb: int = 0
     start: bool = False
@@ -61,6 +62,13 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     rules: str = ""
     focus: Focus | None = None
     opened: bool = False
+
+    def wanted(self) -> Steps:
+        """Return the steps that a process writes down; of a second run those around its focus."""
+        if self.focus is not None:
+            return Steps(self.steps, {self.focus.step - 1, self.focus.step})
+        known = steps_in(Path(self.reference)) if self.reference and not self.steps else set()
+        return Steps(self.steps, known | {max(known) + 1} if known else ())
 
 
 def environment(request: Request) -> dict[str, str]:

@@ -1,0 +1,174 @@
+"""What is a cause among differences, and what follows from something else or only looks otherwise.
+
+Dropout and a router's choice explain what follows from them, a padding explains samples that are
+not found. A mistake beside that is told apart by what neither of them changes.
+"""
+
+import math
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+from hp_verify.comparing.findings import NOT_OWN, REDUCTION, UPDATE, Comparison, Difference
+from hp_verify.comparing.recordings import Recording, Step, numbers_of
+from hp_verify.comparing.ties import excuses
+from hp_verify.recording import events as ev
+
+TIMES = 10.0
+"""An error is a difference from this many times what rounding explains."""
+LEAST = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+"""Smallest bound by dtype."""
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+_NEAR = 0.05
+"""What is off by a whole number, or one over it, and by no more than that beside it, is off by that
+number whatever else differs."""
+_OF_NO_CHOICE = (ev.START, ev.INPUT, ev.RATE, UPDATE)
+"""Phases that follow from no choice of a router: first weights, samples, rates, and updates that
+only one of both makes."""
+_OF_SAMPLES = (ev.FORWARD, ev.LOSS, ev.BACKWARD, ev.EVALUATION)
+Bound: TypeAlias = Callable[[int, str, str, str], float]
+"""Largest error that rounding explains of a step, phase, name and dtype."""
+
+
+def find_causes(result: Comparison, expected: Recording, bound: Bound) -> None:
+    """Put differences first that follow neither from dropout nor from a router's choice.
+
+    Ranks that hold the same part of a parameter have the same gradients and weights then, too; a
+    norm is that of a job's own gradients; and most gradients are no multiple of the reference's.
+
+    Args:
+        result: All differences, which the order of computation has sorted.
+        expected: The reference.
+        bound: Largest error of a tensor that rounding explains.
+    """
+    is_tie = _is_tie(result, expected, bound)
+    first, scaled = result.first, Counter[int]()
+    for d in result.differences:
+        if d.phase == ev.GRADIENT:
+            times = max(d.factor, 1.0 / (d.factor or math.inf))
+            is_other = times > 1.5 and abs(times / round(times) - 1.0) < _NEAR  # NaN is not
+            scaled[d.step] += 1 if is_other and d.rest < d.factor * _NEAR else -1
+    causes = {
+        id(d)
+        for d in result.differences
+        if d.phase in _OF_NO_CHOICE
+        or (d.phase == ev.NORM and d.note)
+        or (d.who and d.phase not in _OF_SAMPLES)
+        or (d.phase == ev.GRADIENT and scaled[d.step] > 0)
+    }
+    result.is_excused = is_tie and not causes
+    if is_tie or (first and first.phase in _OF_SAMPLES and first.step in result.random):
+        result.differences.sort(key=lambda difference: id(difference) not in causes)
+
+
+def _is_tie(result: Comparison, expected: Recording, bound: Bound) -> bool:
+    """Tell whether rounding decides the first choice that differs, and differences follow it."""
+    flip, first = result.flip, result.first
+    if flip is None or first is None:
+        return False
+    step = expected.steps[flip.step]
+    choices = step.choices[flip.name].values()
+    if first.step == flip.step:
+        if first.phase == ev.EVALUATION:
+            return False
+        if first.phase == ev.FORWARD and _is_before(first.name, flip.name, step):
+            return False
+    dtype = max((c.dtype for c in choices), key=lambda dtype: EPSILON.get(dtype, 0.0))
+    largest = max(abs(score) for c in choices for score in array("d", c.scores))
+    # However far outputs are apart once another choice has flipped in a run with other sums.
+    tie = min(bound(flip.step, ev.FORWARD, "", dtype), LEAST["bfloat16"]) * largest
+    return dtype != "float64" and excuses(flip, first.step, tie)
+
+
+def _is_before(output: str, router: str, step: Step) -> bool:
+    """Tell whether an output does not follow from a router's choice: its scores do not."""
+    name, _, place = output.partition("#")[0].partition(":")
+    if name == router:
+        return place in {choice.place for choice in step.choices[router].values()}
+    modules = [re.split("[#:]", each)[0] for each in step.tensors[ev.FORWARD]]
+    return router in modules[modules.index(name) + 1 :]
+
+
+def list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> None:
+    """List outputs that are a part of the reference's on every rank, where nothing comes of it.
+
+    Ranks may divide what they later add up. Where every weight's gradient is equal after that, they
+    have, and nothing is wrong; where one is not, or was not compared, the outputs stay differences.
+    """
+    here = [difference for difference in result.differences if difference.step == index]
+    if not here or not all(_is_term(difference, num_ranks) for difference in here):
+        return
+    if not are_equal(result, index, theirs):
+        return
+    for difference in here:
+        parts = f"it is 1/{round(1 / difference.factor)} of the reference's on every rank"
+        where = f"{difference.phase} {difference.name}"
+        result.unaligned.setdefault(where, f"{parts}, and all gradients are equal")
+    result.differences = [
+        difference for difference in result.differences if difference.step != index
+    ]
+
+
+def _is_term(difference: Difference, num_ranks: int) -> bool:
+    if (
+        difference.phase not in (ev.FORWARD, ev.BACKWARD)
+        or not difference.factor > 0
+        or difference.who
+    ):
+        return False
+    parts = round(1 / difference.factor)
+    is_part = abs(difference.factor * parts - 1) <= difference.bound
+    return 1 < parts <= num_ranks and is_part and difference.rest <= difference.bound
+
+
+def are_equal(result: Comparison, index: int, theirs: Step) -> bool:
+    """Tell whether all gradients of a step were compared, and none differs."""
+    gradients = theirs.tensors.get(ev.GRADIENT, {})
+    is_listed = any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients)
+    differences = result.differences
+    return (
+        bool(gradients)
+        and not is_listed
+        and not any(
+            (difference.step, difference.phase) == (index, ev.GRADIENT)
+            for difference in differences
+        )
+    )
+
+
+def told_by_gradients(result: Comparison, index: int, theirs: Step) -> str:
+    """Return how many gradients say that samples are the same in another form; empty: too few.
+
+    No other samples give the same gradient, or a multiple of it, unless it is zero.
+    """
+    wrong = {d.name: d for d in result.differences if (d.step, d.phase) == (index, ev.GRADIENT)}
+    names = [
+        name
+        for name, tensor in theirs.tensors.get(ev.GRADIENT, {}).items()
+        if tensor.norm and f"{ev.GRADIENT} {name}" not in result.unaligned
+    ]
+    near = [
+        name
+        for name in names
+        if (one := wrong.get(name)) is None
+        or one.origin == REDUCTION
+        or (one.factor and one.rest <= TIMES * one.bound)
+    ]
+    said = f"{len(near)} of {len(names)} gradients are the reference's, or multiples of them"
+    return said if near and len(near) * 2 >= len(names) else ""
+
+
+def why_norm(mine: Step, theirs: Step, name: str, bound: float) -> str:
+    """Return whether a norm is not that of its own gradients, where the reference's is."""
+    ratios, bounds = [], [bound]
+    for step in (theirs, mine):
+        gradients = step.tensors.get(ev.GRADIENT, {}).values()
+        if any(tensor.problem or tensor.is_sum for tensor in gradients):
+            return ""
+        bounds += [LEAST.get(tensor.dtype, 1e-5) for tensor in gradients]
+        norm = math.sqrt(math.fsum(tensor.norm**2 for tensor in gradients))
+        ratios.append([value / (norm or math.inf) for value in numbers_of(step, ev.NORM, name)])
+    expected, actual = (max(abs(ratio - 1.0) for ratio in some) for some in ratios)
+    return NOT_OWN if expected <= max(bounds) < actual else ""
