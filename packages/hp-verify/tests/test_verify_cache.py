@@ -130,7 +130,7 @@ def test_what_has_changed_is_told_and_the_reference_runs(
     model.mkdir()
     for path in (tmp_path / "a", tmp_path / "b", model / "weights"):
         path.write_text("1")
-    inputs = [tmp_path / "a", tmp_path / "b", tmp_path / "c", site / "lib"]
+    inputs = [tmp_path / "a", tmp_path / "b", tmp_path / "c", site]
     reference = Reference(recorded, tmp_path / "kept", inputs)
     reference.command = ["sh", "-c", f"python job.py --model={model}; true"]
     reference.taken()
@@ -158,7 +158,7 @@ def test_what_has_changed_is_told_and_the_reference_runs(
         "content": f"{tmp_path / 'a'}",
         "gone": f"{tmp_path / 'b'}",
         "new": f"{tmp_path / 'c'}",
-        "library": f"{site / '*.dist-info'}",
+        "library": f"{site / 'lib-1.0.dist-info'}",
         "environment": "the environment variable BATCH",
         "named": f"{model / 'weights'}",
     }
@@ -326,8 +326,7 @@ if sys.argv[1:] == ["first"]:
         assert sorted(line.replace(f"{tmp_path}/", "") for line in told) == [
             *("rin.txt", "rnothing.txt", "rown.py", "rprogram.py", "wchild.txt", "wout.txt"),
         ]
-        (library,) = {line for some in lines for line in some if "msgspec" in line}
-        assert Path(library[1:]).parent.name == "site-packages"
+        assert any(line.endswith("/site-packages") for line in lines[0])
         for file in files:
             file.unlink()
 

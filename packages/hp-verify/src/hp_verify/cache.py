@@ -26,7 +26,8 @@ from hp_verify.comparing.compare import Floor, with_floor
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.opened import OPENED
 
-_HEAD, _ALL, _SITES = "kept.json", "*.dist-info", ("site-packages", "dist-packages")
+_HEAD, _INSTALLED = "kept.json", ".dist-info"
+_SITES = ("site-packages", "dist-packages")
 _OF_A_RUN = (
     *("ACTIONS_", "BUILDKITE", "BUILD_", "CI_", "GITHUB_", "GITLAB_", "INPUT_", "JENKINS_"),
     *("RUNNER_", "HP_VERIFY_", "PYTEST_", "INVOCATION_", "JOURNAL_", "SSH_", "SYSTEMD_", "XDG_"),
@@ -41,19 +42,16 @@ class Kept(msgspec.Struct, frozen=True):
 
     Attributes:
         seconds: Seconds that the first run took.
-        facts: Name of what is no file -> digest of its value.
-        inputs: File -> digest of its content; "" where there is none.
-        versions: Library that the reference used -> version.
+        inputs: File, installed library, setting or variable -> digest; "" where there is none.
     """
 
     seconds: float
-    facts: dict[str, str]
     inputs: dict[str, str]
-    versions: dict[str, str]
 
-
-Found = tuple[Recording, Floor, dict[str, str]]
-"""A reference, what rounding explains, and versions of libraries that the reference used."""
+    def versions(self) -> dict[str, str]:
+        """Return the versions of libraries that are installed where the reference's lie."""
+        names = (Path(name).stem for name in self.inputs if name.endswith(_INSTALLED))
+        return dict(name.split("-", 1) for name in names if "-" in name)
 
 
 def kept_or_run(  # noqa: PLR0917
@@ -63,7 +61,7 @@ def kept_or_run(  # noqa: PLR0917
     record: Callable[[str, int], Recording],
     budget: Budget,
     tell: Callable[[str], object],
-) -> Found:
+) -> tuple[Recording, Floor, dict[str, str]]:
     """Take a reference and what rounding explains from a folder; else run it, and keep both.
 
     Args:
@@ -73,6 +71,9 @@ def kept_or_run(  # noqa: PLR0917
         record: Runs it, see `hp_verify.comparing.compare.with_floor`.
         budget: Minutes; learns how long the reference has taken.
         tell: Called with a line about what is done.
+
+    Returns:
+        The reference, what rounding explains, and versions of libraries that the reference used.
     """
     if folder is None:
         return *with_floor(record, budget.seeds()), {}
@@ -82,7 +83,7 @@ def kept_or_run(  # noqa: PLR0917
         budget.seconds["reference"] = kept.seconds
         tell(f"reference: not run, it is kept as {path.name}")
         seeds = [int(run.name[-1]) for run in sorted(runs.glob("reference-*"))]
-        return *with_floor(lambda name, _: join(runs / name), seeds), kept.versions
+        return *with_floor(lambda name, _: join(runs / name), seeds), kept.versions()
     tell(f"reference: is run and kept, {reason}")
     began = time.time_ns()
     found = with_floor(record, budget.seeds())
@@ -94,7 +95,7 @@ def kept_or_run(  # noqa: PLR0917
                 archive.write(file, file.relative_to(runs))
     except OSError as error:
         tell(f"note: the reference is not kept: {told(error, 200)}")
-    return *found, kept.versions if kept is not None else {}
+    return *found, kept.versions() if kept is not None else {}
 
 
 def _taken(path: Path, runs: Path) -> tuple[Kept | None, str]:
@@ -102,10 +103,9 @@ def _taken(path: Path, runs: Path) -> tuple[Kept | None, str]:
     try:
         with opened_pack(path) as archive:
             kept = msgspec.json.decode(archive.read(_HEAD), type=Kept)
-            changed = {name for name, _ in _facts().items() ^ kept.facts.items()}
-            changed |= {name for name, digest in kept.inputs.items() if _digest(name) != digest}
-            if changed:
-                return None, f"{min(changed)} has changed"
+            now = {name: _digest(name) for name in kept.inputs if name.startswith("/")} | _facts()
+            if changed := kept.inputs.items() ^ now.items():
+                return None, f"{min(changed)[0]} has changed"
             archive.extractall(runs)
     except FileNotFoundError:
         return None, "it was not yet"
@@ -120,20 +120,16 @@ def _made(command: Sequence[str], runs: Path, seconds: float, began: int) -> Kep
     Raises:
         OSError: When what it depends on has changed since it began.
     """
-    texts = [os.fsdecode(file.read_bytes()) for file in runs.glob(f"reference/{OPENED}-*")]
-    notes = [note for text in texts for note in text.split("\0") if note]
+    texts = (os.fsdecode(file.read_bytes()) for file in runs.glob(f"reference/{OPENED}-*"))
+    notes = [note for note in "\0".join(texts).split("\0") if note]
     written = {Path(note[1:]) for note in notes if note.startswith("w")}
     places = {Path(note[1:]) for note in notes} | _named(command)
-    libraries = {place for place in places if place.parent.name in _SITES}
-    files = {file for file in places - libraries - written if not file.is_relative_to(runs)}
+    roots = {place for place in places if place.name in _SITES}
+    libraries = {each for root in roots for each in root.glob(f"*{_INSTALLED}")}
+    files = {file for file in places - written - roots if not {runs, *roots} & {*file.parents}}
     if late := [file for file in files if file.exists() and file.stat().st_mtime_ns >= began]:
         raise OSError(f"{late[0]} changed while it ran")
-    folders = {place.parent / _ALL for place in libraries}
-    used = {place.stem.lower() for place in libraries}
-    installed = [each.stem.partition("-") for f in folders for each in f.parent.glob(_ALL)]
-    inputs = {str(path): _digest(str(path)) for path in files | folders}
-    versions = {name: version for name, _, version in installed if name.lower() in used}
-    return Kept(seconds, _facts(), inputs, versions)
+    return Kept(seconds, {str(p): _digest(str(p)) for p in files | libraries} | _facts())
 
 
 def _facts() -> dict[str, str]:
@@ -141,9 +137,8 @@ def _facts() -> dict[str, str]:
     file = Path("/proc/cpuinfo")
     lines = _OF_PROCESSOR.findall(file.read_text(encoding="utf-8")) if file.exists() else []
     found = {"Python": sys.version, "the processor": "\n".join(sorted({*lines}))}
-    for name in os.environ:
-        if not name.startswith(_OF_A_RUN):
-            found[f"the environment variable {name}"] = os.environ[name]
+    counts = {name for name in os.environ if not name.startswith(_OF_A_RUN)}
+    found |= {f"the environment variable {name}": os.environ[name] for name in counts}
     return {name: hashlib.sha256(os.fsencode(value)).hexdigest() for name, value in found.items()}
 
 
@@ -156,9 +151,5 @@ def _named(command: Sequence[str]) -> set[Path]:
 
 
 def _digest(name: str) -> str:
-    """Return a digest of a file, or of names and versions of all that is installed in a folder."""
-    path = Path(name)
-    if path.name != _ALL:
-        return digest_of(path)
-    names = sorted(each.name for each in path.parent.glob(_ALL))
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+    """Return a digest of a file; "there" for a folder, whose name tells a library's version."""
+    return "there" if Path(name).is_dir() else digest_of(Path(name))

@@ -8,19 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeAlias
-from xml.etree import ElementTree as ET
+from xml.sax.saxutils import escape, quoteattr
 
 import msgspec
 
 from hp_base.command_line import require_files, require_folder, say, write_named
-from hp_base.errors import (
-    ConfigError,
-    DifferenceError,
-    HpError,
-    NotComparableError,
-    RunFailedError,
-)
+from hp_base.errors import ConfigError, DifferenceError, HpError, NotComparableError
 from hp_base.folder import read_named, why_not
 from hp_base.numbers import real
 from hp_base.own_caches import user_cache
@@ -28,29 +21,40 @@ from hp_verify import jobs
 from hp_verify.comparing.findings import Comparison, Verdict
 
 _MINUTES = 10.0
-_DIFFERENT = DifferenceError.exit_code
-_VERDICTS = {
-    0: Verdict.EQUAL,
-    _DIFFERENT: Verdict.DIFFERENT,
-    NotComparableError.exit_code: Verdict.NOT_COMPARABLE,
+_STATUS = {
+    Verdict.EQUAL: 0,
+    Verdict.DIFFERENT: DifferenceError.exit_code,
+    Verdict.NOT_COMPARABLE: NotComparableError.exit_code,
 }
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-Asked: TypeAlias = tuple[list[str], list[str], argparse.Namespace]
+Asked = tuple[list[str], list[str], argparse.Namespace]
 """A job, its reference, and parsed flags."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outcome:
     """Tells what came of a comparison: `comparison` is None where a program has failed."""
 
     name: str
     job: list[str]
     against: list[str]
-    verdict: str
-    status: int
-    seconds: float
-    error: HpError | None
-    comparison: Comparison | None
+    verdict: str = "failed"
+    status: int = 0
+    seconds: float = 0.0
+    error: HpError | None = None
+    comparison: Comparison | None = None
+
+    def compare(self, options: argparse.Namespace) -> None:
+        """Make the comparison."""
+        began = time.monotonic()
+        try:
+            self.comparison = jobs.run(self.job, self.against, options)
+            self.verdict, self.status = self.comparison.verdict, _STATUS[self.comparison.verdict]
+        except HpError as error:
+            self.error, self.status = error, error.exit_code
+            if options.jobs:
+                say(f"error: {error}")
+        self.seconds = round(time.monotonic() - began, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,10 +107,11 @@ def run(asked: Mapping[str, Asked], options: argparse.Namespace) -> int:
         options: Parsed flags of `add_arguments`.
 
     Returns:
-        0: each job is equal to its reference; else the status of the one comparison.
+        0: each job is equal to its reference; else the status that is told of first: that of a
+        difference, or the largest.
 
     Raises:
-        HpError: That of the one comparison; of several one that counts those that are not equal.
+        HpError: When a program of the one comparison has failed.
     """
     require_files(options, "json", "junit")
     done: list[_Outcome] = []
@@ -120,65 +125,41 @@ def run(asked: Mapping[str, Asked], options: argparse.Namespace) -> int:
                 if options.jobs:
                     say(f"== {name}")
                     flags.keep = flags.keep and f"{flags.keep}/{name}"
-                done.append(_compare(name, job, against, flags))
+                done.append(_Outcome(name, job, against))
+                done[-1].compare(flags)
         finally:
             _write(options, done)
-    failed = [one for one in done if one.error is not None]
-    if not options.jobs and done[0].error is not None:
-        if done[0].comparison is not None:  # which was printed
-            return done[0].status
+    if options.jobs:
+        say("\n".join(f"{one.name}: {one.verdict}" for one in done))
+    elif done[0].error is not None:
         raise done[0].error
-    if not failed:
-        return 0
-    say("\n".join(f"{one.name}: {one.error or one.verdict}" for one in done))
-    status = max(failed, key=lambda one: (one.status == _DIFFERENT, one.status)).status
-    raise RunFailedError(f"{len(failed)} of {len(done)} jobs are not equal", status=status)
-
-
-def _compare(
-    name: str, job: list[str], against: list[str], options: argparse.Namespace
-) -> _Outcome:
-    began, failed, found = time.monotonic(), None, list[Comparison]()
-    try:
-        jobs.run(job, against, options, found=found.append)
-    except HpError as error:
-        failed = error
-    status, seconds = failed.exit_code if failed else 0, round(time.monotonic() - began, 1)
-    verdict = _VERDICTS.get(status, "failed")
-    found_one = found[0] if found else None
-    return _Outcome(name, job, against, verdict, status, seconds, failed, found_one)
+    different = DifferenceError.exit_code
+    return max((one.status for one in done), key=lambda code: (code == different, code))
 
 
 def _write(options: argparse.Namespace, done: Sequence[_Outcome]) -> None:
     """Write the files that are asked for."""
     if options.json:
-        made = msgspec.json.encode({"format": 1, "comparisons": done}, enc_hook=str)
-        write_named("--json", options.json, msgspec.json.format(made).decode())
+        write_named("--json", options.json, _json({"format": 1, "comparisons": done}))
     if options.junit:
-        write_named("--junit", options.junit, _NO_XML.sub("?", _junit(done)))
+        cases = "\n".join(map(_case, done))
+        text = f'<testsuite name="hp-verify" tests="{len(done)}">\n{cases}\n</testsuite>\n'
+        write_named("--junit", options.junit, _NO_XML.sub("?", text))
 
 
-def _junit(done: Sequence[_Outcome]) -> str:
-    """Return JUnit's XML: a test case for each comparison, with numbers of all its phases."""
-    suite = ET.Element("testsuite", name="hp-verify", tests=str(len(done)))
-    for outcome in done:
-        about = {"classname": "hp-verify", "name": outcome.name, "time": str(outcome.seconds)}
-        case, found = ET.SubElement(suite, "testcase", about), outcome.comparison or Comparison()
-        properties = ET.SubElement(case, "properties")
-        for kind, told in (
-            ("version of ", found.versions),
-            ("seconds of ", found.seconds),
-            ("error of ", found.largest),
-            ("not compared: ", found.unaligned),
-        ):
-            for name, value in told.items():
-                ET.SubElement(properties, "property", name=f"{kind}{name}", value=str(value))
-        if outcome.error is not None:
-            kind, text = (
-                "failure" if outcome.verdict == "different" else "error",
-                str(outcome.error),
-            )
-            ET.SubElement(case, kind, message=text.partition("\n")[0]).text = text
-        if outcome.comparison is not None:
-            ET.SubElement(case, "system-out").text = jobs.report(found)
-    return ET.tostring(suite, encoding="unicode", xml_declaration=True)
+def _json(found: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(found, enc_hook=str)).decode()
+
+
+def _case(one: _Outcome) -> str:
+    """Return a comparison as a test case of JUnit's XML, with all that was found as its output."""
+    found, failure = one.comparison, ""
+    if one.status:
+        kind, text = "error" if found is None else "failure", str(one.error)
+        first, text = (text, text) if found is None else (found.first, jobs.report(found))
+        message = quoteattr(str(first or one.verdict).partition("\n")[0])
+        failure = f"\n<{kind} message={message}>{escape(text)}</{kind}>"
+    about = f'classname="hp-verify" name={quoteattr(one.name)} time="{one.seconds}"'
+    return (
+        f"<testcase {about}>{failure}\n<system-out>{escape(_json(one))}</system-out>\n</testcase>"
+    )

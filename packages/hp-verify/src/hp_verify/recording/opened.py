@@ -10,20 +10,19 @@ import sys
 from contextlib import suppress
 from importlib.util import source_from_cache
 
-OPENED = "opened"
-"""How files of notes begin: notes end with a zero byte, and begin with ``r``, or ``w`` for files
-that were first opened to be written."""
-VARIABLE = "HP_VERIFY_OPENED"
-"""Variable with the folder for notes."""
-_LIBRARY = re.compile(r"(.*?/(?:site|dist)-packages/[^/]+).*", re.DOTALL)
-_OWN = re.escape(os.path.dirname(os.__file__))  # noqa: PTH120 - nothing is imported in vain
-_LEFT_OUT = re.compile(rf"/(?:proc|dev|sys)/|{_OWN}/(?!\w+-packages/)")
+OPENED, VARIABLE = "opened", "HP_VERIFY_OPENED"
+"""How files of notes begin, and the variable with the folder for them. Notes end with a zero byte,
+and begin with ``r``, or ``w`` for files that were first opened to be written."""
+_LIBRARIES = re.compile(r"(.*?/(?:site|dist)-packages)/.*", re.DOTALL)
+_LEFT_OUT = re.compile(
+    rf"/(?:proc|dev|sys)/|{re.escape(os.__file__.removesuffix('os.py'))}(?!\w+-packages$)"
+)
 
 
 def watch(folder: str) -> None:
     """Note down the interpreter, and from now on each file that this process opens.
 
-    Of a library its top module alone is noted down.
+    Of a library the folder alone is noted down in which it is installed.
     """
     seen: set[str] = set()
 
@@ -31,13 +30,12 @@ def watch(folder: str) -> None:
         if event == "open":
             with suppress(Exception):  # which would end what the program does
                 place = os.path.abspath(os.fsdecode(arguments[0]))  # noqa: PTH100
-                is_made = "/__pycache__/" in place or sys.pycache_prefix
-                place = source_from_cache(place) if is_made and place.endswith(".pyc") else place
-                kind = "w" if arguments[2] & (os.O_WRONLY | os.O_RDWR) else "r"
-                place = _LIBRARY.sub(r"\1", place)
-                is_other = _LEFT_OUT.match(place) or place.startswith(f"{folder}/")
-                if place not in seen and not is_other:
+                if place.endswith(".pyc") and ("/__pycache__/" in place or sys.pycache_prefix):
+                    place = source_from_cache(place)
+                place = _LIBRARIES.sub(r"\1", place)
+                if not (place in seen or _LEFT_OUT.match(place) or place.startswith(f"{folder}/")):
                     seen.add(place)
+                    kind = "w" if arguments[2] & (os.O_WRONLY | os.O_RDWR) else "r"
                     with open(f"{folder}/{OPENED}-{os.getpid()}", "ab") as file:  # noqa: PTH123
                         file.write(os.fsencode(f"{kind}{place}\0"))
 
