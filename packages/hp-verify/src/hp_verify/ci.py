@@ -21,10 +21,10 @@ from hp_verify import jobs
 from hp_verify.comparing.findings import Comparison, Verdict
 
 _MINUTES = 10.0
-_STATUS = {
-    Verdict.EQUAL: 0,
-    Verdict.DIFFERENT: DifferenceError.exit_code,
-    Verdict.NOT_COMPARABLE: NotComparableError.exit_code,
+_VERDICTS = {
+    0: Verdict.EQUAL,
+    DifferenceError.exit_code: Verdict.DIFFERENT,
+    NotComparableError.exit_code: Verdict.NOT_COMPARABLE,
 }
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 Asked = tuple[list[str], list[str], argparse.Namespace]
@@ -38,7 +38,7 @@ class _Outcome:
     name: str
     job: list[str]
     against: list[str]
-    verdict: str = "failed"
+    verdict: str = ""
     status: int = 0
     seconds: float = 0.0
     error: HpError | None = None
@@ -49,11 +49,13 @@ class _Outcome:
         began = time.monotonic()
         try:
             self.comparison = jobs.run(self.job, self.against, options)
-            self.verdict, self.status = self.comparison.verdict, _STATUS[self.comparison.verdict]
+            codes = {verdict: code for code, verdict in _VERDICTS.items()}
+            self.status = codes[self.comparison.verdict]
         except HpError as error:
             self.error, self.status = error, error.exit_code
             if options.jobs:
                 say(f"error: {error}")
+        self.verdict = _VERDICTS.get(self.status, "failed")
         self.seconds = round(time.monotonic() - began, 1)
 
 
