@@ -85,7 +85,8 @@ def measured(how: str, shape: list[str], kept: Path) -> tuple[float, float]:
         folder = str(kept) if how == "reference" else own
         focus = Focus(3, "forward", "2", modules=("2",)) if how == "second run" else None
         reference = str(kept) if how == "job" else ""
-        request = Request(folder, reference=reference, steps=STEPS, focus=focus)
+        opened = how == "reference"  # as where it is kept
+        request = Request(folder, reference=reference, steps=STEPS, focus=focus, opened=opened)
         env = dict(os.environ) if how == "alone" else environment(request)
         done = subprocess.run(  # noqa: S603 - this file
             [sys.executable, __file__, "--job", *shape],
