@@ -183,6 +183,15 @@ def test_a_program_that_is_too_slow_fails(job: Path) -> None:
         verify(slow, slow, steps=2, minutes=0.2)
 
 
+def test_a_job_that_is_slower_is_compared_as_far_as_it_came(job: Path) -> None:
+    limits = {"job": 12.0, "job-again": 12.0}
+    with patch.object(Budget, "limit", lambda _, run: limits.get(run, 100.0)):
+        found = verify(command(job, 1, 60, 1.0), command(job, 1, 60), minutes=10)
+    assert found.is_equal
+    assert found.is_cut
+    assert 0 < found.num_steps < 20
+
+
 def test_minutes_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -50,8 +50,10 @@ class Kept(msgspec.Struct, frozen=True):
 
     def versions(self) -> dict[str, str]:
         """Return the versions of libraries that are installed where the reference's lie."""
-        names = (Path(name).stem for name in self.inputs if name.endswith(_INSTALLED))
-        return dict(name.split("-", 1) for name in names if "-" in name)
+        names = (
+            Path(name).stem.partition("-") for name in self.inputs if name.endswith(_INSTALLED)
+        )
+        return {name: version for name, _, version in names}
 
 
 def kept_or_run(  # noqa: PLR0917
@@ -82,7 +84,7 @@ def kept_or_run(  # noqa: PLR0917
     if kept is not None:
         budget.seconds["reference"] = kept.seconds
         tell(f"reference: not run, it is kept as {path.name}")
-        seeds = [int(run.name[-1]) for run in sorted(runs.glob("reference-*"))]
+        seeds = range(1, 1 + len([*runs.glob("reference-*")]))
         return *with_floor(lambda name, _: join(runs / name), seeds), kept.versions()
     tell(f"reference: is run and kept, {reason}")
     began = time.time_ns()
@@ -137,15 +139,15 @@ def _facts() -> dict[str, str]:
     file = Path("/proc/cpuinfo")
     lines = _OF_PROCESSOR.findall(file.read_text(encoding="utf-8")) if file.exists() else []
     found = {"Python": sys.version, "the processor": "\n".join(sorted({*lines}))}
-    counts = {name for name in os.environ if not name.startswith(_OF_A_RUN)}
-    found |= {f"the environment variable {name}": os.environ[name] for name in counts}
+    for name in (name for name in os.environ if not name.startswith(_OF_A_RUN)):
+        found[f"the environment variable {name}"] = os.environ[name]
     return {name: hashlib.sha256(os.fsencode(value)).hexdigest() for name, value in found.items()}
 
 
 def _named(command: Sequence[str]) -> set[Path]:
     """Return the files that a command names, and all files in folders that it names."""
-    words = {word for word in re.split(r"[\s=;]+", " ".join(command)) if os.path.exists(word)}  # noqa: PTH110 - no error
-    paths = {Path(word).absolute() for word in words}
+    words = re.split(r"[\s=;]+", " ".join(command))
+    paths = {Path(word).absolute() for word in words if os.path.exists(word)}  # noqa: PTH110
     inside = [p.rglob("*") for p in paths if p.is_dir() and not Path.cwd().is_relative_to(p)]
     return {path for some in (paths, *inside) for path in some if path.is_file()}
 

@@ -61,37 +61,44 @@ class _Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of checks."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--ci",
         action="store_true",
         help=f"for checks of pull requests: --minutes {_MINUTES:g}, and --cache in your own cache",
     )
-    add(
+    parser.add_argument(
         "--minutes",
         metavar="N",
         type=real("--minutes"),
         help="for all runs of a comparison: to keep to it fewer are made, and long programs ended",
     )
-    add(
+    parser.add_argument(
         "--cache",
         metavar="DIR",
         help="keep recordings of references, and do not run these again as long as neither their "
         "files nor arguments, variables, versions and this machine change",
     )
-    add("--json", metavar="FILE", help="write what was found as JSON")
-    add("--junit", metavar="FILE", help="write what was found as JUnit's XML")
+    parser.add_argument("--json", metavar="FILE", help="write what was found as JSON")
+    parser.add_argument("--junit", metavar="FILE", help="write what was found as JUnit's XML")
 
 
-def read(file: Path, parse: Callable[[list[str]], Asked]) -> dict[str, Asked]:
+def read(
+    file: str, flags: Sequence[str], parse: Callable[[Sequence[str]], Asked]
+) -> dict[str, Asked]:
     """Read a file of comparisons: name -> what stands behind `hp-verify` on its command line.
+
+    Args:
+        file: Path of the file.
+        flags: Flags of all.
+        parse: Parses a command line.
 
     Raises:
         ConfigError: When it is none, or a command line is wrong.
     """
     try:
-        lines = msgspec.toml.decode(read_named(file), type=dict[str, str])
-        asked = {name: parse(shlex.split(line, comments=True)) for name, line in lines.items()}
+        lines = msgspec.toml.decode(read_named(Path(file)), type=dict[str, str])
+        words = {name: shlex.split(line, comments=True) for name, line in lines.items()}
+        asked = {name: parse([*flags, *some]) for name, some in words.items()}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--jobs ({file}) must be a file of jobs: {why_not(error)}") from None
     if not asked or not all(job for job, _, _ in asked.values()):

@@ -38,8 +38,8 @@ def _main(argv: Sequence[str]) -> int:
     if job and asked:
         raise ConfigError(f"{asked} must come without jobs behind --")
     if job or asked == "--jobs":
-        several = ci.read(Path(options.jobs), lambda more: _parsed([*argv, *more])) if asked else {}
-        return ci.run(several or {"job": (job, reference, options)}, options)
+        one = {"job": (job, reference, options)}
+        return ci.run(ci.read(options.jobs, argv, _parsed) if asked else one, options)
     if asked is None:
         raise ConfigError(f"-- JOB must be given, or one of {', '.join(_FLAGS)}")
     if options.manifest is not None:

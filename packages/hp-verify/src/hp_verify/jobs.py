@@ -334,7 +334,9 @@ class _Runs:
             recording = join(folder)
         if status != 0:
             done = None if recording is None else recording.before_failing()
-            may_be_long = side != _JOB or any(self.folder.glob(f"{_REFERENCE}*/{CUT}"))
+            may_be_long = (
+                side != _JOB or self.budget.minutes or any(self.folder.glob(f"{_REFERENCE}*/{CUT}"))
+            )
             if done is None or not (
                 step in done.steps or (status is None and may_be_long and done.steps)
             ):

@@ -22,8 +22,8 @@ def verify(request: pytest.FixtureRequest) -> Callable[..., "hp_verify.Compariso
         job: str | list[str], *, against: str | list[str], **options: object
     ) -> "hp_verify.Comparison":
         both = (shlex.split(c) if isinstance(c, str) else c for c in (job, against))
-        cache = caches.mkdir("hp-verify") if caches is not None else None
-        found = compare(*both, **{"minutes": 10.0, "cache": cache, **options})
+        usual = {"minutes": 10.0, "cache": caches and caches.mkdir("hp-verify")}
+        found = compare(*both, **{**usual, **options})
         if not found.is_equal:
             pytest.fail(hp_verify.report(found), pytrace=False)
         return found
