@@ -274,7 +274,8 @@ def _phase(  # noqa: PLR0917
     scale = max((tensor.norm for tensor in expected.values() if not tensor.problem), default=0.0)
     losses = scales(mine, theirs) if phase == ev.BACKWARD else {}
     for name in common:
-        tensor, reference = ours[name].scaled(losses), expected[name]
+        reference = expected[name]
+        tensor = ours[name].scaled(losses).beside(reference)
         where = f"{phase} {name}"
         bound = floor.bound(index, phase, name, _shortest(tensor, reference))
         if reason := _why_not(tensor, reference) or _why_mixed(reference, bound):

@@ -80,6 +80,12 @@ class Digests:
         """Return the shape of a sample."""
         return self.shapes.get(row, self.shape)
 
+    def beside(self, reference: "Digests") -> "Digests":
+        """Leave samples out of which both have the part that is no padding by itself."""
+        both = self.rows.keys() & reference.rows.keys()
+        rows = {row: sums for row, sums in self.rows.items() if REAL + row not in both}
+        return replace(self, rows=rows)
+
     def scaled(self, factors: Mapping[str, float]) -> "Digests":
         """Multiply samples by factors; a sample without one keeps its values."""
         if not factors:

@@ -2,9 +2,10 @@
 
 Padding is found by its mask or by a token that all rows end or begin with. A sample is what is not
 padding: a job may pad to the longest of each microbatch. A reference writes down which part of a
-padded sample is real, and what modules make of that part, beside what they make of all of it. A
-job's sample that is not the reference's token for token is looked for with some of the token at its
-end, or at its beginning, taken away, and what modules make of the rest is compared.
+padded sample is real, and what modules make of that part, beside what they make of all of it; so
+does a job that is given the same sample, and then that part alone is compared. A job's sample that
+is not the reference's token for token is looked for with some of the token at its end, or at its
+beginning, taken away, and what modules make of the rest is compared.
 """
 
 import math
@@ -154,9 +155,12 @@ class Samples:
             names = tuple(f"{call}.{i}" for i in range(len(local)))
         self.runs, self.names = [Run((0, self._length), 0, names, self._length)], names
         self._real = real_of(self._local, kwargs) if self.has_tokens else ()
-        if known is None:
-            padded = {i: span for i, span in enumerate(self._real) if span != (0, self._length)}
-            self.runs += _of_spans(padded, [REAL + name for name in names])
+        if is_known:
+            real = [REAL + name for name in names]
+            are_there = [known is None or name in known for name in real]
+            padded = {i: span for i, span in enumerate(self._real) if are_there[i]}
+            padded = {i: span for i, span in padded.items() if span != (0, self._length)}
+            self.runs += _of_spans(padded, real)
         elif self.has_tokens and known and not is_known:
             then = {
                 name: theirs

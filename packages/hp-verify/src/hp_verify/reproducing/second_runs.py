@@ -156,7 +156,7 @@ class Pair:
         sides = {
             row: (self.scaled(phase, row, mine[row], name), _complete(theirs[row], name))
             for row in theirs
-            if row in mine
+            if row in mine and not (ev.REAL + row in theirs and ev.REAL + row in mine)
         }
         if not sides:
             raise CannotError(f"{phase} {name} was not seen again")
