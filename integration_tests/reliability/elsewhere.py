@@ -66,7 +66,8 @@ def be_elsewhere() -> None:
     of_library = ctypes.CDLL.__getattr__
 
     def lacking(library: ctypes.CDLL, name: str) -> Any:
-        if name == _LACKING:
+        # What forks the programs of tests goes on as before.
+        if name == _LACKING and "/packages/" in sys._getframe(1).f_code.co_filename:
             raise AttributeError(f"symbol not found: {name}")
         return of_library(library, name)
 
