@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+)
 from torch.utils.data import DataLoader
 
 from integration_tests.jobs.search import llama
@@ -121,8 +125,10 @@ def _train(setting: Setting, ranks: int) -> None:
         cpu=True,
         fsdp_plugin=_plugin(setting) if many and setting.wrapped == "fsdp2" else None,
         kwargs_handlers=handlers,
-        split_batches=setting.split and many,
-        dispatch_batches=(setting.dispatched and many) or None,
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=setting.split and many,
+            dispatch_batches=(setting.dispatched and many) or None,
+        ),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulate, sync_each_batch=setting.each_batch and many
         ),

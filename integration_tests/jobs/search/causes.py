@@ -135,9 +135,19 @@ CAUSES = (
         known="https://github.com/pytorch/pytorch/issues/130515",
     ),
     Cause(
-        "`torch.distributed.nn.functional`: gradients of maxima, products and scattered means",
-        r"collectives: (all_reduce|reduce_scatter)",
-        known="deprecated for functions that refuse these, as its warning says",
+        "`torch.distributed.nn.functional`: gradients of means and maxima over ranks",
+        r"collectives: (all_reduce|reduce|reduce_scatter) ",
+        "torch-gradient-of-a-mean-over-ranks.md",
+    ),
+    Cause(
+        "DTensor: redistribution over a flattened mesh of unevenly sharded tensors",
+        r"redistributions: .*flattened",
+        known="https://github.com/pytorch/pytorch/pull/194457",
+    ),
+    Cause(
+        "DTensor: convolutions compute with parts that their strategy would have put together",
+        r"operators\w*: conv\w* ",
+        known="https://github.com/pytorch/pytorch/pull/186129, of channels",
     ),
     Cause(
         "DTensor: a threshold below its value, of partial maxima",

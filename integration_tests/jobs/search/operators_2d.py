@@ -12,11 +12,9 @@ _PAIRS = (
     (Shard(0), Shard(0)),
     (Shard(0), Shard(1)),
     (Shard(1), Shard(0)),
-    (Shard(1), Shard(1)),
     (Partial(), Shard(0)),
     (Shard(1), Partial()),
     (Partial("max"), Partial()),
-    (Replicate(), Shard(0)),
 )
 """Placements of the first tensor; those behind it are on every rank, or cut alike."""
 
@@ -25,7 +23,7 @@ def cases() -> Iterator[Case]:
     """Return every operator with some placements of its tensors on 2 x 2 ranks."""
     for operators, shapes in GROUPS:
         for name, operator in operators.items():
-            for kind, shape in list(shapes.items())[:2]:
+            for kind, shape in list(shapes.items())[:1]:
                 if kind not in operator.shapes:
                     continue
                 others = operator.made(shape)[1:]
