@@ -39,7 +39,9 @@ def tagged_versions(package: str) -> list[Version]:
     tags = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True)
     file = f"packages/{package}/pyproject.toml"
     has = {
-        tag: subprocess.run(["git", "cat-file", "-e", f"{tag}:{file}"], cwd=ROOT, check=False)
+        tag: subprocess.run(
+            ["git", "cat-file", "-e", f"{tag}:{file}"], cwd=ROOT, check=False, capture_output=True
+        )
         for tag in tags.stdout.split()
     }
     return [Version(tag.removeprefix("v")) for tag, done in has.items() if done.returncode == 0]

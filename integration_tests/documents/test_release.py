@@ -51,6 +51,13 @@ def test_what_several_packages_require_has_one_range() -> None:
     assert not {name: found for name, found in ranges.items() if len(found) > 1}
 
 
+def test_torch_is_capped_at_the_newest_minor_version_that_was_shown() -> None:
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
+    rows = re.findall(r"^\| 3\.\d+ \| 2\.(\d+) \| (?!nothing)\S", page, re.MULTILINE)
+    [torch] = {str(r.specifier) for name in FILES for r in required(name) if r.name == "torch"}
+    assert f"<2.{max(map(int, rows)) + 1}" in torch.split(",")
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_package_is_called_and_built_as_the_others_are(name: str) -> None:
     module, table, like = name.replace("-", "_"), TABLES[name], TABLES["hp-base"]

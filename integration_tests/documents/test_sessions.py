@@ -136,6 +136,16 @@ def test_pip_and_uv_look_in_the_same_places(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["PIP_CONSTRAINT"] == found["UV_CONSTRAINT"]
 
 
+def test_hashes_are_for_uv_and_the_pinned_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HP_TORCH", raising=False)
+    monkeypatch.setenv("HP_HASHES", "1")
+    found = environment()
+    assert found["UV_CONSTRAINT"] == str(ROOT / "tools" / "hashes.txt")
+    assert found["PIP_CONSTRAINT"] == str(ROOT / "constraints.txt")
+    with pytest.raises(ValueError, match="must come without HP_TORCH"):
+        environment("torch==2.11.0")
+
+
 def test_files_are_named_from_the_root_and_each_pattern_names_some() -> None:
     assert "tools/sessions.py" in files_of("tools", ["s*.py", "sessions.py"])
     with pytest.raises(FileNotFoundError, match=r"no file in tools is named lost\.py"):

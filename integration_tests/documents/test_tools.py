@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import lowest_siblings
 import pytest
 from build_distributions import differences
 from check_distributions import SDIST_FILES, STATED, check_files, check_wheel
@@ -111,6 +113,27 @@ def test_lowest_sibling_is_the_first_that_the_range_allows(specifier: str, expec
 def test_lowest_sibling_fails_when_a_version_left_its_dependents_behind() -> None:
     with pytest.raises(ValueError, match=r"hp-b.* must allow one of the versions .*0\.2\.0"):
         lowest(Requirement("hp-b>=0.1,<0.2"), [Version("0.2.0")])
+
+
+def test_versions_of_a_package_are_the_tags_that_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    for version, name in (("0.1.0", "hp-a"), ("0.1.1", "hp-b")):
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        (tmp_path / "packages" / name / "pyproject.toml").write_text(version)
+        git("add", ".")
+        git("commit", "-m", version)
+        git("tag", f"v{version}")
+    monkeypatch.setattr(lowest_siblings, "ROOT", tmp_path)
+    assert lowest_siblings.tagged_versions("hp-a") == [Version("0.1.0"), Version("0.1.1")]
+    assert lowest_siblings.tagged_versions("hp-b") == [Version("0.1.1")]
+    unpacked = lowest_siblings.unpack_tag("hp-b", Version("0.1.1"), tmp_path / "old")
+    assert (unpacked / "pyproject.toml").read_text() == "0.1.1"
 
 
 def test_wheel_check_names_every_fault(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Folders of strangers, in which nothing is followed or waited for; files whole or not there."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,26 @@ def test_a_folder_that_a_name_leads_to_must_be_one(tmp_path: Path) -> None:
         for name, why in {"there": "no symbolic link", "nowhere": "is missing"}.items():
             with pytest.raises(DamageError, match=why):
                 open_directory(name, parent)
+
+
+def test_words_of_other_systems_for_a_link_and_a_socket_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(number: int) -> Callable[..., int]:
+        def fail(*_: object, **__: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    monkeypatch.setattr(os, "open", refusing(errno.ELOOP))
+    with pytest.raises(DamageError, match="no symbolic link"):
+        open_directory(tmp_path)
+    monkeypatch.setattr(os, "open", refusing(errno.EOPNOTSUPP))
+    with pytest.raises(DamageError, match="must be a regular file"):
+        open_file(0, "socket")
+    monkeypatch.setattr(os, "open", refusing(errno.EIO))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        open_directory(tmp_path)
 
 
 def test_what_a_person_names_may_be_a_link_but_no_pipe(tmp_path: Path) -> None:

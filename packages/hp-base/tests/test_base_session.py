@@ -1,10 +1,14 @@
-"""What is shown of the output of a command that failed: its own error first."""
+"""What is shown of the output of a command that failed, its own error first; other systems."""
 
+import ctypes
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from hp_base.session import last_lines, raised_in
+from hp_base.environment import usable_cores
+from hp_base.session import kill_when_parent_dies, last_lines, raised_in
 
 BOX = """Traceback (most recent call last):
   File "/bin/torchrun", line 8, in <module>
@@ -93,3 +97,12 @@ def test_an_error_of_its_own_is_shown_before_all_else(case: str, tmp_path: Path)
 
 def test_without_a_log_nothing_is_shown(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none.txt") == raised_in(tmp_path / "none.txt") == ""
+
+
+def test_elsewhere_nothing_of_linux_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    kill_when_parent_dies()
+    assert usable_cores() == os.cpu_count()
