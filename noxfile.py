@@ -387,6 +387,14 @@ def search(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def clean(session: nox.Session) -> None:
+    """Compare 380 clean jobs of many styles with one process, and seeded bugs; it goes on."""
+    install(session, "hp-train[packing]", group="test-transformers")
+    kept = ("--bugs", "--results", str(SCRATCH / "clean"))
+    session.run("python", "-m", "integration_tests.jobs.clean", *kept, *session.posargs)
+
+
+@nox.session(default=False)
 def folders(session: nox.Session) -> None:
     """Read 200 mutants of folders of models as transformers does, or refuse; it goes on."""
     install(session, "hp-train[packing]", group="test-transformers")

@@ -161,11 +161,19 @@ def test_statistics_of_own_samples_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample
-def test_random_numbers_of_own_samples_are_found_and_told(tmp_path: Path) -> None:
+def test_what_follows_from_random_numbers_of_own_samples_is_listed(tmp_path: Path) -> None:
     result = compared(tmp_path, "dropout")
-    first = result.differences[0]
-    assert (first.step, first.phase, first.name) == (1, "forward", "dropout")
-    assert any("dropout could explain it" in line for line in explain(result))
+    assert not result.differences
+    why = result.unaligned["step 1, forward dropout, and all that follows"]
+    assert why.startswith("dropout could explain it")
+    assert result.largest.keys() == {"first weight", "learning rate"}
+
+
+@pytest.mark.sample
+def test_a_fault_beside_random_numbers_is_found(tmp_path: Path) -> None:
+    first = compared(tmp_path, "dropout", "no-sync").differences[0]
+    assert (first.step, first.phase) == (1, "gradient")
+    assert first.who
 
 
 @pytest.mark.sample

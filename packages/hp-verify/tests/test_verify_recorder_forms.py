@@ -8,8 +8,17 @@ import torch
 from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.explain import explain
 from hp_verify.comparing.findings import Comparison
-from hp_verify.comparing.recordings import Digests, Recording, Step
-from hp_verify.recording.events import BACKWARD, FORWARD, GRADIENT, INPUT, LOSS, REAL
+from hp_verify.comparing.recordings import Digests, Recording, Step, sample_names
+from hp_verify.recording.events import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    LOSS,
+    REAL,
+    WEIGHT,
+    Rows,
+)
 from hp_verify.recording.samples import Samples
 
 Sums = tuple[float, ...]
@@ -84,6 +93,43 @@ def test_a_mask_says_what_is_padding_where_tokens_do_not() -> None:
     assert samples.names == (REAL + reference.names[0],)
     inverted = Samples(tokens, 0, None, kwargs={"key_padding_mask": mask == 0})
     assert inverted.rows(1, FORWARD).real == ((0, 2), (0, 3))
+
+
+def test_a_mask_by_any_name_is_told_by_what_it_takes_away() -> None:
+    tokens, mask = rows("abaa", "aaca", "abcd"), rows("aa``", "aaa`", "aaaa") > 0
+    for given in ({"": (mask,)}, {"seen": mask.float()}, {"pad": ~mask}):
+        reference = Samples(tokens, 0, None, kwargs=given)
+        assert reference.rows(1, FORWARD).real == ((0, 2), (0, 3), (0, 4))
+    kinds = rows("bbaa", "bbba", "bbbb") - 1  # of tokens, and nothing that is the same is left out
+    other = Samples(rows("abcd", "efgh", "abcd"), 0, None, kwargs={"token_type_ids": kinds})
+    assert other.rows(1, FORWARD).real == ()
+
+
+def test_samples_end_to_end_in_a_row_are_found_each_by_itself() -> None:
+    reference = Samples(rows("abcd", "efgh", "ijzz"), 0, None)
+    samples = Samples(rows("efghij", "abcdzz"), 0, known_of(reference))
+
+    assert [name.removeprefix(REAL) for name in samples.rows(1, FORWARD).rows] == [
+        reference.names[i] for i in (1, 0, 2)
+    ]
+    values = dict(zip("abcdefghijz", torch.randn(11, 5), strict=True))
+    there, here = (
+        torch.stack([torch.stack([values[letter] for letter in text]) for text in texts])
+        for texts in (("abcd", "efgh", "ijzz"), ("efghij", "abcdzz"))
+    )
+    expected, found = pieces(reference, there), pieces(samples, here)
+    assert len(found) == 3
+    for name, (shape, sums) in found.items():
+        assert expected[name][0] == shape
+        assert expected[name][1] == pytest.approx(sums, abs=1e-5)
+    assert samples.digest(torch.randn(2, 3)) is None  # one number for two samples
+
+
+def test_parts_of_samples_may_be_in_places_of_their_own() -> None:
+    known = known_of(Samples(rows("abcdef", "ghijkl"), 0, None))
+    samples = Samples(rows("abc", "jkl"), 0, known)
+    assert set(samples.names) == set(known)
+    assert {(run.start, run.length) for run in samples.runs} == {(0, 6), (3, 6)}
 
 
 def test_other_samples_are_no_padded_ones() -> None:
@@ -177,3 +223,62 @@ def test_a_module_that_is_called_more_often_is_compared_in_its_own_calls() -> No
     assert wrong.first is not None
     assert wrong.first.phase == GRADIENT
     assert explain(wrong)[0] == "the job calls layer 1 time more than the reference"
+
+
+def updated(gradient: Sums, weight: Sums, other: Sums = RIGHT) -> Recording:
+    """One step: gradients of two parameters, and the first one's weights after it."""
+    step = Step(rows={"x"})
+    for phase, sums in ((GRADIENT, gradient), (WEIGHT, weight)):
+        size = sum(x * x for x in sums) ** 0.5 / 2
+        step.tensors[phase] = {"bias": Digests((4,), "float32", {"": (sums, size)})}
+    step.tensors[GRADIENT]["layer"] = Digests((4,), "float32", {"": (other, 2.0)})
+    return Recording({1: step}, [{"rank": "0"}])
+
+
+def test_updates_that_rounding_decides_are_listed() -> None:
+    tiny = tuple(1e-8 * x for x in RIGHT)
+    still = (0.0,) * 4
+    for there in (still, tuple(-x for x in tiny)):
+        comparison = judged(updated(tiny, RIGHT), updated(there, tuple(-x for x in RIGHT)))
+        assert comparison.first is None
+        assert comparison.unaligned["weight bias"] == "its gradient is zero but for rounding"
+    first = judged(updated(still, RIGHT), updated(still, still)).first  # decay, say
+    assert first is not None
+    assert first.phase == WEIGHT
+    first = judged(updated(RIGHT, RIGHT), updated(still, RIGHT)).first
+    assert first is not None
+    assert first.phase == GRADIENT
+
+
+def random(outputs: Mapping[str, Sums], drawing: str, gradient: Sums = RIGHT) -> Recording:
+    made = recording(outputs=outputs)
+    made.steps[1].tensors[GRADIENT]["layer"].rows[""] = gradient, 2.0
+    made.steps[1].drawn, made.steps[1].drawing = {"torch"}, {drawing}
+    made.steps[1].states = {"rank-00000": {"torch": "a"}, "rank-00001": {"torch": "a"}}
+    return made
+
+
+@pytest.mark.parametrize("drawing", ["drop", "first", ""])
+def test_what_follows_from_random_numbers_is_listed_and_what_comes_before_is_not(
+    drawing: str,
+) -> None:
+    other = tuple(-x for x in RIGHT)
+    expected = random({"first": RIGHT, "drop": RIGHT, "last": RIGHT}, drawing)
+    actual = random({"first": RIGHT, "drop": other, "last": other}, drawing, RIGHT[::-1])
+    comparison = judged(actual, expected)
+    assert (comparison.first is None) == bool(drawing)
+    where = "step 1, forward drop, and all that follows"
+    assert (where in comparison.unaligned) == bool(drawing)
+    actual = random({"first": other, "drop": other, "last": other}, drawing, RIGHT[::-1])
+    first = judged(actual, expected).first
+    assert (first is None) == (drawing == "first")
+
+
+def test_ranks_with_the_same_parameters_are_no_stages_of_each_other() -> None:
+    first, later = (
+        (f"rank-0000{rank}-1", Rows(1, 0, names)) for rank, names in enumerate([("x",), ("0.0",)])
+    )
+    held = {"rank-00000-1": {"w"}, "rank-00001-1": {"w"}}
+    assert sample_names([first, later], held) == {}
+    held["rank-00001-1"] = {"v"}
+    assert sample_names([first, later], held) == {("rank-00001-1", 1, 0, "0.0"): "x"}

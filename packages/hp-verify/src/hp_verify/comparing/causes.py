@@ -21,6 +21,9 @@ TIMES = 10.0
 LEAST = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Smallest bound by dtype."""
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+TINY = {"float64": 2.0**-47, "float32": 2.0**-18, "bfloat16": 2.0**-6, "float16": 2.0**-9}
+"""A tensor may be off by this part of the largest of its phase: one that is zero but for rounding
+has no digits to compare."""
 _NEAR = 0.05
 """What is off by a whole number, or one over it, and by no more than that beside it, is off by that
 number whatever else differs."""
@@ -28,18 +31,22 @@ _OF_NO_CHOICE = (ev.START, ev.INPUT, ev.RATE, UPDATE)
 """Phases that follow from no choice of a router: first weights, samples, rates, and updates that
 only one of both makes."""
 _OF_SAMPLES = (ev.FORWARD, ev.LOSS, ev.BACKWARD, ev.EVALUATION)
+_OUTPUTS = (ev.FORWARD, ev.BACKWARD)
+_VANISHES = "its gradient is zero but for rounding"
 Bound: TypeAlias = Callable[[int, str, str, str], float]
 """Largest error that rounding explains of a step, phase, name and dtype."""
 
 
-def find_causes(result: Comparison, expected: Recording, bound: Bound) -> None:
+def find_causes(result: Comparison, actual: Recording, expected: Recording, bound: Bound) -> None:
     """Put differences first that follow neither from dropout nor from a router's choice.
 
     Ranks that hold the same part of a parameter have the same gradients and weights then, too; a
     norm is that of a job's own gradients; and most gradients are no multiple of the reference's.
+    What follows from random numbers that both draw, ranks for other samples, is listed.
 
     Args:
         result: All differences, which the order of computation has sorted.
+        actual: The job.
         expected: The reference.
         bound: Largest error of a tensor that rounding explains.
     """
@@ -61,6 +68,24 @@ def find_causes(result: Comparison, expected: Recording, bound: Bound) -> None:
     result.is_excused = is_tie and not causes
     if is_tie or (first and first.phase in _OF_SAMPLES and first.step in result.random):
         result.differences.sort(key=lambda difference: id(difference) not in causes)
+    if first and not is_tie and _is_drawn(result, first, actual, expected):
+        where = f"step {first.step}, {first.phase} {first.name}".strip()
+        result.unaligned[f"{where}, and all that follows"] = result.random[first.step]
+        result.differences = [d for d in result.differences if id(d) in causes]
+        kept = (ev.START, ev.INPUT, ev.RATE)
+        result.largest = {p: error for p, error in result.largest.items() if p in kept}
+
+
+def _is_drawn(
+    result: Comparison, first: Difference, actual: Recording, expected: Recording
+) -> bool:
+    """Tell whether a difference follows from a module that draws random numbers in both."""
+    if first.step not in result.random or first.phase not in (ev.FORWARD, ev.LOSS):
+        return False
+    mine, theirs = (recording.steps[first.step] for recording in (actual, expected))
+    drawing = (mine.drawing | theirs.drawing) - {""}
+    is_known = bool(drawing) and bool(mine.drawn & theirs.drawn)
+    return is_known and not any(_is_before(first.name, name, theirs) for name in drawing)
 
 
 def _is_tie(result: Comparison, expected: Recording, bound: Bound) -> bool:
@@ -86,24 +111,30 @@ def _is_before(output: str, router: str, step: Step) -> bool:
     """Tell whether an output does not follow from a router's choice: its scores do not."""
     name, _, place = output.partition("#")[0].partition(":")
     if name == router:
-        return place in {choice.place for choice in step.choices[router].values()}
-    modules = [re.split("[#:]", each)[0] for each in step.tensors[ev.FORWARD]]
-    return router in modules[modules.index(name) + 1 :]
+        return place in {choice.place for choice in step.choices.get(router, {}).values()}
+    modules = [re.split("[#:]", each)[0] for each in step.tensors.get(ev.FORWARD, {})]
+    return name in modules and router in modules[modules.index(name) + 1 :]
 
 
-def list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> None:
-    """List outputs that are a part of the reference's on every rank, where nothing comes of it.
+def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_ranks: int) -> None:
+    """List outputs that differ where nothing comes of it.
 
-    Ranks may divide what they later add up. Where every weight's gradient is equal after that, they
-    have, and nothing is wrong; where one is not, or was not compared, the outputs stay differences.
+    Ranks may divide what they later add up. A module that some calls give other rows than samples
+    may by chance get as many. A weight that no loss depends on may drift. Where every weight's
+    gradient is equal after that, nothing is wrong; where one is not, or was not compared, the
+    outputs stay differences.
     """
     here = [difference for difference in result.differences if difference.step == index]
-    if not here or not all(_is_term(difference, num_ranks) for difference in here):
+    is_term = [_is_term(difference, num_ranks) for difference in here]
+    has_drifted = _VANISHES in result.unaligned.values()
+    some = [d.phase in _OUTPUTS and (has_drifted or _is_unsure(d, mine, theirs)) for d in here]
+    are_all = all(any(pair) for pair in zip(is_term, some, strict=True))
+    if not here or not are_all or not are_equal(result, index, theirs):
         return
-    if not are_equal(result, index, theirs):
-        return
-    for difference in here:
-        parts = f"it is 1/{round(1 / difference.factor)} of the reference's on every rank"
+    for difference, is_one in zip(here, is_term, strict=True):
+        parts = "weights drift by rounding" if has_drifted else "its rows are not the samples"
+        if is_one:
+            parts = f"it is 1/{round(1 / difference.factor)} of the reference's on every rank"
         where = f"{difference.phase} {difference.name}"
         result.unaligned.setdefault(where, f"{parts}, and all gradients are equal")
     result.differences = [
@@ -111,12 +142,36 @@ def list_terms(result: Comparison, index: int, theirs: Step, num_ranks: int) -> 
     ]
 
 
+def _is_unsure(difference: Difference, mine: Step, theirs: Step) -> bool:
+    phase, name = difference.phase, difference.name
+    found = (step.tensors.get(phase, {}).get(name) for step in (mine, theirs))
+    return any(one and one.lost for one in found)
+
+
+def list_vanishing(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
+    """List updates of parameters whose gradients are nothing but rounding, and not zero.
+
+    An optimizer that divides by the size of gradients makes whole updates of them.
+    """
+    ours, expected = (step.tensors.get(ev.GRADIENT, {}) for step in (mine, theirs))
+    largest = max((t.norm for t in expected.values() if not t.problem), default=0.0)
+    found = {
+        name
+        for name, reference in expected.items()
+        if name in ours
+        and 0
+        < max(reference.norm, ours[name].norm)
+        <= largest * max(TINY.get(t.dtype, 1e-5) for t in (ours[name], reference))
+    }
+    for difference in [*result.differences]:
+        is_update = difference.phase.startswith((ev.WEIGHT, ev.MOMENT))
+        if is_update and difference.step == index and difference.name in found:
+            result.unaligned.setdefault(f"{difference.phase} {difference.name}", _VANISHES)
+            result.differences.remove(difference)
+
+
 def _is_term(difference: Difference, num_ranks: int) -> bool:
-    if (
-        difference.phase not in (ev.FORWARD, ev.BACKWARD)
-        or not difference.factor > 0
-        or difference.who
-    ):
+    if difference.phase not in _OUTPUTS or not difference.factor > 0 or difference.who:
         return False
     parts = round(1 / difference.factor)
     is_part = abs(difference.factor * parts - 1) <= difference.bound

@@ -11,9 +11,11 @@ from hp_verify.comparing.causes import (
     EPSILON,
     LEAST,
     TIMES,
+    TINY,
     are_equal,
     find_causes,
-    list_terms,
+    list_outputs,
+    list_vanishing,
     told_by_gradients,
     why_norm,
 )
@@ -32,8 +34,6 @@ from hp_verify.recording import events as ev
 
 _MOST_TERMS = 64
 _ULPS = 32
-"""A tensor may be off by this many units of the largest of its phase: one that is zero but for
-rounding has no digits to compare."""
 _OF_BACKWARD = (ev.BACKWARD, ev.GRADIENT, ev.CLIPPED)
 """Of gradients that overflow, which scalers of losses leave out, only that they do is compared."""
 
@@ -65,7 +65,8 @@ class Floor:
 
     def bound(self, step: int, phase: str, name: str, dtype: str) -> float:
         """Return the largest error of a tensor that rounding explains."""
-        own = self._errors.get((step, phase, name), 0.0)
+        near = range(step - 2, step + 3) if phase in (ev.LOSS, ev.NORM) else (step,)
+        own = max(self._errors.get((index, phase, name), 0.0) for index in near)
         typical = self._typical.get((step, phase), 0.0)
         return max(TIMES * max(own, typical), LEAST.get(dtype, 1e-5))
 
@@ -125,14 +126,15 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
                 filled = known if phase == ev.GRADIENT else ()
                 _phase(result, index, phase, mine, theirs, floor, filled)
         _batches(result, index, (mine, theirs), before)
-        list_terms(result, index, theirs, actual.num_ranks)
+        list_vanishing(result, index, mine, theirs)
+        list_outputs(result, index, mine, theirs, actual.num_ranks)
         _find_scaled(result, index, actual.steps.get(last), expected.steps.get(last))
         _left(result, index, mine, actual.steps.get(last, Step()))
         result.flip, last = result.flip or first_flip(index, mine.choices, theirs.choices), index
     _find_alone(result, (actual, expected, "the job"), end)
     _find_alone(result, (expected, actual, "the reference"), end)
     result.differences.sort(key=lambda difference: difference.step)
-    find_causes(result, expected, floor.bound)
+    find_causes(result, actual, expected, floor.bound)
     return result
 
 
@@ -220,6 +222,7 @@ def _batches(result: Comparison, index: int, steps: tuple[Step, Step], before: i
     elif told := told_by_gradients(result, index, theirs):
         result.unaligned[f"step {index}, {ev.INPUT}"] = f"{note}, and {told}"
     else:
+        before += sum(difference.phase == ev.EVALUATION for difference in here)
         result.differences.insert(before, Difference(index, ev.INPUT, "", 1.0, 0.0, note=note))
 
 
@@ -286,7 +289,7 @@ def _phase(  # noqa: PLR0917
             result.unaligned.setdefault(where, "ranks have different terms of it, or parts")
             continue
         result.num_compared += 1
-        tiny = _ULPS * EPSILON.get(_shortest(tensor, reference), 1e-7) * scale
+        tiny = TINY.get(_shortest(tensor, reference), 1e-5) * scale
         if not reference.norm <= tiny:  # of one that is zero but for rounding no digit is right
             result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if tensor.disagree > bound and tensor.disagree * tensor.norm > tiny:
@@ -296,7 +299,10 @@ def _phase(  # noqa: PLR0917
                     index, phase, name, tensor.disagree, bound, who=tensor.who, origin=origin
                 )
             )
-        elif not error <= bound and not error * reference.norm <= tiny:
+        elif (
+            not error <= bound
+            and not (error * reference.norm if reference.norm else tensor.norm) <= tiny
+        ):
             factor, rest = _nearest(_common(tensor, reference))
             origin = _origin(mine, theirs, phase, name, bound, is_scaled=rest <= TIMES * bound)
             result.differences.append(

@@ -109,7 +109,9 @@ def _common_scale(differences: Sequence[Difference]) -> Fraction | None:
     mean = statistics.fmean(difference.factor for difference in differences)
     if not math.isfinite(mean):
         return None
-    near = Fraction(mean).limit_denominator(_MOST)
+    near = Fraction(round(mean)) if mean > 0.75 else Fraction(mean).limit_denominator(_MOST)
+    if near.numerator > 1 and mean < 1:  # near one part of many, but for rounding
+        near = Fraction(1, round(1 / mean))
     is_simple = min(near.numerator, near.denominator) == 1 or near == 0
     is_all = all(
         math.hypot(p.rest, p.factor - near) <= p.bound * max(float(near), 1.0)

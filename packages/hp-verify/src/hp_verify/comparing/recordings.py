@@ -5,7 +5,7 @@ Where a job calls a module more often than its reference, `matched` tells which 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from hp_verify.recording.events import (
     FORWARD,
     NUM_SIGNS,
     REAL,
+    START,
     SUFFIX,
     TENSORS,
     TERMS,
@@ -108,6 +109,7 @@ class Step:
         rows: Names of the samples of the step's forward.
         states: Process -> generator of random numbers -> name of its state when the step began.
         drawn: Generators that the model used.
+        drawing: First modules with an output after that, of any process.
         updated: Processes that have weights after an update.
         choices: Module -> choices of its tokens, by sample and first token.
     """
@@ -118,6 +120,7 @@ class Step:
     rows: set[str] = field(default_factory=set)
     states: dict[str, Mapping[str, str]] = field(default_factory=dict)
     drawn: set[str] = field(default_factory=set)
+    drawing: set[str] = field(default_factory=set)
     updated: set[str] = field(default_factory=set)
     choices: dict[str, dict[tuple[str, int], Choice]] = field(default_factory=dict)
 
@@ -199,7 +202,12 @@ def join(folder: Path) -> Recording:
         )
     rows = rows_in(folder)
     steps: dict[int, Step] = defaultdict(Step)
-    names = sample_names(rows)
+    lines = [(process_of(path), line) for path in files for line in read(path)]
+    held: dict[str, set[str]] = defaultdict(set)
+    for who, line in lines:
+        if isinstance(line, Event) and line.phase == START:
+            held[who].add(line.name)
+    names = sample_names(rows, held)
     for who, row in rows:
         if row.phase == FORWARD:
             steps[row.step].rows.update(
@@ -207,7 +215,7 @@ def join(folder: Path) -> Recording:
             )
     facts: list[Mapping[str, str]] = []
     events: list[tuple[str, Event]] = []
-    for who, line in ((process_of(path), line) for path in files for line in read(path)):
+    for who, line in lines:
         if isinstance(line, dict):
             facts.append(line)
             continue
@@ -235,18 +243,25 @@ def _add_line(step: Step, who: str, line: Line, names: "Mapping[Sample, str]") -
         case Randomness():
             step.states[who] = line.states
             step.drawn.update(line.drawn)
+            step.drawing.add(line.first)
 
 
 Sample = tuple[str, int, int, str]
 """Process, step, call, name of a sample there."""
 
 
-def sample_names(rows: Sequence[tuple[str, Rows]]) -> dict[Sample, str]:
+def sample_names(
+    rows: Sequence[tuple[str, Rows]], held: Mapping[str, Collection[str]]
+) -> dict[Sample, str]:
     """Name samples of later pipeline stages, which are given no tokens.
 
     Calls of a stage come in the order of those of the first one: the processes that saw tokens, or
     where nobody does what the reference saw, and the others of a stage, follow each other in the
     same order.
+
+    Args:
+        rows: Samples of calls, by process.
+        held: Parameters of processes; those that have the same ones are no stages of each other.
     """
     names: dict[Sample, str] = {}
     for step in {row.step for _, row in rows}:
@@ -258,10 +273,11 @@ def sample_names(rows: Sequence[tuple[str, Rows]]) -> dict[Sample, str]:
                 first.setdefault(who, {})[row.call] = row
             elif row.step == step:
                 later.setdefault(who, []).append(row)
-        calls = list(first.values())
-        for index, (who, some) in enumerate(later.items()):
-            for row in some if calls else []:
-                theirs = calls[index % len(calls)].get(row.call)
+        calls = list(first.items())
+        for index, (who, given) in enumerate(later.items()):
+            for row in given if calls else []:
+                other, some = calls[index % len(calls)]
+                theirs = None if held.get(who) == held.get(other, ()) else some.get(row.call)
                 if theirs is not None and len(theirs.rows) == len(row.rows):
                     pairs = zip(row.rows, theirs.rows, strict=True)
                     names |= {(who, step, row.call, mine): other for mine, other in pairs}

@@ -147,11 +147,13 @@ class Randomness(msgspec.Struct, frozen=True, array_like=True, tag=True):
         step: Number of the next update of the weights, counted from 1.
         states: Generator -> name of its state when the step began.
         drawn: Generators that calls of root modules with gradients used.
+        first: First module that had an output after torch's generator was used; empty: none.
     """
 
     step: int
     states: dict[str, str]
     drawn: tuple[str, ...] = ()
+    first: str = ""
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True, tag=True):

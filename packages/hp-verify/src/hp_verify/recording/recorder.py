@@ -65,6 +65,7 @@ class Call(threading.local):
     index: int = 0
     samples: Samples | None = None
     states: dict[str, str] = field(default_factory=dict)
+    torch: bytes = b""
 
 
 class Recorder(ParameterRecorder):
@@ -84,7 +85,7 @@ class Recorder(ParameterRecorder):
         self._made = Made()
         self._seen: dict[int, Counter[str]] | None = None
         self._optimizers: dict[int, int] = {}
-        self._random, self._drawn = random_states(), set[str]()
+        self._random, self._drawn, self._drawing = random_states(), set[str](), ""
         self._hooks: list[RemovableHandle] = []
         self._is_left_out = False
 
@@ -170,7 +171,7 @@ class Recorder(ParameterRecorder):
                 self._meet(root)  # in any step: hooks are to be there when one is written down
             if not self._is_wanted(call.phase):
                 return
-            call.states = random_states()
+            call.states, call.torch = random_states(), torch.get_rng_state().numpy().tobytes()
             if not self._root_calls:
                 self._random = call.states
             call.index = self._root_calls
@@ -181,7 +182,8 @@ class Recorder(ParameterRecorder):
             known = None if self._known is None else self._known.get(place, {})
             given = self._made.samples_of(batch)
             seen = None if self._seen is None else self._seen.setdefault(id(root), Counter())
-            call.samples = Samples(batch, call.index, known, given=given, seen=seen, kwargs=kwargs)
+            both = {"": args, **kwargs}
+            call.samples = Samples(batch, call.index, known, given=given, seen=seen, kwargs=both)
             self._notes.write(call.samples.rows(place, call.phase))
 
     def _next_step(self) -> None:
@@ -209,6 +211,8 @@ class Recorder(ParameterRecorder):
             now = random_states()
             self._drawn |= {kind for kind in now if now[kind] != call.states.get(kind)}
         name = self._modules.get(id(module))
+        if name is not None and not self._drawing and call.phase == ev.FORWARD:
+            self._drawing = name if call.torch != torch.get_rng_state().numpy().tobytes() else ""
         if name is not None and self._request.outputs:
             self._note_outputs(call, name, output)
 
@@ -426,9 +430,10 @@ class Recorder(ParameterRecorder):
         with self._lock:
             if self._root_calls and not self._steps.are_over(self._step):
                 drawn = tuple(sorted(self._drawn))
-                self._notes.write(ev.Randomness(self._step, self._random, drawn))
+                self._notes.write(ev.Randomness(self._step, self._random, drawn, self._drawing))
             self._notes.flush(self._step)
             self._drawn.clear()
+            self._drawing = ""
 
     def close(self) -> None:
         """Write what is left at the end of the process."""

@@ -31,7 +31,8 @@ _READ = 1 << 14
 """About how many elements of a sample that are not tokens its name is made of."""
 
 _MASKS = {"attention_mask": True, "padding_mask": False, "key_padding_mask": False}
-"""Names of masks, and whether they are true where a token is real."""
+"""Names of masks that are believed, and whether they are true where a token is real. Any other
+tensor of two values is a mask where all that it takes away is one token, at ends of samples."""
 Span = tuple[int, int]
 """First and last + 1."""
 
@@ -125,7 +126,7 @@ class Samples:
         given: Names of the samples behind what another root module has made; empty: none has.
         seen: How often samples were evaluated in the update that is under way, for this batch to be
             added to: their names tell evaluations apart. None: no update is under way.
-        kwargs: Keyword arguments of the root module.
+        kwargs: Arguments of the root module by name, in which a mask may be.
     """
 
     def __init__(
@@ -171,19 +172,20 @@ class Samples:
 
     def _look_for(self, local: list[list[int]], known: Mapping[str, Sequence[int]]) -> None:
         """Find samples in the reference's, which may be padded otherwise, or longer."""
-        if found := _unpadded(local, self._real, known):
+        found = _unpadded(local, self._real, known) or _runs(local, known) or _packed(local, known)
+        if found:
             self.runs = found
-            by_row = {at: name for run in found for at, name in zip(run.at, run.names, strict=True)}
-            self.names = tuple(by_row[index] for index in range(len(local)))
-        elif runs := _runs(local, known):
-            self.runs, self.names = runs, runs[0].names
+            names = {i: n for r in reversed(found) for i, n in zip(r.at, r.names, strict=True)}
+            self.names = tuple(names[index] for index in range(len(local)))
 
     def rows(self, step: int, phase: str) -> Rows:
         """Return what the root module was given."""
         small = self.has_tokens and self._local.numel() <= _SMALL
         tokens = tuple(map(tuple, self._local.tolist())) if small else ()
         real = self._real if self._is_reference else ()
-        return Rows(step, self._call, self.names, tokens, phase, self.has_tokens, real)
+        packed = (name for run in self.runs for name in run.names if name not in self.names)
+        names = self.names if self._is_reference else (*self.names, *dict.fromkeys(packed))
+        return Rows(step, self._call, names, tokens, phase, self.has_tokens, real)
 
     def digest(self, tensor: Tensor) -> tuple[tuple[int, ...], list[Digest]] | None:
         """Digest a tensor of some module, sample by sample.
@@ -229,6 +231,7 @@ class Samples:
             return tuple(sizes), [Laid(values, whole(sizes), self.names)]
         dim = list(sizes).index(self._length) if self._length in sizes else None
         is_whole = all((r.start, r.here[1] - r.here[0]) == (0, r.length) for r in self.runs)
+        is_whole &= len({at for r in self.runs for at in r.at}) == sum(len(r.at) for r in self.runs)
         if dim is None and not is_whole:
             return None
         parts = [self._of_run(values, run, dim) for run in self.runs]
@@ -345,17 +348,36 @@ def _of_spans(spans: Mapping[int, Span], names: Sequence[str]) -> list[Run]:
 
 
 def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Run]:
-    """Find samples in the reference's that are longer; none where one is not there."""
+    """Find samples in the reference's that are longer; none where one is not there.
+
+    In several runs they must be in the same places, in one each may be in a place of its own.
+    """
     found = [_found(tokens, known) for tokens in local]
-    if not all(found):
+    places = {tuple((here, start) for here, start, _ in runs) for runs in found}
+    if not all(found) or (len(places) > 1 and max(map(len, found)) > 1):
         return []
-    places = [[(here, start) for here, start, _ in runs] for runs in found]
-    if any(place != places[0] for place in places):
-        return []
-    runs = []
-    for index, (here, start) in enumerate(places[0]):
-        names = tuple(some[index][2] for some in found)
-        runs.append(Run(here, start, names, len(known[names[0]])))
+    groups: dict[tuple[Span, int, int], list[tuple[int, str]]] = {}
+    for index, runs in enumerate(found):
+        for here, start, name in runs:
+            groups.setdefault((here, start, len(known[name])), []).append((index, name))
+    return [
+        Run(here, start, tuple(n for _, n in some), length, tuple(at for at, _ in some))
+        for (here, start, length), some in groups.items()
+    ]
+
+
+def _packed(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Run]:
+    """Find rows that are some of the reference's samples end to end, and padding after them."""
+    names = {tuple(tokens): name for name, tokens in reversed([*known.items()]) if tokens}
+    sizes = sorted({len(tokens) for tokens in names}, reverse=True)
+    runs: list[Run] = []
+    for index, row in enumerate(local):
+        last, before = 0, len(runs)
+        while found := [n for n in sizes if names.keys() & {tuple(row[last : last + n])}]:
+            first, last = last, min(last + found[0], len(row))
+            runs.append(Run((first, last), 0, (names[*row[first:last],],), last - first, (index,)))
+        if len(runs) == before or len({*row[last:]}) > 1:
+            return []
     return runs
 
 
@@ -397,15 +419,22 @@ def real_of(tokens: Tensor, kwargs: Mapping[str, object]) -> tuple[Span, ...]:
 
     Args:
         tokens: `[samples, length]`.
-        kwargs: Keyword arguments of the model; a mask may be among them.
+        kwargs: Arguments of the model by name; a mask may be among them.
     """
     count, length = tokens.shape
     if not count or not length:
         return ()
     for path, mask in tensors_in(kwargs):
-        is_real = _MASKS.get(path.rpartition(".")[2])
-        if is_real is not None and mask.shape == tokens.shape and not mask.is_complex():
+        if mask.shape != tokens.shape or mask is tokens or mask.is_complex():
+            continue
+        is_real, highest = _MASKS.get(path.rpartition(".")[2]), mask == mask.amax()
+        if is_real is not None:
             return _of_mask((mask != 0).eq(is_real))
+        if bool((highest | (mask == mask.amin())).all()):
+            for real in (highest, ~highest):
+                spans = _of_mask(real)
+                if spans and tokens[~real].unique().numel() == 1:
+                    return spans
     spans = _of_ends(tokens)
     if not spans:
         spans = tuple((length - b, length - a) for a, b in _of_ends(tokens.flip(1)))

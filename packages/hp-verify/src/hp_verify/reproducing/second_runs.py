@@ -33,7 +33,7 @@ class SecondRun:
 
     def __init__(self, folder: Path) -> None:
         rows = ev.rows_in(folder)
-        self._names = names = sample_names(rows)
+        self._names = names = sample_names(rows, {})
         self._rows = [(int(who.split("-")[1]), row) for who, row in rows if row.phase == ev.FORWARD]
         self._parts: dict[tuple[int, str, str], dict[str, list[Part]]] = defaultdict(dict)
         self.inputs: list[dict[str, Any]] = []

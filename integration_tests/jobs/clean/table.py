@@ -1,0 +1,62 @@
+"""A page about clean jobs and seeded bugs, by style."""
+
+from collections.abc import Sequence
+
+from integration_tests.jobs.clean.job import DRAWN
+from integration_tests.jobs.clean.runs import ACCUSED, EQUAL, Found
+
+_HEAD = """# Clean jobs, and bugs seeded in them
+
+Written by `nox -s clean` (`integration_tests/jobs/clean`). Each job trains on two ranks what its
+reference trains in one process, in another layout, order, padding or grouping: none may be called
+different. Then each bug is seeded in it alone: it must be found, and its first difference must be
+of the tensor and the kind that the bug changes.
+"""
+
+
+def summary(found: Sequence[Found]) -> str:
+    """Say in lines what was found."""
+    bugs = [bug for one in found for bug in one.bugs]
+    states = [one.state for one in found]
+    drawn = sum(one.origin == DRAWN for one in found)
+    others = len(states) - states.count(EQUAL) - states.count(ACCUSED)
+    return (
+        f"{len(found)} clean jobs ({drawn} of them drawn) of {len({one.style for one in found})} "
+        f"styles: {states.count(EQUAL)} equal, {states.count(ACCUSED)} accused, {others} failed or "
+        f"without a number in common\n"
+        f"{len(bugs)} seeded bugs: {sum(b.is_found for b in bugs)} found, "
+        f"{sum(b.is_named for b in bugs)} named"
+    )
+
+
+def table(found: Sequence[Found]) -> str:
+    """Return the page."""
+    lines = [_HEAD, "\n".join(f"- {line}" for line in summary(found).splitlines()), ""]
+    lines += [
+        "| style | jobs | drawn | accused | with something listed | bugs | found | named |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for style in dict.fromkeys(one.style for one in found):
+        some = [one for one in found if one.style == style]
+        bugs = [bug for one in some for bug in one.bugs]
+        cells = [
+            style,
+            len(some),
+            sum(one.origin == DRAWN for one in some),
+            sum(one.state == ACCUSED for one in some),
+            sum(one.num_unaligned > 0 for one in some),
+            len(bugs),
+            sum(bug.is_found for bug in bugs),
+            sum(bug.is_named for bug in bugs),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "## Accused, failed, or with nothing in common", ""]
+    odd = [one for one in found if one.state != EQUAL]
+    lines += [f"- `{one.name}`: {one.state}: {one.first or one.reason}" for one in odd] or ["None."]
+    lines += ["", "## Bugs that were not found, or named as something else", ""]
+    missed = [(one, bug) for one in found for bug in one.bugs if not bug.is_named]
+    lines += [
+        f"- `{one.name}`, {bug.name}: {bug.first or bug.reason or 'not found'}"
+        for one, bug in missed
+    ] or ["None."]
+    return "\n".join(lines) + "\n"
