@@ -184,7 +184,7 @@ def name_functions(entered: Path, tree: Path) -> None:
     names = {
         f"{file}:{_first_line(node)}": f"{file}:{name}"
         for file in {function.partition(":")[0] for _, _, function in lines}
-        if (tree / file).exists()  # no copy that a test makes
+        if (tree / file).is_file()  # no copy that a test makes, and no line that two have written
         for name, node in _functions(ast.parse((tree / file).read_text()))
     }
     rows = [f"{number} {names[line]}\n" for number, _, line in lines if line in names]
