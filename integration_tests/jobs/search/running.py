@@ -95,6 +95,7 @@ def _outcome(family: str, case: Case, lines: Sequence[dict[str, object]], died: 
 def _rank(batch: Sequence[Case], folder: Path) -> None:
     """Be a rank: work through combinations, and tell the others of each that it is done."""
     torch.set_num_threads(1)
+    os.chdir(folder)  # for what a combination leaves there
     rank, size = dist.get_rank(), dist.get_world_size()
     store = FileStore(str(folder / "turns"), size)
     with (folder / f"seen-{rank}.jsonl").open("a") as file:
