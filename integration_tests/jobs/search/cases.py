@@ -42,6 +42,7 @@ class Job:
         group: Name of the reference: jobs of one group have one reference.
         ranks: Number of ranks.
         meets: Whether the process group is made before the job begins.
+        start: Whether it begins with the reference's weights: those of a DTensor depend on ranks.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Job:
     group: str
     ranks: int = 2
     meets: bool = True
+    start: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,7 +88,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "accelerated": ("torch", "accelerate", "transformers"),
     "trained": ("torch", "accelerate", "transformers"),
     "spread": ("torch", "transformers"),
+    "tuned": ("torch", "trl", "accelerate", "transformers"),
     "deepspeeded": ("torch", "deepspeed", "transformers"),
+    "scripts": ("torch", "torchtitan", "megatron-core"),
 }
 """Module of a family -> packages whose versions its results are about."""
 

@@ -145,7 +145,9 @@ class _Judge:
                     lambda who, seed: recorded(place / who, job.reference, ranks=1, disturb=seed)
                 )
             expected = self._expected[job.group]
-            seen = recorded(place / name, job.train, ranks=job.ranks, meets=job.meets)
+            seen = recorded(
+                place / name, job.train, ranks=job.ranks, meets=job.meets, start=job.start
+            )
         except FailedError as error:
             return Outcome(family=self._family, name=job.name, state=REFUSED, reason=str(error))
         result = compare(seen, *expected)
