@@ -15,11 +15,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hp_platform.testing import run_distributed
+from hp_verify.comparing.findings import Comparison
 from hp_verify.comparing.recordings import Recording, Step, join, numbers_of
 from hp_verify.recording import parts
 from hp_verify.recording.begin import begin
 from hp_verify.recording.digests import digest_of
-from hp_verify.recording.events import CLIPPED, EVALUATION, FORWARD, GRADIENT, NORM, OWN, START
+from hp_verify.recording.events import (
+    CLIPPED,
+    EVALUATION,
+    FORWARD,
+    GRADIENT,
+    NORM,
+    OWN,
+    START,
+    Log,
+    Number,
+    steps_in,
+)
 from hp_verify.recording.launches import Launches
 from hp_verify.recording.notes import Notes
 from hp_verify.recording.parts import keep_weights, read_weights
@@ -56,6 +68,54 @@ def test_a_step_is_whole_when_all_ranks_have_recorded_it() -> None:
     assert recording.is_whole(1)
     assert not recording.is_whole(2)
     assert not recording.is_whole(3)
+
+
+@pytest.mark.parametrize(
+    ("made", "kept"),
+    [
+        (24, [*range(1, 25)]),
+        (25, [*range(1, 17), 18, 20, 22, 23, 24, 25]),
+        (100, [*range(1, 17), 32, 48, 64, 80, 96, 98, 99, 100]),
+        (5000, [*range(1, 17), *range(1024, 4998, 1024), 4998, 4999, 5000]),
+    ],
+    ids=str,
+)
+def test_of_a_long_job_the_first_steps_some_and_the_last_are_kept(
+    made: int, kept: list[int], tmp_path: Path
+) -> None:
+    log = Log(tmp_path, "00000-1", Request(str(tmp_path)).wanted())
+    most = 0
+    for step in range(1, made + 1):
+        log.add(Number(step, NORM, "", 1.0))
+        log.flush()
+        most = max(most, len(steps_in(tmp_path))) if step % 7 == 0 else most
+    assert sorted(steps_in(tmp_path)) == kept
+    assert most <= 16 + 8 + 3
+    beside = Request("", reference=str(tmp_path)).wanted()
+    assert [step for step in range(made + 9) if beside.has(step)] == [*kept, made + 1]
+    assert beside.are_over(made + 2)
+    first = Request("", reference=str(tmp_path), steps=20).wanted()
+    assert first.has(20)
+    assert (first.are_over(20), first.are_over(21)) == (False, True)
+    around = Request("", reference=str(tmp_path), focus=Focus(64, NORM, "")).wanted()
+    assert [step for step in range(100) if around.has(step)] == [63, 64]
+
+
+@pytest.mark.parametrize(
+    ("steps", "made", "over"),
+    [
+        ([1, 2, 3], 3, "3 steps"),
+        ([1], 1, "1 step"),
+        ([1, 2], 6, "steps 1-2 of 6"),
+        ([1], 6, "step 1 of 6"),
+        ([], 6, "step 0 of 6"),
+        ([1, 2, 4, 6], 6, "steps 1-2 and 2 of 4 others, the last among them"),
+        ([1, 2, 4], 6, "steps 1-2 and 1 of 4 others"),
+    ],
+)
+def test_the_verdict_says_which_steps_of_how_many(steps: list[int], made: int, over: str) -> None:
+    assert Comparison(steps=steps, num_made=made).over == over
+    assert Comparison(steps=steps, num_made=made, is_cut=True).over.startswith(f"{over}, until")
 
 
 def _recorded(folder: Path, job: Callable[[], None]) -> None:

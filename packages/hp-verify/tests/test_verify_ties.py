@@ -19,7 +19,7 @@ from hp_verify.comparing.recordings import Recording, join
 from hp_verify.comparing.ties import first_flip
 from hp_verify.jobs import report
 from hp_verify.recording.begin import begin
-from hp_verify.recording.events import RATE, Choice
+from hp_verify.recording.events import GRADIENT, RATE, Choice
 from hp_verify.recording.request import Request
 from hp_verify.recording.samples import Samples, choices_in
 
@@ -176,6 +176,28 @@ def test_what_follows_from_no_choice_is_not_excused_by_one(
     assert "forward" in {difference.phase for difference in found.differences}
     assert found.flip is not None
     assert not found.is_equal
+
+
+@pytest.mark.parametrize("kind", ["who", "times"])
+def test_a_tie_excuses_neither_copies_that_differ_nor_gradients_that_are_doubled(
+    kind: str, tmp_path: Path
+) -> None:
+    expected = recorded(tmp_path / "reference", Router(1e-6))
+    reference = str(tmp_path / "reference")
+    actual = recorded(tmp_path / "job", Router(-1e-6), reference=reference)
+    gradient = actual.steps[1].tensors[GRADIENT]["table.weight"]
+    sums, norm = expected.steps[1].tensors[GRADIENT]["table.weight"].rows[""]
+    if kind == "who":
+        gradient.disagree, gradient.who = 1.0, "rank-00000 and rank-00001"
+    else:
+        gradient.rows[""] = tuple(2.001 * x for x in sums), 2.001 * norm
+
+    found = compare(actual, expected, Floor(expected, []))
+
+    assert found.flip is not None
+    assert not found.is_excused
+    assert found.first is not None
+    assert (found.first.phase, found.first.name) == (GRADIENT, "table.weight")
 
 
 def test_equal_choices_are_no_flip(tmp_path: Path) -> None:

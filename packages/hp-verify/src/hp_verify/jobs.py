@@ -45,7 +45,7 @@ class JobFailedError(HpError):
 
     Args:
         message: Way in which the job ended, and the last lines of its log.
-        recording: Recording up to the failure; None: nothing was recorded.
+        recording: Steps up to the failure whose updates are whole; None: nothing was recorded.
 
     Attributes:
         so_far: What the job had computed by then, beside its reference; None: nothing.
@@ -290,11 +290,8 @@ class _Runs:
         try:
             actual = self._recorded(_JOB, _JOB)
         except JobFailedError as failed:
-            done = failed.recording.before_failing() if failed.recording is not None else None
-            if done is None or not done.steps:
-                said = f"{failed}\nthe job had made no update when it failed"
-                raise JobFailedError(said, failed.recording) from None
-            failed.so_far = compare(done, expected, floor)
+            if failed.recording is not None and failed.recording.steps:
+                failed.so_far = compare(failed.recording, expected, floor)
             raise
         return actual, expected, floor
 
@@ -342,7 +339,8 @@ class _Runs:
             ):
                 ended = f"was not done after {limit:g} s" if status is None else ending(status)
                 told = f"the {who} {ended}: {shlex.join(command)}\n{last_lines(log)}"
-                raise JobFailedError(told, recording)
+                told += f"\nthe {who} had made no update by then" * (done is None or not done.steps)
+                raise JobFailedError(told, done)
             ended = f"was ended after {took:.0f} s" if status is None else ending(status)
             if step in done.steps:  # at its end, perhaps: torch with Gloo aborts there now and then
                 raised = ": ".join(filter(None, (f"after all {self.last} steps", raised_in(log))))

@@ -182,16 +182,14 @@ class Comparison:
         """Say which updates were compared, and of how many."""
         made, num = max(self.num_made, *self.steps, 0), len(self.steps)
         first = next((i for i, step in enumerate(self.steps) if step != i + 1), num)
-        begin = f"steps 1-{first}" if first > 1 else "step 1"
+        said = f"steps 1-{first}" if first > 1 else f"step {first}"
         if num == made:
             said = f"{made} step{'s' * (made != 1)}"
-        elif not first:
-            said = f"{num} of {made} steps"
         elif first == num:
-            said = f"{begin} of {made}"
+            said += f" of {made}"
         else:
-            said = f"{begin} and {num - first} of {made - first} others"
-            said += ", the last among them" * (self.steps[-1] == made)
+            last = ", the last among them" * (self.steps[-1] == made)
+            said += f" and {num - first} of {made - first} others{last}"
         return said + ", until a run was ended" * self.is_cut
 
     @property
