@@ -98,7 +98,7 @@ def _laid_out(name: str, tensor: Tensor) -> Tensor:
 
 def _shared_folder() -> Path:
     """Return a new folder that all ranks know."""
-    found: list[object] = [tempfile.mkdtemp(prefix="hp-search-") if dist.get_rank() == 0 else None]
+    found: list[object] = [tempfile.mkdtemp(dir=Path.cwd()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return Path(str(found[0]))
 
