@@ -192,6 +192,20 @@ def test_a_job_that_is_slower_is_compared_as_far_as_it_came(job: Path) -> None:
     assert 0 < found.num_steps < 20
 
 
+def test_a_reference_without_an_end_is_compared_as_far_as_it_came_and_kept_so(
+    job: Path, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    endless = command(job, 1, 0, 0.2)
+    with patch.object(Budget, "limit", lambda _, run: 8.0 if run == "reference" else 100.0):
+        for _ in range(2):
+            cache = tmp_path / "cache"
+            found = verify(endless, endless, minutes=10, cache=cache, tell=told.append)
+            assert found.is_equal
+            assert found.is_cut
+    assert sum("not run" in line for line in told) == 1
+
+
 def test_minutes_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
