@@ -109,8 +109,9 @@ def main() -> None:
         make(folder / "model", options.type, options.layers)
         for what, scale in (("first", 1.0), ("reference kept", 1.0), ("loss doubled", 2.0)):
             seconds, status, output = check(folder, scale)
-            told = output if options.verbose else output.strip().splitlines()[-1]
-            print(f"{options.type}, {what}: {seconds:.1f} s, status {status}\n  {told}", flush=True)
+            lines = output.strip().splitlines()[0 if options.verbose else -3 :]
+            told = "".join(f"\n  {line}" for line in lines)
+            print(f"{options.type}, {what}: {seconds:.1f} s, status {status}{told}", flush=True)
 
 
 if __name__ == "__main__":

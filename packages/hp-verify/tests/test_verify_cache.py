@@ -99,7 +99,7 @@ class Reference:
 
         question: tuple[list[str], *tuple[object, ...]] = (self.command, *asked)
         cache, tell = self.folder / "cache", self.told.append
-        recording, _, _ = kept_or_run(cache, question, runs, record, budget, tell)
+        recording, _ = kept_or_run(cache, question, runs, record, budget, tell)
         assert budget.seconds["reference"] == 1.0
         return recording
 

@@ -66,8 +66,7 @@ def test_several_jobs_are_compared_with_one_run_of_their_reference(
 
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.endswith("same: equal\ntwice: different\nfails: failed\n")
-    assert "error: the job ended with status 1" in out
+    assert "same: equal\ntwice: different\nfails: the job ended with status 1" in out
     assert out.count("reference: 1 process") == 2  # other flags are another question
     assert re.findall("^== .*", out, re.MULTILINE) == ["== same", "== twice", "== fails"]
     ran = (tmp_path / "job.ran").read_text().split()
@@ -84,7 +83,7 @@ def test_several_jobs_are_compared_with_one_run_of_their_reference(
     assert twice["differences"][0]["factor"] == pytest.approx(2)
     assert same["differences"] == []
     assert same["largest"]["weight"] == 0
-    assert same["versions"]["hp-verify"]
+    assert same["versions"].keys() >= {"Python", "hp-verify", "torch", "msgspec"}
     assert same["seconds"].keys() == {"reference", "reference-1", "reference-2", "job"}
     suite = ET.parse(junit).getroot()
     assert [case.get("name") for case in suite] == ["same", "twice", "fails"]

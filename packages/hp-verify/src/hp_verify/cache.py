@@ -26,8 +26,7 @@ from hp_verify.comparing.compare import Floor, with_floor
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.opened import OPENED
 
-_HEAD, _INSTALLED = "kept.json", ".dist-info"
-_SITES = ("site-packages", "dist-packages")
+_HEAD, _SITES = "kept.json", ("site-packages", "dist-packages")
 _OF_A_RUN = (
     *("ACTIONS_", "BUILDKITE", "BUILD_", "CI_", "GITHUB_", "GITLAB_", "INPUT_", "JENKINS_"),
     *("RUNNER_", "HP_VERIFY_", "PYTEST_", "INVOCATION_", "JOURNAL_", "SSH_", "SYSTEMD_", "XDG_"),
@@ -48,13 +47,6 @@ class Kept(msgspec.Struct, frozen=True):
     seconds: float
     inputs: dict[str, str]
 
-    def versions(self) -> dict[str, str]:
-        """Return the versions of libraries that are installed where the reference's lie."""
-        names = (
-            Path(name).stem.partition("-") for name in self.inputs if name.endswith(_INSTALLED)
-        )
-        return {name: version for name, _, version in names}
-
 
 def kept_or_run(  # noqa: PLR0917
     folder: Path | None,
@@ -63,7 +55,7 @@ def kept_or_run(  # noqa: PLR0917
     record: Callable[[str, int], Recording],
     budget: Budget,
     tell: Callable[[str], object],
-) -> tuple[Recording, Floor, dict[str, str]]:
+) -> tuple[Recording, Floor]:
     """Take a reference and what rounding explains from a folder; else run it, and keep both.
 
     Args:
@@ -73,19 +65,16 @@ def kept_or_run(  # noqa: PLR0917
         record: Runs it, see `hp_verify.comparing.compare.with_floor`.
         budget: Minutes; learns how long the reference has taken.
         tell: Called with a line about what is done.
-
-    Returns:
-        The reference, what rounding explains, and versions of libraries that the reference used.
     """
     if folder is None:
-        return *with_floor(record, budget.seeds()), {}
+        return with_floor(record, budget.seeds())
     path = folder / f"{hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]}.kept"
     kept, reason = _taken(path, runs)
     if kept is not None:
         budget.seconds["reference"] = kept.seconds
         tell(f"reference: not run, it is kept as {path.name}")
         seeds = range(1, 1 + len([*runs.glob("reference-*")]))
-        return *with_floor(lambda name, _: join(runs / name), seeds), kept.versions()
+        return with_floor(lambda name, _: join(runs / name), seeds)
     tell(f"reference: is run and kept, {reason}")
     began = time.time_ns()
     found = with_floor(record, budget.seeds())
@@ -97,7 +86,7 @@ def kept_or_run(  # noqa: PLR0917
                 archive.write(file, file.relative_to(runs))
     except OSError as error:
         tell(f"note: the reference is not kept: {told(error, 200)}")
-    return *found, kept.versions() if kept is not None else {}
+    return found
 
 
 def _taken(path: Path, runs: Path) -> tuple[Kept | None, str]:
@@ -127,7 +116,7 @@ def _made(command: Sequence[str], runs: Path, seconds: float, began: int) -> Kep
     written = {Path(note[1:]) for note in notes if note.startswith("w")}
     places = {Path(note[1:]) for note in notes} | _named(command)
     roots = {place for place in places if place.name in _SITES}
-    libraries = {each for root in roots for each in root.glob(f"*{_INSTALLED}")}
+    libraries = {each for root in roots for each in root.glob("*.dist-info")}
     files = {file for file in places - written - roots if not {runs, *roots} & {*file.parents}}
     if late := [file for file in files if file.exists() and file.stat().st_mtime_ns >= began]:
         raise OSError(f"{late[0]} changed while it ran")

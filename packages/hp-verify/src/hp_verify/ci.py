@@ -53,8 +53,6 @@ class _Outcome:
             self.status = codes[self.comparison.verdict]
         except HpError as error:
             self.error, self.status = error, error.exit_code
-            if options.jobs:
-                say(f"error: {error}")
         self.verdict = _VERDICTS.get(self.status, "failed")
         self.seconds = round(time.monotonic() - began, 1)
 
@@ -139,7 +137,7 @@ def run(asked: Mapping[str, Asked], options: argparse.Namespace) -> int:
         finally:
             _write(options, done)
     if options.jobs:
-        say("\n".join(f"{one.name}: {one.verdict}" for one in done))
+        say("\n".join(f"{one.name}: {one.error or one.verdict}" for one in done))
     elif done[0].error is not None:
         raise done[0].error
     different = DifferenceError.exit_code

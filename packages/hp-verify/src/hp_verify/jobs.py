@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
@@ -239,12 +239,9 @@ def verify(
             lines = "\n".join([*told, *_lines(comparison, most), ""])
             comparison.page.write_text(lines, encoding="utf-8")
     comparison.seconds = budget.seconds
-    comparison.versions = {
-        "Python": sys.version.split()[0],
-        "hp-verify": __version__,
-        "torch": expected.facts[0].get("torch", ""),
-        **runs.libraries,
-    }
+    facts = expected.facts[0].items()
+    seen = {name: text for name, text in facts if name not in ("rank", "ranks", "program")}
+    comparison.versions = {**seen, "hp-verify": __version__}
     return comparison
 
 
@@ -259,7 +256,6 @@ class _Runs:
         cache: Folder for recordings of references; None: they are not kept.
         tell: Called with a line after each run.
         last: Last step that a run must come to; 0: that of the reference, which is not known yet.
-        libraries: Library that the reference used, if it is kept -> version.
     """
 
     sides: Mapping[str, tuple[Sequence[str], Request]]
@@ -268,7 +264,6 @@ class _Runs:
     cache: Path | None
     tell: Callable[[str], object]
     last: int = 0
-    libraries: dict[str, str] = field(default_factory=dict)
 
     def first(self) -> tuple[Recording, Recording, Floor]:
         """Run the reference three times and the job once.
@@ -283,7 +278,7 @@ class _Runs:
             return found
 
         asked = *self.sides[_REFERENCE], self.budget.minutes, __version__
-        expected, floor, self.libraries = kept_or_run(
+        expected, floor = kept_or_run(
             self.cache, asked, self.folder, referred, self.budget, self.tell
         )
         self.last = self.last or expected.last

@@ -139,7 +139,7 @@ class Comparison:
         flip: First choice of a router that differs; None: none does.
         is_excused: Whether `flip` is a tie that rounding may break, and comes before all
             differences.
-        versions: Python, hp-verify, torch, and libraries of a reference that is kept -> version.
+        versions: Python, hp-verify, and libraries that the reference has imported -> version.
         seconds: Run -> seconds that it took; of a reference that is kept its first run, once.
     """
 

@@ -20,10 +20,16 @@ from hp_verify.recording.values import Part, StepRecorder, parts_of
 
 
 def log_of(folder: Path, rank: int, ranks: int, steps: Steps | None = None) -> Log:
-    """Open the log of this process, which begins with facts about the process."""
+    """Open the log of this process: it begins with facts, and versions of what is imported."""
     log = Log(folder, f"{rank:05d}-{os.getpid()}", steps)
     facts = {"rank": str(rank), "ranks": str(ranks), "program": " ".join(sys.argv)}
-    log.add({**facts, "torch": str(torch.__version__)})
+    versions = {
+        name: str(text)
+        for name, module in [*sys.modules.items()]
+        if "." not in name
+        and isinstance(text := getattr(module, "__dict__", {}).get("__version__"), str)
+    }
+    log.add({**versions, "Python": sys.version.split()[0], **facts})
     return log
 
 
