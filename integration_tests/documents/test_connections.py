@@ -18,6 +18,7 @@ MODULES = re.compile(
 )
 NAMES = {"TCPStore", "create_server", "create_connection", "urlopen", "load_state_dict_from_url"}
 PROGRAMS = re.compile(r"curl|wget|ssh|scp|rsync|nc|git")
+LOOKED_AT = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Name, ast.Call, ast.List, ast.Tuple)
 ROW = re.compile(r"^\| `(hp_[\w/]+\.py)` \| (.*?) \| .* \|$", re.MULTILINE)
 
 
@@ -34,7 +35,8 @@ def imported(node: ast.AST) -> Iterator[str]:
 def connecting(source: str) -> set[str]:
     """Return what a module uses by which a program can connect to another."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, LOOKED_AT)]
+    for node in nodes:
         for name in imported(node):
             known = [m[0] for m in [re.match(rf"(?:{MODULES.pattern})(?=\.|$)", name)] if m]
             found |= {*known} | ({name.rpartition(".")[2]} & NAMES)
