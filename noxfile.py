@@ -377,13 +377,21 @@ def demo(session: nox.Session) -> None:
 def search(session: nox.Session) -> None:
     """Run features of released libraries beside one process, by the hundred; it goes on.
 
-    `-- FAMILY --only REGEX` tries some again. Families whose library constraints of
-    integration_tests/jobs/libraries do not name are left out.
+    `-- FAMILY --only REGEX` tries some again; `-- --table docs/found/table.md` writes the page.
     """
     pins = ROOT / "integration_tests" / "jobs" / "libraries" / "constraints.txt"
-    install(session, "hp-train[packing]", group="test-transformers", others=LIBRARIES, pins=pins)
+    install(
+        session,
+        "hp-train[packing]",
+        group="test-transformers",
+        others=(*LIBRARIES, "trl"),
+        pins=pins,
+    )
     kept = ("--results", str(SCRATCH / "search"))
-    session.run("python", "-m", "integration_tests.jobs.search", *kept, *session.posargs)
+    # Where DeepSpeed builds its operator for sums in shared memory, with a C++ compiler.
+    env = {"TORCH_EXTENSIONS_DIR": str(SCRATCH / "torch-extensions")}
+    command = ("python", "-m", "integration_tests.jobs.search")
+    session.run(*command, *kept, *session.posargs, env=env)
 
 
 @nox.session(default=False)
