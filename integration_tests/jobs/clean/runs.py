@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hp_verify.comparing.compare import Floor, compare, with_floor
 from hp_verify.comparing.explain import explain
-from hp_verify.comparing.findings import Comparison
+from hp_verify.comparing.findings import Comparison, Verdict
 from hp_verify.comparing.recordings import Recording, join
 from hp_verify.recording.begin import begin
 from hp_verify.recording.request import Request
@@ -22,7 +22,7 @@ from integration_tests.jobs.clean.mutations import mutate
 from integration_tests.jobs.demo.found import FailedError
 from integration_tests.models.architectures.forks import run_ranks
 
-EQUAL, ACCUSED, NOTHING, FAILED = "equal", "accused", "nothing compared", "failed"
+EQUAL, ACCUSED, NOTHING, FAILED = "equal", "accused", "not comparable", "failed"
 SECONDS = 240.0
 """Most that one run may take; it is a second where cores are idle."""
 _SHOWN = 4
@@ -102,9 +102,8 @@ def judge(job: Clean, *, bugs: bool = True) -> Found:
             _told(folder, job, bug, expected, floor, index)
             for index, bug in enumerate(job.bugs if bugs else ())
         ]
-    is_clean = seen.first is None or seen.is_excused
-    state = ACCUSED if not is_clean else EQUAL if seen.num_compared else NOTHING
-    found = _found(job, state, seen)
+    states = {Verdict.EQUAL: EQUAL, Verdict.DIFFERENT: ACCUSED, Verdict.NOT_COMPARABLE: NOTHING}
+    found = _found(job, states[seen.verdict], seen)
     return msgspec.structs.replace(
         found, bugs=tuple(told), seconds=round(time.monotonic() - began, 1)
     )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from integration_tests.jobs.clean.job import DRAWN
-from integration_tests.jobs.clean.runs import ACCUSED, EQUAL, Found
+from integration_tests.jobs.clean.runs import ACCUSED, EQUAL, FAILED, NOTHING, Found
 
 _HEAD = """# Clean jobs, and bugs seeded in them
 
@@ -19,22 +19,27 @@ def summary(found: Sequence[Found]) -> str:
     bugs = [bug for one in found for bug in one.bugs]
     states = [one.state for one in found]
     drawn = sum(one.origin == DRAWN for one in found)
-    others = len(states) - states.count(EQUAL) - states.count(ACCUSED)
+    others = states.count(NOTHING), states.count(FAILED)
     return (
         f"{len(found)} clean jobs ({drawn} of them drawn) of {len({one.style for one in found})} "
-        f"styles: {states.count(EQUAL)} equal, {states.count(ACCUSED)} accused, {others} failed or "
-        f"without a number in common\n"
+        f"styles: {states.count(EQUAL)} equal, {states.count(ACCUSED)} accused, {others[0]} not "
+        f"comparable, {others[1]} failed\n"
         f"{len(bugs)} seeded bugs: {sum(b.is_found for b in bugs)} found, "
         f"{sum(b.is_named for b in bugs)} named"
     )
+
+
+def _why(one: Found) -> str:
+    listed = (f"{name}: {why}" for name, why in one.unaligned.items())
+    return one.first or one.reason or next(listed, "")
 
 
 def table(found: Sequence[Found]) -> str:
     """Return the page."""
     lines = [_HEAD, "\n".join(f"- {line}" for line in summary(found).splitlines()), ""]
     lines += [
-        "| style | jobs | drawn | accused | with something listed | bugs | found | named |",
-        "|---|---|---|---|---|---|---|---|",
+        "| style | jobs | drawn | accused | not comparable | with something listed | bugs | found | named |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for style in dict.fromkeys(one.style for one in found):
         some = [one for one in found if one.style == style]
@@ -44,15 +49,16 @@ def table(found: Sequence[Found]) -> str:
             len(some),
             sum(one.origin == DRAWN for one in some),
             sum(one.state == ACCUSED for one in some),
+            sum(one.state in (NOTHING, FAILED) for one in some),
             sum(one.num_unaligned > 0 for one in some),
             len(bugs),
             sum(bug.is_found for bug in bugs),
             sum(bug.is_named for bug in bugs),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "## Accused, failed, or with nothing in common", ""]
+    lines += ["", "## Accused, not comparable, or failed", ""]
     odd = [one for one in found if one.state != EQUAL]
-    lines += [f"- `{one.name}`: {one.state}: {one.first or one.reason}" for one in odd] or ["None."]
+    lines += [f"- `{one.name}`: {one.state}: {_why(one)}" for one in odd] or ["None."]
     lines += ["", "## Bugs that were not found, or named as something else", ""]
     missed = [(one, bug) for one in found for bug in one.bugs if not bug.is_named]
     lines += [

@@ -106,16 +106,16 @@ def test_a_mask_by_any_name_is_told_by_what_it_takes_away() -> None:
 
 
 def test_samples_end_to_end_in_a_row_are_found_each_by_itself() -> None:
-    reference = Samples(rows("abcd", "efgh", "ijzz"), 0, None)
-    samples = Samples(rows("efghij", "abcdzz"), 0, known_of(reference))
+    reference = Samples(rows("abcdko", "efghlp", "ijmnzz"), 0, None)
+    samples = Samples(rows("efghlpijmn", "abcdkozzzz"), 0, known_of(reference))
 
     assert [name.removeprefix(REAL) for name in samples.rows(1, FORWARD).rows] == [
         reference.names[i] for i in (1, 0, 2)
     ]
-    values = dict(zip("abcdefghijz", torch.randn(11, 5), strict=True))
+    values = dict(zip("abcdefghijklmnopz", torch.randn(17, 5), strict=True))
     there, here = (
         torch.stack([torch.stack([values[letter] for letter in text]) for text in texts])
-        for texts in (("abcd", "efgh", "ijzz"), ("efghij", "abcdzz"))
+        for texts in (("abcdko", "efghlp", "ijmnzz"), ("efghlpijmn", "abcdkozzzz"))
     )
     expected, found = pieces(reference, there), pieces(samples, here)
     assert len(found) == 3
@@ -126,10 +126,11 @@ def test_samples_end_to_end_in_a_row_are_found_each_by_itself() -> None:
 
 
 def test_parts_of_samples_may_be_in_places_of_their_own() -> None:
-    known = known_of(Samples(rows("abcdef", "ghijkl"), 0, None))
-    samples = Samples(rows("abc", "jkl"), 0, known)
+    known = known_of(Samples(rows("abcdefmn", "ghijklop"), 0, None))
+    samples = Samples(rows("abcd", "klop"), 0, known)
     assert set(samples.names) == set(known)
-    assert {(run.start, run.length) for run in samples.runs} == {(0, 6), (3, 6)}
+    assert {(run.start, run.length) for run in samples.runs} == {(0, 8), (4, 8)}
+    assert not set(Samples(rows("abc", "lop"), 0, known).names) & set(known)
 
 
 def test_other_samples_are_no_padded_ones() -> None:

@@ -48,6 +48,8 @@ def alone(world):
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if world.size == 1 else ():
         os.environ.pop(name, None)
+    if world.size > 1:  # the group is there already; accelerate looks whether it could be made
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
@@ -151,7 +153,7 @@ def sharded(world):
 
 @hand(
     ("masked", "loss|gradient", ""),
-    ("forward:bert.encoder.layer.0.output.LayerNorm|roberta",),
+    ("forward:cls.predictions.transform.dense|lm_head.dense|generator_predictions.dense",),
     forms=("bert", "roberta", "electra"),
 )
 def masked_lm(world):
@@ -420,8 +422,7 @@ def trainer(world):
             "save_strategy": "no",
             "report_to": [],
             "disable_tqdm": True,
-            "ddp_backend": "gloo",
-        }
+        } | ({"ddp_backend": "gloo"} if world.size > 1 else {})
         Mine(model=model, args=TrainingArguments(**{**args, **more}), train_dataset=data).train()
 
 

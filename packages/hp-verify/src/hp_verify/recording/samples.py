@@ -30,6 +30,8 @@ _SMALL = 1 << 16
 _READ = 1 << 14
 """About how many elements of a sample that are not tokens its name is made of."""
 
+_FEWEST = 4
+"""Fewer tokens may well be somewhere in a sample that they are no part of."""
 _MASKS = {"attention_mask": True, "padding_mask": False, "key_padding_mask": False}
 """Names of masks that are believed, and whether they are true where a token is real. Any other
 tensor of two values is a mask where all that it takes away is one token, at ends of samples."""
@@ -354,7 +356,8 @@ def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Ru
     """
     found = [_found(tokens, known) for tokens in local]
     places = {tuple((here, start) for here, start, _ in runs) for runs in found}
-    if not all(found) or (len(places) > 1 and max(map(len, found)) > 1):
+    is_short = min(map(len, local), default=0) < _FEWEST
+    if not all(found) or (len(places) > 1 and (is_short or max(map(len, found)) > 1)):
         return []
     groups: dict[tuple[Span, int, int], list[tuple[int, str]]] = {}
     for index, runs in enumerate(found):
@@ -368,7 +371,8 @@ def _runs(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Ru
 
 def _packed(local: list[list[int]], known: Mapping[str, Sequence[int]]) -> list[Run]:
     """Find rows that are some of the reference's samples end to end, and padding after them."""
-    names = {tuple(tokens): name for name, tokens in reversed([*known.items()]) if tokens}
+    some = [(tuple(tokens), name) for name, tokens in known.items() if len(tokens) >= _FEWEST]
+    names = dict(reversed(some))
     sizes = sorted({len(tokens) for tokens in names}, reverse=True)
     runs: list[Run] = []
     for index, row in enumerate(local):
