@@ -14,6 +14,17 @@ of the tensor and the kind that the bug changes.
 """
 
 
+_COLUMNS: tuple[str, ...] = (
+    "style",
+    "jobs",
+    "drawn",
+    "accused",
+    "not comparable",
+    "with something listed",
+)
+_COLUMNS += ("bugs", "found", "named")
+
+
 def summary(found: Sequence[Found]) -> str:
     """Say in lines what was found."""
     bugs = [bug for one in found for bug in one.bugs]
@@ -38,8 +49,8 @@ def table(found: Sequence[Found]) -> str:
     """Return the page."""
     lines = [_HEAD, "\n".join(f"- {line}" for line in summary(found).splitlines()), ""]
     lines += [
-        "| style | jobs | drawn | accused | not comparable | with something listed | bugs | found | named |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(_COLUMNS)} |",
+        "|---" * len(_COLUMNS) + "|",
     ]
     for style in dict.fromkeys(one.style for one in found):
         some = [one for one in found if one.style == style]
