@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from hp_base.atomic_write import replace_file
+from hp_train.verify.compare_values import RunComparison
 from hp_train.verify.program import Program
 from hp_train.verify.rank import RECORDING
 from hp_train.verify.runs import Runs
 from hp_trainer.config import Config
 from hp_trainer.config.options import checked_config, one_process, resolve, to_toml, with_keys
-from hp_verify.comparing.compare_values import RunComparison
 from integration_tests.acceptance.cases import AGAINST_CPU, Case, Place, slug
 from integration_tests.acceptance.outcome import Found
 

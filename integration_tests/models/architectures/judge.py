@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hp_verify.comparing.compare_values import compare_runs
+from hp_train.verify.compare_values import compare_runs
 from hp_verify.recording.values import RecordedStep
 from integration_tests.models.architectures.trained import Trained
 

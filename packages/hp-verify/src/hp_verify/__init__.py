@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from hp_base.lazy import lazily
 
 if TYPE_CHECKING:
-    from hp_verify.comparing.compare_values import RunComparison, compare_runs
     from hp_verify.comparing.findings import Comparison, Difference, Exact, Reproduction, Verdict
     from hp_verify.files.checkpoints import (
         CheckpointComparison,
@@ -32,14 +31,12 @@ __all__ = [
     "JobFailedError",
     "Part",
     "Reproduction",
-    "RunComparison",
     "TensorDifference",
     "ValueRecorder",
     "Verdict",
     "__version__",
     "compare_checkpoints",
     "compare_curves",
-    "compare_runs",
     "read_curve",
     "report",
     "report_checkpoints",
@@ -59,13 +56,11 @@ __getattr__, __dir__ = lazily(
         "JobFailedError": "hp_verify.jobs",
         "Part": "hp_verify.recording.values",
         "Reproduction": "hp_verify.comparing.findings",
-        "RunComparison": "hp_verify.comparing.compare_values",
         "TensorDifference": "hp_verify.files.checkpoints",
         "ValueRecorder": "hp_verify.recording.values",
         "Verdict": "hp_verify.comparing.findings",
         "compare_checkpoints": "hp_verify.files.checkpoints",
         "compare_curves": "hp_verify.files.noise",
-        "compare_runs": "hp_verify.comparing.compare_values",
         "read_curve": "hp_verify.files.curves",
         "report": "hp_verify.jobs",
         "report_checkpoints": "hp_verify.files.checkpoints",

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from hp_base.errors import RunFailedError
+from hp_train.verify.compare_values import RunComparison, compare_runs
 from hp_train.verify.oracle import Oracle
 from hp_train.verify.own_trainer import MOMENTS
 from hp_train.verify.pairs import (
@@ -32,7 +33,6 @@ from hp_train.verify.rank import ENTRY, RECORDING
 from hp_trainer.config import Config, DataConfig, to_dict
 from hp_trainer.config.options import one_process
 from hp_trainer.launch.launcher import run_entry
-from hp_verify.comparing.compare_values import RunComparison, compare_runs
 from hp_verify.comparing.ties import CHOICES, SCORES
 from hp_verify.recording.values import RecordedStep, ValueRecorder, read_steps
 

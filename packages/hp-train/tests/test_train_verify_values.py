@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hp_platform.testing import run_distributed
-from hp_verify.comparing import compare_values
-from hp_verify.comparing.compare_values import compare_runs
+from hp_train.verify import compare_values
+from hp_train.verify.compare_values import compare_runs
 from hp_verify.comparing.ties import CHOICES, SCORES
 from hp_verify.recording.values import Part, ValueRecorder, read_steps
 
