@@ -138,6 +138,7 @@ def test_one_more_update_is_a_difference(job: str, reference: str, tmp_path: Pat
     assert f"first difference: step 7, update: 1.000e+00 (only {only} makes it" in done.stdout
 
 
+@pytest.mark.sample
 def test_what_was_seen_of_a_job_that_takes_too_long_is_compared(tmp_path: Path) -> None:
     for wrong in (2, 0):
         long = f"steps=1000 sleeps=0.5 wrong={wrong}"
@@ -146,15 +147,16 @@ def test_what_was_seen_of_a_job_that_takes_too_long_is_compared(tmp_path: Path) 
         assert done.returncode == (8 if wrong else 0), done.stdout + done.stderr
         for who in ("reference", "job"):
             assert re.search(rf"note: the {who} was ended after \d+ s, ", done.stdout)
-        assert re.search(r"over steps 1-\d+ (and|of) .*, until a run was ended, ", done.stdout)
+        assert re.search(r"over (steps 1-)?\d+ .*, until a run was ended, ", done.stdout)
 
 
+@pytest.mark.sample
 def test_a_job_that_takes_too_long_where_its_reference_does_not_has_failed(tmp_path: Path) -> None:
-    done = verify(tmp_path, "sleeps=100", flags=["--seconds", "20"])
+    done = verify(tmp_path, "sleeps=100", flags=["--seconds", "30"])
 
     assert done.returncode == 1
     assert "equal over step 1 of 6, until a run was ended" in done.stdout
-    assert "the job was not done after 20 s" in done.stderr
+    assert "the job was not done after 30 s" in done.stderr
 
 
 FAILURES = {
