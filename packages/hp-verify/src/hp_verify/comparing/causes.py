@@ -1,4 +1,4 @@
-"""What is a cause among differences, and what follows from something else or only looks otherwise.
+"""Causes among differences, told from what follows from something else or only looks otherwise.
 
 Dropout and a router's choice explain what follows from them, a padding explains samples that are
 not found. A mistake beside that is told apart by what neither of them changes.
