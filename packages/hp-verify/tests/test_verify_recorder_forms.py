@@ -283,3 +283,16 @@ def test_ranks_with_the_same_parameters_are_no_stages_of_each_other() -> None:
     assert sample_names([first, later], held) == {}
     held["rank-00001-1"] = {"v"}
     assert sample_names([first, later], held) == {("rank-00001-1", 1, 0, "0.0"): "x"}
+
+
+@pytest.mark.parametrize("evidence", ["lost", "shapes", ""])
+def test_outputs_of_other_rows_than_samples_are_listed_where_gradients_are_equal(
+    evidence: str,
+) -> None:
+    for gradient in (1.0, 1.5):
+        actual = recording(outputs={"layer": RIGHT[::-1]}, gradient=gradient)
+        for phase in (FORWARD, BACKWARD):
+            tensor = actual.steps[1].tensors[phase]["layer"]
+            tensor.lost = "some" if evidence == "lost" else ""
+            tensor.shapes = {"y": (3,)} if evidence == "shapes" else {}
+        assert (judged(actual).first is None) == (bool(evidence) and gradient == 1.0)

@@ -120,7 +120,8 @@ def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_r
     """List outputs that differ where nothing comes of it.
 
     Ranks may divide what they later add up. A module that some calls give other rows than samples
-    may by chance get as many. A weight that no loss depends on may drift. Where every weight's
+    may by chance get as many, or lay tokens out without padding. A weight that no loss depends on
+    may drift. Where every weight's
     gradient is equal after that, nothing is wrong; where one is not, or was not compared, the
     outputs stay differences.
     """
@@ -145,7 +146,7 @@ def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_r
 def _is_unsure(difference: Difference, mine: Step, theirs: Step) -> bool:
     phase, name = difference.phase, difference.name
     found = (step.tensors.get(phase, {}).get(name) for step in (mine, theirs))
-    return any(one and one.lost for one in found)
+    return any(one and (one.lost or one.shapes) for one in found)
 
 
 def list_vanishing(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
