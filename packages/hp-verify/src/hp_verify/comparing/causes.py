@@ -121,9 +121,8 @@ def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_r
 
     Ranks may divide what they later add up. A module that some calls give other rows than samples
     may by chance get as many, or lay tokens out without padding. A weight that no loss depends on
-    may drift. Where every weight's
-    gradient is equal after that, nothing is wrong; where one is not, or was not compared, the
-    outputs stay differences.
+    may drift. Where every weight's gradient is equal after that, nothing is wrong; where one is
+    not, or was not compared, the outputs stay differences.
     """
     here = [difference for difference in result.differences if difference.step == index]
     is_term = [_is_term(difference, num_ranks) for difference in here]
@@ -144,9 +143,10 @@ def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_r
 
 
 def _is_unsure(difference: Difference, mine: Step, theirs: Step) -> bool:
-    phase, name = difference.phase, difference.name
-    found = (step.tensors.get(phase, {}).get(name) for step in (mine, theirs))
-    return any(one and (one.lost or one.shapes) for one in found)
+    """Tell whether rows of an output may be no samples, or samples have padding of any length."""
+    phases = [step.tensors.get(difference.phase, {}) for step in (mine, theirs)]
+    is_lost = any(some[difference.name].lost for some in phases if difference.name in some)
+    return is_lost or any(tensor.shapes for some in phases for tensor in some.values())
 
 
 def list_vanishing(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
