@@ -130,8 +130,11 @@ def _locked_draft(target: Path) -> tuple[int, Path]:
     while True:
         draft = target.with_name(f"{target.name}.{uuid4().hex}.tmp")
         draft.mkdir()
-        descriptor = os.open(draft, _FOLDER)
-        # Another process may have removed it as a leftover before it was locked.
+        # Another process may remove it as a leftover before it is opened, or before it is locked.
+        try:
+            descriptor = os.open(draft, _FOLDER)
+        except FileNotFoundError:
+            continue
         if try_lock(descriptor) and draft.exists():
             return descriptor, draft
         os.close(descriptor)
