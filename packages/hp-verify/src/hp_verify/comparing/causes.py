@@ -79,10 +79,12 @@ def find_causes(result: Comparison, actual: Recording, expected: Recording, boun
 def _is_drawn(
     result: Comparison, first: Difference, actual: Recording, expected: Recording
 ) -> bool:
-    """Tell whether a difference follows from a module that draws random numbers in both."""
+    """Tell whether a difference follows from a module that draws, on several ranks of the job."""
     if first.step not in result.random or first.phase not in (ev.FORWARD, ev.LOSS):
         return False
     mine, theirs = (recording.steps[first.step] for recording in (actual, expected))
+    if len(mine.states) < 2:  # one process draws what the reference does, unless its state is lost
+        return False
     drawing = (mine.drawing | theirs.drawing) - {""}
     is_known = bool(drawing) and bool(mine.drawn & theirs.drawn)
     return is_known and not any(_is_before(first.name, name, theirs) for name in drawing)
