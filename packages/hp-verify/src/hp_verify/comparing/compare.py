@@ -34,6 +34,7 @@ from hp_verify.recording import events as ev
 
 _MOST_TERMS = 64
 _ULPS = 32
+"""A loss whose terms cancel may be off by this many units of what rounding makes of one of them."""
 _OF_BACKWARD = (ev.BACKWARD, ev.GRADIENT, ev.CLIPPED)
 """Of gradients that overflow, which scalers of losses leave out, only that they do is compared."""
 
