@@ -214,7 +214,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return shape and dtype of ``x``."""
+        """Return ``x`` normalised over its last dim, in its shape and dtype."""
         run: Callable[..., Tensor] = _rms_norm
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             run = _RMSNormOnCPU.apply
