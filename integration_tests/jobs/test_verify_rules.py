@@ -1,4 +1,4 @@
-"""`hp-verify --rules`: a job that begins with other weights, under other names, in hidden parts."""
+"""`hp-verify --same-start` and `--rules`: jobs that begin with other weights, in hidden parts."""
 
 import os
 from functools import partial
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from hp_verify.comparing.compare import Floor, compare
 from hp_verify.comparing.findings import Comparison
@@ -174,6 +175,43 @@ def test_parts_of_a_row_of_all_values_are_found_in_a_job_of_no_library(
     asked = Request(str(tmp_path / "job"), reference=folder, steps=2)
 
     comparison = compare(record(asked, train_flat, ranks=2), expected, Floor(expected, []))
+
+    assert comparison.first is None, comparison.differences
+    assert comparison.unaligned == {}
+
+
+def train_drawn() -> None:
+    """FSDP2 of a model made on meta: on a CPU each rank draws its shard from the first number on.
+
+    So a rank's shard of the second matrix has the values of its shard of the reference's first.
+    """
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    if dist.get_world_size() > 1:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        rows = torch.randn(4, 8, generator=generator).chunk(dist.get_world_size())
+        model(rows[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_weights_are_given_by_name_where_a_ranks_own_are_those_of_another_by_chance(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path / "reference")
+    expected = record(Request(folder, steps=2), train_drawn, ranks=1)
+    asked = Request(str(tmp_path / "job"), reference=folder, steps=2, start=True)
+
+    comparison = compare(record(asked, train_drawn, ranks=2), expected, Floor(expected, []))
 
     assert comparison.first is None, comparison.differences
     assert comparison.unaligned == {}

@@ -130,11 +130,6 @@ CAUSES = (
         "torch-batch-norm-of-split-channels.md",
     ),
     Cause(
-        "No fault of the library: hp-verify gives its reference's weights to four ranks wrongly",
-        r"scripts: titan 4 ranks",
-        known="by hand, with weights that are set by name, two and four ranks are equal to one",
-    ),
-    Cause(
         "`loss_parallel`: gradients of `log_softmax` by itself, and of smoothed labels",
         r"styles: (loss_parallel (entropy|divergence|with_entropy|smoothed)|plan .*smoothing)",
         known="its documentation: of losses `cross_entropy` alone, without smoothing",

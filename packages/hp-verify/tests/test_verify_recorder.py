@@ -258,6 +258,26 @@ def test_shapes_that_are_not_as_many_here_and_there_are_not_paired() -> None:
     assert slices == {}
 
 
+@pytest.mark.parametrize("is_found", [True, False])
+def test_of_a_job_that_is_given_weights_names_tell_unless_all_its_values_do(
+    is_found: bool,
+) -> None:
+    whole = {name: torch.randn(3, 2) for name in ("a.weight", "b.weight", "c.weight")}
+    whole["d.weight"] = torch.ones(2)
+    mine = {"a.weight": whole["b.weight"].clone(), "d.weight": torch.ones(2)}
+    mine["b.weight"] = whole["a.weight"].clone() if is_found else torch.randn(3, 2)
+    mine["other.weight"] = whole["c.weight"].clone()
+
+    slices, _ = Reference(lambda: whole, are_given=True).find(mine)
+
+    assert {name: parts[0].name for name, parts in slices.items()} == {
+        "a.weight": "b.weight" if is_found else "a.weight",
+        "b.weight": "a.weight" if is_found else "b.weight",
+        "d.weight": "d.weight",
+        "other.weight": "c.weight",
+    }
+
+
 def test_the_tokens_are_what_tells_samples_apart() -> None:
     tokens, mask = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
 

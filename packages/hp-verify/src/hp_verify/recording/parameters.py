@@ -235,7 +235,10 @@ class ParameterRecorder(Listener):
         if self._owners is None:
             folder, rules = self._request.reference, self._request.rules
             self._owners = Owners(
-                Reference(lambda: read_weights(Path(folder or self._request.folder))),
+                Reference(
+                    lambda: read_weights(Path(folder or self._request.folder)),
+                    are_given=self._request.start,
+                ),
                 read_rules(Path(rules)) if rules else None,
                 rank_here(),
                 ranks_here(),

@@ -75,10 +75,15 @@ class Reference:
 
     Args:
         read: Reads them: name -> whole tensor.
+        are_given: Whether the job is given them, so that its own first values may be any: these
+            tell only if all are found. On a CPU each rank draws its part of a DTensor from the
+            same numbers, so that some are by chance those of another parameter.
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._read = read
+    def __init__(
+        self, read: Callable[[], Mapping[str, Tensor]], *, are_given: bool = False
+    ) -> None:
+        self._read, self._are_given = read, are_given
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
@@ -120,6 +125,10 @@ class Reference:
             the models list their parameters.
         """
         here = {name: self._by_content(name, p) for name, p in parameters.items()}
+        if self._are_given and any(
+            not here[n] and not _is_constant(p) for n, p in parameters.items()
+        ):
+            here |= {n: [] for n, p in parameters.items() if self._is_named(n, p)}
         found = {**(declared or {}), **{name: slices for name, slices in here.items() if slices}}
         later = {name: p for name, p in parameters.items() if not here[name]}
         renaming = Renaming((name, slices[0].name) for name, slices in found.items())
@@ -156,9 +165,9 @@ class Reference:
 
     def _by_content(self, name: str, parameter: Tensor | Flat) -> list[Slice]:
         """Find a parameter whose values are like no other's."""
-        local, parts, shape = placed(parameter)
-        if local.numel() == 0 or bool((local == local.reshape(-1)[0]).all()):
+        if _is_constant(parameter):
             return []
+        local, parts, shape = placed(parameter)
         if name in self.weights and self._is_there(name, local, parts, shape):
             return [replace(part, name=name) for part in parts]
         if isinstance(parameter, Flat) or is_dtensor(parameter):
@@ -169,6 +178,10 @@ class Reference:
         if local.ndim == 1:
             return self._by_shape(local, parts) or self.runs(local)
         return self._by_rows(local) or self._by_columns(name, local)
+
+    def _is_named(self, name: str, parameter: Tensor | Flat) -> bool:
+        """Tell whether the reference has a parameter of this name and shape."""
+        return name in self.weights and self.weights[name].shape == tuple(parameter.shape)
 
     def _by_shape(self, local: Tensor, parts: Sequence[Slice]) -> list[Slice]:
         """Find a parameter among those of its shape."""
@@ -281,6 +294,12 @@ def _at(row: int, size: int, lead: Sequence[int]) -> Box:
     """Return consecutive rows in the innermost dim of `lead` as a box."""
     *outer, first = map(int, torch.unravel_index(torch.tensor(row), tuple(lead)))
     return (*((index, index + 1) for index in outer), (first, first + size))
+
+
+def _is_constant(parameter: Tensor | Flat) -> bool:
+    """Tell whether all values here are one number, or none is here."""
+    values = placed(parameter)[0].reshape(-1)
+    return bool((values == values[:1]).all())
 
 
 def _row_names(values: Tensor) -> list[bytes]:
