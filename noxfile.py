@@ -403,6 +403,19 @@ def clean(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def reports(session: nox.Session) -> None:
+    """Run jobs of public reports in the releases before and after each fix; it goes on.
+
+    An environment at a time is made beside .nox/reports and removed. `-- --only NAME --again` runs
+    some anew; `-- --table docs/reference/tables/public-reports.md` writes the page.
+    """
+    install(session, "hp-verify", group="sessions")
+    command = ("python", "-m", "integration_tests.jobs.reports")
+    kept = ("--results", str(SCRATCH / "reports"))
+    session.run(*command, *kept, *session.posargs, env={"PYTHONPATH": str(ROOT / "tools")})
+
+
+@nox.session(default=False)
 def folders(session: nox.Session) -> None:
     """Read 200 mutants of folders of models as transformers does, or refuse; it goes on."""
     install(session, "hp-train[packing]", group="test-transformers")
