@@ -521,8 +521,9 @@ for _name in PACKAGES:
 def versions(session: nox.Session) -> None:
     """Test every package on Python 3.11 to 3.14, with torches from the lowest to the highest.
 
-    It goes on where it was stopped; `-- --python 3.13 hp-base` tests a part. An environment at a
-    time is made beside .nox/versions.jsonl and removed. Take that file away to begin anew.
+    It goes on where it was stopped; `-- --python 3.14 hp-verify` tests a part, and runs its demo.
+    An environment at a time is made beside .nox/versions.jsonl and removed. Take that file away to
+    begin anew.
     """
     install(session, group="sessions")
     kept = ("--results", str(SCRATCH / "versions.jsonl"))

@@ -1,14 +1,17 @@
-"""Run each package's own tests on several Pythons and torches, an environment at a time.
+"""Run each package's own tests on several Pythons and torches, and programs beside them.
+
+Each package is installed alone, with what it declares, in an environment that is removed then.
 
 The lowest Python has the lowest torch of the range that packages declare, the highest the highest,
 and each Python between them one between those. Results go to a file, a line of JSON for a package
-on a pair; what has passed there is not run again. With uv on PATH::
+on a pair; what has passed there is not run again. The programs are the example of its README and,
+of hp-verify, the job of its guide with and without a mistake, and the demo. With uv on PATH::
 
-    python tools/versions.py --results .nox/versions.jsonl                    # all pairs
-    python tools/versions.py --results FILE --python 3.13 hp-base hp-overlap  # some of one pair
+    python tools/versions.py --results .nox/versions.jsonl                # all pairs
+    python tools/versions.py --results FILE --python 3.14 hp-verify       # a package on one pair
 
-Interpreters are those that uv finds or installs, and those of pyenv. The environment of a pair and
-uv's cache of what is in it take up to 10 GiB beside the results. Both go when the pair ends.
+Interpreters are those that uv finds or installs, and those of pyenv. An environment and uv's cache
+of what is in it take up to 10 GiB beside the results. The cache goes when the pair ends.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from readme_example import first_python_block
 from sessions import (
     CUDA_BUILD_GIB,
     PACKAGES,
@@ -47,10 +51,11 @@ class Row:
     Attributes:
         python: Minor version of Python, "3.13".
         torch: Minor version of torch, "2.14".
-        package: Name of the package; empty where no environment could be made.
-        passed: Whether pytest ended with status 0.
-        found: Versions in full, and the last line of pytest; or why nothing was run.
-        seconds: Time that the tests took.
+        package: Name of the package; empty where there was no Python or no space on the disk.
+        passed: Whether the tests passed, and each program ended with its status.
+        found: Versions in full, the last line of pytest, and what came of the programs; or why
+            nothing was run.
+        seconds: Time that tests and programs took.
         commit: Commit that was tested.
     """
 
@@ -101,25 +106,21 @@ def interpreter(python: str) -> str:
     return ""
 
 
-def make(folder: Path, python: str, torch: str, env: dict[str, str]) -> str:
-    """Make an environment with all packages and what their tests need; return why not, or nothing.
+def make(folder: Path, python: str, package: str, torch: str, env: dict[str, str]) -> str:
+    """Make an environment with a package and what its tests need; return why not, or nothing.
 
     Args:
-        folder: Folder of the environment, which is not there yet.
-        python: Minor version of Python.
+        folder: Folder of the environment, which is made anew.
+        python: Path of an interpreter.
+        package: Name of the package.
         torch: Minor version of torch.
         env: Variables for uv.
     """
-    free = shutil.disk_usage(ROOT).free / 2**30
-    if free < CUDA_BUILD_GIB:
-        return f"free disk ({free:.0f} GiB) is less than {CUDA_BUILD_GIB} GiB"
-    found = interpreter(python)
-    if not found:
-        return f"neither uv nor pyenv has Python {python}, and uv cannot install it"
-    wanted = [*editables(*map(with_extras, PACKAGES)), *requirements_of("test-torch")]
+    shutil.rmtree(folder, ignore_errors=True)
+    wanted = [*editables(with_extras(package)), *requirements_of("test-torch")]
     install = ["uv", "pip", "install", "--quiet", "--no-compile", "--python", str(folder)]
     for command in (
-        ["uv", "venv", "--quiet", "--python", found, str(folder)],
+        ["uv", "venv", "--quiet", "--python", python, str(folder)],
         [*install, *wanted, f"torch=={torch}.*"],
     ):
         done = subprocess.run(
@@ -130,11 +131,8 @@ def make(folder: Path, python: str, torch: str, env: dict[str, str]) -> str:
     return ""
 
 
-def run_tests(folder: Path, package: str, env: dict[str, str]) -> tuple[bool, str]:
-    """Run a package's tests in an environment; return whether they passed, and their last line."""
-    python = str(folder / "bin" / "python")
-    command = [python, "tools/reaping.py", "tools/forked.py", "-m", "pytest", "-q", "-p"]
-    command += ["no:cacheprovider", f"packages/{package}/tests"]
+def _run(command: Sequence[str], env: dict[str, str]) -> tuple[int, list[str]]:
+    """Run a command at the repository's root; return its status and what it printed, in lines."""
     try:
         done = subprocess.run(
             command,
@@ -146,10 +144,51 @@ def run_tests(folder: Path, package: str, env: dict[str, str]) -> tuple[bool, st
             timeout=_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return False, f"not done after {_SECONDS:.0f} s"
-    lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]
+        return -1, [f"not done after {_SECONDS:.0f} s"]
+    return done.returncode, [*done.stderr.splitlines(), *done.stdout.splitlines()]
+
+
+def run_tests(package: str, env: dict[str, str]) -> tuple[bool, str]:
+    """Run a package's tests in an environment; return whether they passed, and their last line."""
+    command = ["python", "tools/reaping.py", "tools/forked.py", "-m", "pytest", "-q", "-p"]
+    status, lines = _run([*command, "no:cacheprovider", f"packages/{package}/tests"], env)
     failures = [line for line in lines if line.startswith(("FAILED packages", "ERROR packages"))]
-    return done.returncode == 0, "; ".join([lines[-1], *failures[:20]])
+    return status == 0, "; ".join([*lines[-1:], *failures[:20]])
+
+
+def programs(package: str, scratch: Path) -> list[tuple[list[str], int]]:
+    """Return commands that show a package at work, each with the status that it must end with.
+
+    Args:
+        package: Name of the package.
+        scratch: Folder for what they write.
+    """
+    readme = ["python", "tools/readme_example.py", f"packages/{package}/README.md"]
+    if package != "hp-verify":
+        return [(readme, 0)]
+    job = scratch / "job.py"
+    job.write_text(first_python_block((ROOT / "docs/how-to/verify-any-job.md").read_text()))
+    run = ["hp-verify", "--once", "--", "torchrun", "--standalone", "--nproc-per-node", "2"]
+    against = ["--against", "--", "python", str(job), "--batch", "8"]
+    return [
+        (readme, 0),
+        (["hp-verify", "--help"], 0),
+        ([*run, str(job), "--batch", "4", *against], 0),
+        ([*run, str(job), "--batch", "4", "--scale", "2", *against], 8),
+        (["python", "-m", "integration_tests.jobs.demo", "--output", str(scratch / "demo")], 0),
+    ]
+
+
+def run_programs(package: str, scratch: Path, env: dict[str, str]) -> tuple[bool, str]:
+    """Run a package's programs; return whether each ended as it must, and what came of them."""
+    asked = programs(package, scratch)
+    last = ""
+    for command, wanted in asked:
+        status, lines = _run(command, env)
+        if status != wanted:
+            return False, f"{' '.join(command)}: status {status}: {' '.join(lines)[-500:]}"
+        last = next((line for line in lines if line.startswith("zoo: ")), "")
+    return True, f"programs: {len(asked)}{f' ({last})' if last else ''}"
 
 
 def versions_in(folder: Path) -> str:
@@ -163,7 +202,7 @@ def versions_in(folder: Path) -> str:
 
 
 def run_pair(python: str, torch: str, packages: Iterable[str], results: Path) -> list[Row]:
-    """Test packages on a pair in an environment that is removed afterwards; return the new rows.
+    """Test packages on a pair, each in an environment of its own; return the new rows.
 
     Args:
         python: Minor version of Python.
@@ -196,17 +235,25 @@ def run_pair(python: str, torch: str, packages: Iterable[str], results: Path) ->
         name = row.package or "nothing was run"
         print(f"Python {python}, torch {torch}, {name}: {row.found}", flush=True)
 
+    found = interpreter(python)
+    free = shutil.disk_usage(ROOT).free / 2**30
+    why_not = "" if found else f"neither uv nor pyenv has Python {python}, and uv cannot install it"
+    if free < CUDA_BUILD_GIB:
+        why_not = f"free disk ({free:.0f} GiB) is less than {CUDA_BUILD_GIB} GiB"
+    if why_not:
+        keep(Row(python, torch, "", passed=False, found=why_not, seconds=0.0, commit=commit))
+        return rows
     try:
-        why_not = make(folder, python, torch, env)
-        if why_not:
-            keep(Row(python, torch, "", passed=False, found=why_not, seconds=0.0, commit=commit))
-            return rows
-        full = versions_in(folder)
         for package in packages:
             began = time.monotonic()
-            passed, last = run_tests(folder, package, env)
+            why_not = make(folder, found, package, torch, env)
+            passed, what = not why_not, why_not
+            if passed:
+                tested, last = run_tests(package, env)
+                shown, came = run_programs(package, scratch, env)
+                passed, what = tested and shown, f"{versions_in(folder)}: {last}; {came}"
             seconds = round(time.monotonic() - began, 1)
-            keep(Row(python, torch, package, passed, f"{full}: {last}", seconds, commit))
+            keep(Row(python, torch, package, passed, what, seconds, commit))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return rows
@@ -218,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("packages", nargs="*", default=list(PACKAGES), metavar="PACKAGE")
     parser.add_argument("--results", type=Path, required=True, metavar="FILE")
     parser.add_argument("--python", choices=PYTHONS, help="the pair of this Python alone")
+    parser.add_argument("--torch", metavar="2.N", help="another torch than that of the pairs")
     given = parser.parse_args(arguments)
     unknown = sorted({*given.packages} - {*PACKAGES})
     if unknown:
@@ -226,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.parent.mkdir(parents=True, exist_ok=True)
     has_passed = passed_in(results)
     rows: list[Row] = []
-    for python, torch in pairs():
+    for python, own in pairs():
+        torch = given.torch or own
         asked = given.python in (None, python)
         left = [p for p in given.packages if (python, torch, p) not in has_passed]
         if asked and left:
