@@ -141,6 +141,13 @@ def test_a_tag_starts_the_workflow_and_only_publishing_has_an_identity() -> None
     assert "://" not in WORKFLOW.read_text()
 
 
+def test_actions_of_others_are_named_by_their_commits() -> None:
+    files = (WORKFLOW, ROOT / "packages" / "hp-verify" / "action.yml")
+    lines = [line for file in files for line in file.read_text().splitlines() if "uses:" in line]
+    assert lines
+    assert not [each for each in lines if not re.search(r"@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", each)]
+
+
 def test_what_the_workflow_runs_is_here() -> None:
     runs = [step["run"] for step in workflow()["jobs"]["build"]["steps"] if "run" in step]
     assert [run for run in runs if run.endswith("nox -s build")]
