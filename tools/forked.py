@@ -271,9 +271,12 @@ def _main(arguments: Sequence[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     subprocess.Popen = Popen  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = _spawn_or_fork  # type: ignore[assignment]
+    gc.disable()  # what is imported stays: to look through it is a fifth of the time
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):  # a program that needs it will say so
             importlib.import_module(name)
+    gc.enable()
+    gc.set_threshold(50_000, 20, 20)
     gc.freeze()  # or every program would take a second at its end to look through all of it
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [path for path in sys.path[1:] if path not in given]

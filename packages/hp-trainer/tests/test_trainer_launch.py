@@ -68,10 +68,10 @@ sys.exit(status or "torch" in sys.modules)
     assert done.returncode == 0
 
 
-def test_ranks_share_the_cores(tmp_path: Path) -> None:
+def test_ranks_share_the_cores_and_collect_garbage(tmp_path: Path) -> None:
     assert run(tmp_path, "shared", "shares_cores", ("launch.threads_per_process", 3)) == 0
     told = [(tmp_path / "shared" / f"rank-{rank}").read_text() for rank in (0, 1)]
-    assert told == [f"3 [{int(os.SCHED_BATCH)}]"] * 2
+    assert told == [f"3 [{int(os.SCHED_BATCH)}] True"] * 2
 
 
 def when_started(run_dir: Path, act: Callable[[int], None]) -> threading.Thread:

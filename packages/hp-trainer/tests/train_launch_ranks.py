@@ -1,5 +1,6 @@
 """What ranks do in the tests of the launcher, and the launcher as a program of its own."""
 
+import gc
 import os
 import signal
 import sys
@@ -28,7 +29,7 @@ def returns(_config: Config, *, worker: Worker) -> int:
 
 def shares_cores(_config: Config, *, worker: Worker) -> int:
     policies = {os.sched_getscheduler(int(task.name)) for task in Path("/proc/self/task").iterdir()}
-    told = f"{torch.get_num_threads()} {sorted(policies)}"
+    told = f"{torch.get_num_threads()} {sorted(policies)} {gc.isenabled()}"
     (worker.run_dir / f"rank-{worker.info.rank}").write_text(told)
     return 0
 

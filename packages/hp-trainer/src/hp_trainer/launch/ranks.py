@@ -140,6 +140,7 @@ def _be(task: Task, environment: dict[str, str], meeting: _Inherited) -> int:
     own_streams()
     endure()
     gc.freeze()  # what was imported before the fork, or each rank searches and copies it
+    gc.enable()
     os.environ.update(environment)
     os.environ[INIT_METHOD_VARIABLE] = f"file:///proc/self/fd/{meeting.descriptor}"
     return work(task)
