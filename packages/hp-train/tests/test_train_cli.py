@@ -139,14 +139,15 @@ def test_a_wrong_config_is_told_once_per_machine(
     assert "must equal WORLD_SIZE (8)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [("train", "--dry-run"), ("verify", "quickstart")])
 def test_a_package_that_plans_steps_is_missed_before_ranks_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plugins, "entry_points", lambda **_: ())
     plugins._points.cache_clear()
     try:
         planned = ("--data.packing", "planned", "--pipeline.stages_per_rank", "1")
-        assert main(["train", "--dry-run", *planned]) == 2
+        assert main([*command, *planned]) == 2
     finally:
         plugins._points.cache_clear()
     assert capsys.readouterr().err == (

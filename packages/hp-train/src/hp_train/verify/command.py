@@ -33,6 +33,7 @@ from hp_trainer.config.options import (
     resolve,
     split_overrides,
 )
+from hp_trainer.plugins import planned_steps
 
 if TYPE_CHECKING:
     from hp_train.verify.runs import Runs, Verdict
@@ -125,6 +126,8 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     config, *others = map(program.applied_to, configs)
     if options.generate:
         others = _generated(config, options)
+    if any(each.data.packing == "planned" for each in [config, *others]):
+        planned_steps()  # which ranks load
     num_runs = 1 + len(others)
     say(f"looks at {LOOKS}")
     say(f"{num_runs} run{'s' if num_runs > 1 else ''}: {program}")
