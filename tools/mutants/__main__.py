@@ -243,6 +243,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 _PYTEST = [sys.executable, "tools/reaping.py", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 _TEXT: dict[str, Any] = {"capture_output": True, "text": True}
+_AGAIN_SECONDS = 15.0  # about what it takes to start twice
 _START_SECONDS = 300.0  # on a busy machine, with the collection of all tests
 
 
@@ -274,9 +275,12 @@ def _judge(change: Change, tree: Path, known: Map, *, everything: bool) -> Outco
         of_suite = [test for test in tests if test.startswith(f"{suite}/")]
         failed = _failing(tree, of_suite, known)
         if failed:
-            _restore(tree)
-            # With all before it, on which it may depend.
             again = of_suite[: of_suite.index(failed) + 1] if failed in of_suite else []
+            # With all before it, on which it may depend, unless alone it finds the change as well.
+            takes_long = sum(known.seconds[test] for test in again) > _AGAIN_SECONDS
+            if takes_long and _failing(tree, again[-1:], known):
+                again = again[-1:]
+            _restore(tree)
             flaky = _failing(tree, again, known)
             change.apply(tree)
             if not flaky:
