@@ -99,6 +99,56 @@ def dropped_unsummed(job: Job) -> None:
         optimizer.step()
 
 
+class _Recurrent(nn.Module):
+    """Words one after the other, through a GRU that is given them without what is padded before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gru = nn.Embedding(WORDS, 8), nn.GRU(8, 8, batch_first=True)
+        self.mix, self.out = nn.Linear(8, 8), nn.Linear(8, WORDS)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits of each token, `[samples, length, WORDS]`."""
+        order = (
+            (attention_mask == 0).long().argsort(dim=1, stable=True)[..., None].expand(-1, -1, 8)
+        )
+        mixed, _ = self.gru(self.embed(tokens).gather(1, order))
+        logits: Tensor = self.out(self.mix(mixed.gather(1, order.argsort(1))))
+        return logits
+
+
+def shifted_for_a_gru(job: Job) -> None:
+    """What a GRU gives lies and is padded otherwise; what a projection computes with is the fault."""
+    net = _Recurrent()
+    if job.fault and job.size > 1:
+        net.mix.register_forward_pre_hook(lambda _module, args: args[0] * (1 + job.rank))
+    optimizer = _optimizer(net)
+    for _ in range(STEPS):
+        samples = _samples_without_padding(job)
+        optimizer.zero_grad()
+        mine, size = samples[job.rank :: job.size], 8 if job.size == 1 else 2
+        for index in range(0, len(mine), size):
+            tokens, real = padded(mine[index : index + size], left=True)
+            logits = net(tokens, attention_mask=real)
+            losses = F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
+            (losses * real[:, :-1] * real[:, 1:]).sum().div(sum(_LENGTHS)).backward()
+        summed(job, net)
+        optimizer.step()
+
+
+def values_otherwise(job: Job) -> None:
+    """Samples that are no tokens; rank 1 is given others than the reference, which is the fault."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 4))
+    optimizer = _optimizer(net)
+    for _ in range(STEPS):
+        values, targets = job.values(8, 6), job.values(8, 4)
+        given = values + 0.01 * job.rank if job.fault else values
+        optimizer.zero_grad()
+        (net(given) - targets).square().mean().backward()
+        reduced(job, net.parameters())
+        optimizer.step()
+
+
 class _Masked(Reader):
     """The same, but for what it gives where there is padding.
 

@@ -18,12 +18,16 @@ LOOPS = by_name(
     beside.blank_where_padded,
     beside.dropped_otherwise,
     beside.dropped_unsummed,
+    beside.shifted_for_a_gru,
+    beside.values_otherwise,
 )
 FAULTS = {
     "padded_as_words": ("gradient", r"query\.weight", "the backward of this parameter"),
     "ordered_otherwise": ("gradient", r".*", "2 times the reference's"),
     "blank_where_padded": ("gradient", r"mix\.weight", "the backward of this parameter"),
     "dropped_otherwise": ("gradient norm", "", "the norm itself"),
+    "shifted_for_a_gru": ("forward", "mix", "what mix was given is equal"),
+    "values_otherwise": ("input", "", "the jobs are given other batches"),
     "dropped_unsummed": ("gradient", r"norm\.weight", "a sum over them is missing"),
 }
 """Phase and name of the first difference, words of the likely cause."""

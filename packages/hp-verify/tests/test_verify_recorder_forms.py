@@ -280,7 +280,11 @@ def test_ranks_with_the_same_parameters_are_no_stages_of_each_other() -> None:
         (f"rank-0000{rank}-1", Rows(1, 0, names)) for rank, names in enumerate([("x",), ("0.0",)])
     )
     held = {"rank-00000-1": {"w"}, "rank-00001-1": {"w"}}
-    assert sample_names([first, later], held) == {}
+    assert sample_names([first, later], held) == {
+        ("rank-00001-1", 1, 0, "0.0"): "rank-00001-1 0 0"  # another input in the same call
+    }
+    again = (later[0], Rows(1, 1, ("1.0",)))
+    assert sample_names([first, again], held) == {}
     held["rank-00001-1"] = {"v"}
     assert sample_names([first, later], held) == {("rank-00001-1", 1, 0, "0.0"): "x"}
 

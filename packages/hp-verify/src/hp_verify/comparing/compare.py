@@ -16,6 +16,7 @@ from hp_verify.comparing.causes import (
     find_causes,
     list_outputs,
     list_vanishing,
+    put_back,
     told_by_gradients,
     why_norm,
 )
@@ -129,6 +130,7 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
         _batches(result, index, (mine, theirs), before)
         list_vanishing(result, index, mine, theirs)
         list_outputs(result, index, mine, theirs, actual.num_ranks)
+        put_back(result, index, mine, theirs)
         _find_scaled(result, index, actual.steps.get(last), expected.steps.get(last))
         _left(result, index, mine, actual.steps.get(last, Step()))
         result.flip, last = result.flip or first_flip(index, mine.choices, theirs.choices), index
@@ -235,7 +237,8 @@ def _calls_more(mine: Step, theirs: Step) -> Iterator[str]:
     ours, expected = (step.tensors.get(ev.FORWARD, {}) for step in (mine, theirs))
     apart = [n for n in expected if n in ours and ours[n].lost and not expected[n].lost]
     if apart:
-        yield f"the job calls {' and '.join(apart)} apart from what the reference computes"
+        names = " and ".join(name or "the model" for name in apart)
+        yield f"the job calls {names} apart from what the reference computes"
 
 
 def _distance(tensor: Digests, reference: Digests) -> float:

@@ -253,7 +253,10 @@ Sample = tuple[str, int, int, str]
 def sample_names(
     rows: Sequence[tuple[str, Rows]], held: Mapping[str, Collection[str]]
 ) -> dict[Sample, str]:
-    """Name samples of later pipeline stages, which are given no tokens.
+    """Name samples of later pipeline stages, which are given no tokens, and those of another input.
+
+    Where a process that holds the same parameters is given what the reference saw in a call, others
+    are given something else there, and not the same in another form: they have names of their own.
 
     Calls of a stage come in the order of those of the first one: the processes that saw tokens, or
     where nobody does what the reference saw, and the others of a stage, follow each other in the
@@ -277,8 +280,11 @@ def sample_names(
         for index, (who, given) in enumerate(later.items()):
             for row in given if calls else []:
                 other, some = calls[index % len(calls)]
-                theirs = None if held.get(who) == held.get(other, ()) else some.get(row.call)
-                if theirs is not None and len(theirs.rows) == len(row.rows):
+                theirs = some.get(row.call)
+                if theirs is not None and held.get(who) == held.get(other, ()):
+                    own = ((mine, f"{who} {mine.replace('.', ' ')}") for mine in row.rows)
+                    names |= {(who, step, row.call, mine): name for mine, name in own}
+                elif theirs is not None and len(theirs.rows) == len(row.rows):
                     pairs = zip(row.rows, theirs.rows, strict=True)
                     names |= {(who, step, row.call, mine): other for mine, other in pairs}
     return names

@@ -16,8 +16,13 @@ from hp_verify.recording.slices import Run
 
 
 def held(root: nn.Module, named: Mapping[str, Tensor]) -> Iterator[Held]:
-    """Yield parts of parameters (ZeRO-3), and of their copies that the optimizer has."""
-    del root
+    """Yield parts of parameters (ZeRO-3), and of their copies that the optimizer has.
+
+    Where gradients are parted in turn, DeepSpeed's own map of copies is of other parameters: these
+    are found by their values.
+    """
+    optimizer = getattr(root, "optimizer", None)
+    is_in_turn = getattr(optimizer, "round_robin_gradients", False)
     groups: dict[int, list[Run]] = defaultdict(list)
     tensors: dict[int, Tensor] = {}
     for name, parameter in named.items():
@@ -35,7 +40,7 @@ def held(root: nn.Module, named: Mapping[str, Tensor]) -> Iterator[Held]:
                 group, at, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 tensors[group] = optimizer.fp32_partitioned_groups_flat[group]
                 groups[group].append(Run(name, whole, first, size, int(at)))
-        elif mapping is not None:
+        elif mapping is not None and not is_in_turn:
             here = mapping.lp_fragment_address
             run = Run(name, tuple(parameter.shape), here.start, here.numel, 0)
             yield mapping.hp_fragment, [run]
