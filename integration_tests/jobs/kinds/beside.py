@@ -118,7 +118,7 @@ class _Recurrent(nn.Module):
 
 
 def shifted_for_a_gru(job: Job) -> None:
-    """What a GRU gives lies and is padded otherwise; what a projection computes with is the fault."""
+    """What a GRU gives lies and is padded otherwise; what a projection is given is the fault."""
     net = _Recurrent()
     if job.fault and job.size > 1:
         net.mix.register_forward_pre_hook(lambda _module, args: args[0] * (1 + job.rank))
