@@ -19,7 +19,7 @@ def pretend() -> None:
     """Take the CPU for a CUDA device from now on."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.manual_seed = torch.manual_seed
-    torch.cuda.synchronize = lambda *_args: None
+    torch.cuda.synchronize = torch.cuda.current_stream = lambda *_args: None
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_args, **_kwargs: (
         torch.get_rng_state()
     )
