@@ -1,5 +1,7 @@
 """megatron-core asks for CUDA by name in places where it would do without: here it gets the CPU."""
 
+from contextlib import nullcontext
+
 import torch
 from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
@@ -15,6 +17,15 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Idle:
+    """A stream or event of a device that does everything at once."""
+
+    def wait_stream(self, *_args):
+        return self
+
+    wait_event = record_event = record = wait = synchronize = wait_stream
+
+
 def pretend() -> None:
     """Take the CPU for a CUDA device from now on."""
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -24,6 +35,10 @@ def pretend() -> None:
         torch.get_rng_state()
     )
     random._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+    torch.cuda.Stream = torch.cuda.Event = lambda *_args, **_kwargs: _Idle()
+    torch.cuda.current_stream = lambda *_args: _Idle()
+    torch.cuda.stream = lambda _stream: nullcontext()
+    torch.Tensor.record_stream = lambda *_args: None
     kind = torch.Tensor.type
 
     def type_of(tensor, *args, **kwargs):

@@ -80,7 +80,7 @@ def _environ(folder: Path) -> dict[str, str]:
     binaries = os.pathsep.join((str(folder / "bin"), os.environ.get("PATH", "")))
     left_out = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    cache = str(folder / "bytecode")
+    cache = str(folder.with_name("bytecode"))  # torch's files are the same in each of them
     return {**kept, "PATH": binaries, "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": cache}
 
 

@@ -40,14 +40,16 @@ def summary(reports: Reports, found: Mapping[str, Found]) -> str:
     """Say in lines what was found."""
     tried = [r for r in reports.report if key(r, r.before) in found]
     fixed = [r for r in tried if r.after]
-    seen = [r for r in tried if found[key(r, r.before)].state in (DIFFERENT, FAILED)]
     named = [r for r in tried if is_named(r, found[key(r, r.before)])]
+    seen = [r for r in tried if r in named or found[key(r, r.before)].state == DIFFERENT]
     silent = [r for r in fixed if (f := found.get(key(r, r.after))) and f.state == r.then]
+    left = len(reports.report) - len(tried)
     return (
         f"{len(tried)} reports run: {len(seen)} found with the release before the fix, "
         f"{len(named)} named\n"
         f"{len(fixed)} of them have a release with the fix: {len(silent)} are silent there\n"
-        f"{len(reports.other)} more are not run, for the reasons below"
+        f"{left} more have a job that has not been run yet\n"
+        f"{len(reports.other)} rows of others are not run, for the reasons below"
     )
 
 
