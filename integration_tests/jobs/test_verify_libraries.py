@@ -46,6 +46,7 @@ SOUND = {
     "trainer fsdp1": ("trainer", "--batch 2 --fsdp 1"),
     "deepspeed zero-1": ("deepspeed", "--stage 1"),
     "deepspeed zero-2": ("deepspeed", "--stage 2"),
+    "deepspeed zero-2 in turn": ("deepspeed", "--stage 2 --in-turn"),
     "deepspeed zero-3": ("deepspeed", "--stage 3"),
     "titan fsdp": ("titan", ""),
     "titan tp": ("titan", "--tp 2"),

@@ -13,6 +13,7 @@ SAMPLES, LENGTH, VOCABULARY, STEPS = 4, 16, 64, 3
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--in-turn", action="store_true", help="part gradients in turn")
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--wrong", default="", help="a mistake to make")
     args = parser.parse_args()
@@ -37,6 +38,7 @@ def main() -> None:
             "stage": args.stage,
             "stage3_param_persistence_threshold": 0,
             "reduce_scatter": True,
+            "round_robin_gradients": args.in_turn,
         },
         "zero_force_ds_cpu_optimizer": False,
         "wall_clock_breakdown": False,

@@ -130,6 +130,11 @@ CAUSES = (
         "torch-batch-norm-of-split-channels.md",
     ),
     Cause(
+        "DeepSpeed: with `round_robin_gradients` a parameter's copy is that of another",
+        r"deepspeeded: copies zero-[12].*robin",
+        "deepspeed-round-robin-copies.md",
+    ),
+    Cause(
         "`loss_parallel`: gradients of `log_softmax` by itself, and of smoothed labels",
         r"styles: (loss_parallel (entropy|divergence|with_entropy|smoothed)|plan .*smoothing)",
         known="its documentation: of losses `cross_entropy` alone, without smoothing",

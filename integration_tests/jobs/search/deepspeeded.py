@@ -3,13 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param
+from transformers import LlamaForCausalLM
 
 from integration_tests.jobs.search import llama
-from integration_tests.jobs.search.cases import Job
+from integration_tests.jobs.search.cases import Case, Errors, Job
+from integration_tests.jobs.search.tensors import error_of
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,12 @@ class Setting:
     predivided: float = 1.0
 
 
-def cases() -> Iterator[Job]:
-    """Return stages with accumulation and each option."""
+def cases() -> Iterator[Case | Job]:
+    """Return stages with accumulation and each option; and what DeepSpeed gives of parameters."""
+    for stage, tied, robin in product((1, 2, 3), (False, True), (False, True)):
+        setting = Setting(stage, 1, tied=tied, robin=robin)
+        name = f"copies zero-{stage}{', tied' * tied}{', robin' * robin}"
+        yield Case(name, partial(_copies, setting))
     for stage in (0, 1, 2, 3):
         for accumulate in (1, 2):
             usual = Setting(stage, accumulate)
@@ -74,10 +83,18 @@ def _job(setting: Setting) -> Job:
     return Job(name, partial(_train, setting), partial(_train, one), group)
 
 
-def _train(setting: Setting) -> None:
-    llama.meet()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def _copies(setting: Setting) -> Errors:
+    """Compare the copies in float32 that DeepSpeed gives with the parameters at the start."""
     model = llama.model(tied=setting.tied)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    _engine(setting, model)
+    return {
+        name: error_of(safe_get_full_fp32_param(parameter), before[name])
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _engine(setting: Setting, model: LlamaForCausalLM) -> DeepSpeedEngine:
     settings = {
         "train_batch_size": llama.SAMPLES,
         "gradient_accumulation_steps": setting.accumulate,
@@ -97,6 +114,13 @@ def _train(setting: Setting) -> None:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
+
+
+def _train(setting: Setting) -> None:
+    llama.meet()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    engine = _engine(setting, llama.model(tied=setting.tied))
     data = llama.samples(llama.SAMPLES * llama.STEPS)
     each = llama.SAMPLES // setting.accumulate // ranks
     for step in range(llama.STEPS):

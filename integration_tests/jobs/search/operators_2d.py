@@ -6,7 +6,8 @@ from functools import partial
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from integration_tests.jobs.search.cases import Case
-from integration_tests.jobs.search.operators import GROUPS, compared, name_of
+from integration_tests.jobs.search.operator_catalogue import GROUPS
+from integration_tests.jobs.search.operators import compared, name_of
 
 _PAIRS = (
     (Shard(0), Shard(0)),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from integration_tests.jobs.search.table import table
 from integration_tests.jobs.search.tensors import error_of
 
 FOUND = Path(__file__).parents[3] / "docs" / "found"
-REPORTS = sorted(FOUND.glob("torch-*.md"))
+REPORTS = sorted(FOUND.glob("*-*.md"))
 
 
 def _scanned(dim: int) -> Errors:
@@ -99,11 +100,16 @@ def test_a_report_says_all_and_its_script_is_short(page: Path) -> None:
 def test_a_report_shows_what_it_says(page: Path, tmp_path: Path) -> None:
     """Numbers of uninitialized memory are others each time, and lines of two ranks may mix.
 
-    Torch with Gloo aborts now and then at the end of a script that leaves its groups to it.
+    What DeepSpeed prints of its operator, which it builds once, is left out. Torch with Gloo aborts
+    now and then at the end of a script that leaves its groups to it.
     """
     text = page.read_text()
     [script] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     [seen] = re.findall(r"Seen:\n\n```text\n(.*?)```", text, re.DOTALL)
+    if page.name.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+        if shutil.which("c++") is None:
+            pytest.skip("DeepSpeed builds an operator at its start, and there is no C++ compiler")
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "script.py"]
     if "`torchrun --nproc-per-node 2 script.py`" in text:
@@ -118,6 +124,8 @@ def test_a_report_shows_what_it_says(page: Path, tmp_path: Path) -> None:
         check=False,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    of_memory = re.compile(r"(?<=stage 1 norm.running_)(mean|var) .*")
+    of_memory = re.compile(
+        r"(?<=stage 1 norm.running_)(mean|var) .*|^(DeepSpeed |\[\d).*", re.MULTILINE
+    )
     printed, told = (sorted(of_memory.sub("", some).split()) for some in (done.stdout, seen))
     assert sorted("".join(printed)) == sorted("".join(told)), done.stderr

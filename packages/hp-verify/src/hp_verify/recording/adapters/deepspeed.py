@@ -16,13 +16,11 @@ from hp_verify.recording.slices import Run
 
 
 def held(root: nn.Module, named: Mapping[str, Tensor]) -> Iterator[Held]:
-    """Yield parts of parameters (ZeRO-3), and of their copies that the optimizer has.
-
-    Where gradients are parted in turn, DeepSpeed's own map of copies is of other parameters: these
-    are found by their values.
-    """
-    optimizer = getattr(root, "optimizer", None)
-    is_in_turn = getattr(optimizer, "round_robin_gradients", False)
+    """Yield parts of parameters (ZeRO-3), and of their copies that the optimizer has."""
+    zero = getattr(root, "optimizer", None)
+    is_in_turn = getattr(zero, "round_robin_gradients", False)
+    if is_in_turn:
+        yield from _held_in_turn(zero, {id(p): name for name, p in named.items()})
     groups: dict[int, list[Run]] = defaultdict(list)
     tensors: dict[int, Tensor] = {}
     for name, parameter in named.items():
@@ -46,6 +44,22 @@ def held(root: nn.Module, named: Mapping[str, Tensor]) -> Iterator[Held]:
             yield mapping.hp_fragment, [run]
     for group, runs in groups.items():
         yield tensors[group], runs
+
+
+def _held_in_turn(optimizer: Any, names: Mapping[int, str]) -> Iterator[Held]:
+    """Yield copies where gradients are parted in turn: DeepSpeed maps them to other parameters."""
+    for index, group in enumerate(optimizer.round_robin_bit16_groups):
+        rank = torch.distributed.get_rank(optimizer.real_dp_process_group[index])
+        size = optimizer.partition_size[index]
+        begin, runs = rank * size, []
+        for parameter, at in zip(group, optimizer.round_robin_bit16_offsets[index], strict=True):
+            first, last = max(at, begin), min(at + parameter.numel(), begin + size)
+            if last > first and id(parameter) in names:
+                shape = tuple(parameter.shape)
+                runs.append(
+                    Run(names[id(parameter)], shape, first - at, last - first, first - begin)
+                )
+        yield optimizer.single_partition_of_fp32_groups[index], runs
 
 
 def listen(listener: Listener) -> None:
