@@ -300,3 +300,24 @@ def test_outputs_of_other_rows_than_samples_are_listed_where_gradients_are_equal
             tensor.lost = "some" if evidence == "lost" else ""
             tensor.shapes = {"y": (3,)} if evidence == "shapes" else {}
         assert (judged(actual).first is None) == (bool(evidence) and gradient == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("off", "shape", "first"),
+    [(0.0, (3,), GRADIENT), (5e-6, (3,), FORWARD), (0.0, (4,), FORWARD), (0.5, (3,), FORWARD)],
+)
+def test_what_lies_otherwise_comes_last_where_the_model_gives_the_same(
+    off: float, shape: tuple[int, ...], first: str
+) -> None:
+    given = tuple(x * (1.0 + off) for x in RIGHT)
+    actual = recording(outputs={"layer": RIGHT[::-1], "": given}, gradient=1.5)
+    expected = recording(outputs={"layer": RIGHT, "": RIGHT})
+    for one in (actual, expected):
+        del one.steps[1].tensors[BACKWARD]
+    actual.steps[1].tensors[FORWARD]["layer"].shapes = {"y": shape} if shape != (4,) else {}
+
+    result = judged(actual, expected)
+
+    assert result.first is not None
+    assert (result.first.phase, result.first.name) == (first, "layer")
+    assert (FORWARD, "layer") in {(d.phase, d.name) for d in result.differences}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from hp_verify.comparing.findings import NOT_OWN, REDUCTION, UPDATE, Comparison, Difference
-from hp_verify.comparing.recordings import Recording, Step, distance, numbers_of, size_of
+from hp_verify.comparing.recordings import Digests, Recording, Step, distance, numbers_of, size_of
 from hp_verify.comparing.ties import excuses
 from hp_verify.recording import events as ev
 
@@ -150,16 +150,19 @@ def put_back(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
     They lie or are padded otherwise, as what a recurrent module is given without padding: nothing
     comes of that, and what else differs in the step is named before.
     """
-    rows = {
-        d.name: (_rows_apart(d, mine, theirs, of_all=False), _rows_apart(d, mine, theirs))
-        for d in result.differences
-        if (d.step, d.phase) == (index, ev.FORWARD) and not d.who
-    }
     ours, expected = (step.tensors.get(ev.FORWARD, {}) for step in (mine, theirs))
     given = [name for name in ours.keys() & expected.keys() if re.match("[:#]|$", name)]
     right = {row.removeprefix(ev.REAL) for name in given for row in ours[name].rows}
-    right = right.difference(*(rows[name][0] for name in given if name in rows))
-    idle = {name for name, (_, apart) in rows.items() if name not in given and apart & right}
+    for name in given:
+        least = LEAST.get(expected[name].dtype, 1e-5) / TIMES
+        right -= _rows_apart(ours[name], expected[name], least, of_all=False)
+    idle = {
+        d.name
+        for d in result.differences
+        if (d.step, d.phase, d.who) == (index, ev.FORWARD, "")
+        and d.name not in given
+        and _rows_apart(ours[d.name], expected[d.name], d.bound) & right
+    }
     result.differences.sort(
         key=lambda d: (
             (d.step, d.name in idle, d.phase in _OUTPUTS) == (index, True, True)
@@ -169,17 +172,16 @@ def put_back(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
 
 
 def _rows_apart(
-    difference: Difference, mine: Step, theirs: Step, *, of_all: bool = True
+    tensor: Digests, reference: Digests, bound: float, *, of_all: bool = True
 ) -> set[str]:
-    """Return samples that are farther apart than rounding explains of all of them, or of each."""
-    tensor, reference = (step.tensors[difference.phase][difference.name] for step in (mine, theirs))
+    """Return samples that are farther apart than a part of all of them, or of each."""
     ours = tensor.beside(reference).rows
     return {
         row.removeprefix(ev.REAL)
         for row, (sums, norm) in reference.rows.items()
         if row in ours
         and not distance(ours[row][0], sums)
-        <= difference.bound * (reference.norm if of_all else size_of(sums, norm))
+        <= bound * (reference.norm if of_all else size_of(sums, norm))
     }
 
 
