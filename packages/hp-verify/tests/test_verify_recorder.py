@@ -416,6 +416,16 @@ def test_the_first_difference_is_named(change: dict[str, float], phase: str, sai
     assert said in " ".join(explain(comparison))
 
 
+def test_a_loss_is_not_blamed_where_no_output_was_compared() -> None:
+    expected, actual = recording(), recording({LOSS: 1.01})
+    for made in (expected, actual):
+        del made.steps[1].tensors[FORWARD]
+
+    comparison = compare(actual, expected, Floor(expected, [recording()]))
+
+    assert explain(comparison) == ["the forward or the loss: outputs were not compared"]
+
+
 @pytest.mark.parametrize("side", ["job", "reference"])
 def test_a_gradient_that_only_one_of_both_has_is_a_difference(side: str) -> None:
     both = {"job": recording(), "reference": recording()}

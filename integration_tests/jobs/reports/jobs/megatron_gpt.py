@@ -1,4 +1,4 @@
-"""A GPT of megatron-core: Megatron-LM #5077, #5798, #5916, and finding 8 of #7452."""
+"""A GPT of megatron-core: Megatron-LM #5077, #5798, and finding 8 of #7452."""
 
 import argparse
 import os
@@ -52,6 +52,14 @@ def parsed():
     return parser.parse_args()
 
 
+def set_sinks(model, tp) -> None:
+    """Give each head the sink that a checkpoint would have for it."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("softmax_offset"):
+            sinks = torch.arange(float(parameter.numel() * tp)).div(10).chunk(tp)
+            parameter.data.copy_(sinks[parallel_state.get_tensor_model_parallel_rank()])
+
+
 def main() -> None:
     args = parsed()
     os.environ.setdefault("MASTER_ADDR", "localhost")
@@ -84,6 +92,7 @@ def main() -> None:
         expert_model_parallel_size=args.ep,
         expert_tensor_parallel_size=1,
         sequence_parallel=args.tp > 1 and args.experts > 0,
+        add_bias_linear=not args.experts,  # experts one by one cannot add theirs
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=args.per_token,
         softmax_type="learnable" if args.sinks else "vanilla",
@@ -100,6 +109,7 @@ def main() -> None:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
+    set_sinks(model, args.tp)
     model = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
-WORDS, DIM, HIDDEN, SAMPLES, STEPS = 32, 16, 32, 8, 3
+WORDS, DIM, HIDDEN, SAMPLES, LENGTH, STEPS = 32, 16, 32, 4, 8, 2
 
 
 class Parted(nn.Module):
@@ -36,7 +36,7 @@ class Parted(nn.Module):
 
     def forward(self, x):
         hidden = torch.tanh(self.up(copy_to_tensor_model_parallel_region(x)))
-        return reduce_from_tensor_model_parallel_region(self.down(hidden).t()).t()
+        return reduce_from_tensor_model_parallel_region(self.down(hidden).mT).mT
 
 
 def main() -> None:
@@ -50,8 +50,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
     data = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
-        words = torch.randint(WORDS, (SAMPLES,), generator=data)
-        nn.functional.cross_entropy(model(words), words).backward()
+        words = torch.randint(WORDS, (SAMPLES, LENGTH), generator=data)
+        nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()

@@ -12,6 +12,13 @@ _ALONE = {
     ev.START: "the jobs begin with other weights: use --same-start, or seed both in the same way",
     ev.INPUT: "the jobs are given other batches: only what follows from them can be compared",
 }
+_UNSEEN = {
+    ev.LOSS: (ev.FORWARD, "the forward or the loss: outputs were not compared"),
+    ev.WEIGHT: (
+        ev.GRADIENT,
+        "the backward, a reduction or the update: gradients were not compared",
+    ),
+}
 _AFTER = {
     ev.LOSS: "outputs are equal and the loss is not: its mean, its targets, or a sum over ranks",
     ev.BACKWARD: "the backward of what is computed with this output",
@@ -79,8 +86,8 @@ def _reasons(
     elif first.origin:
         yield from _rounded(together) if first.origin == REDUCTION else ()
         yield _ORIGINS[first.origin]
-    elif first.phase == ev.WEIGHT and ev.GRADIENT not in comparison.largest:
-        yield "the backward, a reduction or the update: gradients were not compared"
+    elif first.phase in _UNSEEN and _UNSEEN[first.phase][0] not in comparison.largest:
+        yield _UNSEEN[first.phase][1]
     elif first.phase in _AFTER and not (first.phase == ev.GRADIENT and first.who):
         yield _AFTER.get(first.note, _AFTER[first.phase])
 
