@@ -50,7 +50,8 @@ def _make(report: Report, version: str, folder: Path) -> str:
         return f"there is no Python {report.python}"
     shutil.rmtree(folder, ignore_errors=True)
     # The pins are of other versions than those that a report is about: torch keeps its own.
-    env = {name: value for name, value in environment().items() if "CONSTRAINT" not in name}
+    env = {**os.environ, **environment()}
+    env = {name: value for name, value in env.items() if "CONSTRAINT" not in name}
     [torch] = [
         line for line in (ROOT / "constraints.txt").read_text().splitlines() if "torch==" in line
     ]
@@ -66,7 +67,7 @@ def _make(report: Report, version: str, folder: Path) -> str:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={**os.environ, **env},
+            env=env,
             stderr=subprocess.PIPE,
             text=True,
             check=False,

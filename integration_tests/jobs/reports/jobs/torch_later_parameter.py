@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.func import functional_call
 
 DIM, SAMPLES, STEPS = 16, 4, 3
 
@@ -23,6 +24,12 @@ class Tower(nn.Module):
         return self.out(torch.tanh(hidden + self.images(x) if has_images else hidden))
 
 
+def in_bfloat16(model, x, *, has_images):
+    """Call a model as FSDP2 does with such a policy, in one process."""
+    narrow = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
+    return functional_call(model, narrow, x.bfloat16(), {"has_images": has_images})
+
+
 def main() -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
@@ -37,7 +44,10 @@ def main() -> None:
             x = torch.randn(SAMPLES, DIM, generator=data)[rank::ranks]
             if ranks > 1:
                 model.set_requires_gradient_sync(microbatch == 1)
-            model(x, has_images=microbatch == 1).float().square().mean().backward()
+                output = model(x, has_images=microbatch == 1)
+            else:
+                output = in_bfloat16(model, x, has_images=microbatch == 1)
+            output.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     if ranks > 1:
