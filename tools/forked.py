@@ -276,7 +276,6 @@ def _main(arguments: Sequence[str]) -> None:
         with contextlib.suppress(ImportError):  # a program that needs it will say so
             importlib.import_module(name)
     gc.enable()
-    gc.set_threshold(50_000, 20, 20)
     gc.freeze()  # or every program would take a second at its end to look through all of it
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [path for path in sys.path[1:] if path not in given]
