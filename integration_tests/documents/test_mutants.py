@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import mutants.__main__ as series
 import pytest
 from mutants.__main__ import Change, Map, Outcome, read_changes, read_outcomes, table
 
@@ -168,6 +169,29 @@ def test_what_no_test_finds_is_named_and_what_is_known_is_not_tried_again(
     assert "together           3      2" in again.stdout
     changes.write_text(changes.read_text().replace('"LIMIT = 5"', '"LIMIT = 1 / 0"'))
     assert "limit: found by" in mutants(repository, "run").stdout  # no test can be collected
+
+
+def test_what_took_long_is_run_again_alone_if_alone_it_finds_the_change(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    real = series._failing
+
+    def failing(tree: Path, tests: list[str], known: Map) -> str:
+        asked.append([test.partition("::")[2] for test in tests])
+        return real(tree, tests, known)
+
+    for variable, value in (("PYTHONPATH", ""), ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(series, "_failing", failing)
+    monkeypatch.setattr(series, "_AGAIN_SECONDS", -1.0)
+    known = Map(repository / "known" / "map")
+    tree = series._tree(repository, repository / "known" / "worker-alone")
+    change = read_changes(repository / "changes.toml")[0]
+    outcome = series._judge(change, tree, known, everything=False)
+    assert outcome.found_by.endswith("::test_in_a_child_process")
+    assert set(asked[0]) == {"test_in_a_child_process", "test_limit"}
+    assert asked[1:] == [["test_in_a_child_process"]] * 2  # with the change, and without
 
 
 def test_a_test_that_has_another_name_now_is_no_failure(repository: Path) -> None:
