@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -106,6 +106,16 @@ def interpreter(python: str) -> str:
     return ""
 
 
+def room_for(python: str) -> tuple[str, str]:
+    """Return the path of an interpreter, and why it can have no environment here, or nothing."""
+    free = shutil.disk_usage(ROOT).free / 2**30
+    if free < CUDA_BUILD_GIB:
+        return "", f"free disk ({free:.0f} GiB) is less than {CUDA_BUILD_GIB} GiB"
+    found = interpreter(python)
+    why_not = "" if found else f"neither uv nor pyenv has Python {python}, and uv cannot install it"
+    return found, why_not
+
+
 def make(folder: Path, python: str, package: str, torch: str, env: dict[str, str]) -> str:
     """Make an environment with a package and what its tests need; return why not, or nothing.
 
@@ -116,12 +126,26 @@ def make(folder: Path, python: str, package: str, torch: str, env: dict[str, str
         torch: Minor version of torch.
         env: Variables for uv.
     """
+    tested = [*editables(with_extras(package)), *requirements_of("test-torch")]
+    return install_into(folder, python, [*tested, f"torch=={torch}.*"], env)
+
+
+def install_into(
+    folder: Path, python: str, requirements: Iterable[str], env: Mapping[str, str]
+) -> str:
+    """Make an environment anew and install into it; return why not, or nothing.
+
+    Args:
+        folder: Folder of the environment.
+        python: Path of an interpreter.
+        requirements: Arguments of uv that say what is wanted.
+        env: Variables for uv, all of them.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    wanted = [*editables(with_extras(package)), *requirements_of("test-torch")]
     install = ["uv", "pip", "install", "--quiet", "--no-compile", "--python", str(folder)]
     for command in (
         ["uv", "venv", "--quiet", "--python", python, str(folder)],
-        [*install, *wanted, f"torch=={torch}.*"],
+        [*install, *requirements],
     ):
         done = subprocess.run(
             command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, check=False
@@ -235,11 +259,7 @@ def run_pair(python: str, torch: str, packages: Iterable[str], results: Path) ->
         name = row.package or "nothing was run"
         print(f"Python {python}, torch {torch}, {name}: {row.found}", flush=True)
 
-    found = interpreter(python)
-    free = shutil.disk_usage(ROOT).free / 2**30
-    why_not = "" if found else f"neither uv nor pyenv has Python {python}, and uv cannot install it"
-    if free < CUDA_BUILD_GIB:
-        why_not = f"free disk ({free:.0f} GiB) is less than {CUDA_BUILD_GIB} GiB"
+    found, why_not = room_for(python)
     if why_not:
         keep(Row(python, torch, "", passed=False, found=why_not, seconds=0.0, commit=commit))
         return rows

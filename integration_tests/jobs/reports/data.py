@@ -22,8 +22,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         after: First version without it; empty: none was released.
         job: File below `jobs`.
         expected: Regular expression that the first difference and its likely cause must match.
-        then: State of the job at `after`: `EQUAL`, or `FAILED` where the library refuses it then.
-        ranks: Number of ranks.
         arguments: Arguments of the job.
         reference: Arguments of the job in one process.
         options: Flags of hp-verify.
@@ -40,8 +38,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     job: str
     expected: str
     after: str = ""
-    then: str = EQUAL
-    ranks: int = 2
     arguments: tuple[str, ...] = ()
     reference: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -57,7 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def command(self) -> list[str]:
         """Command line that compares the job with one process."""
-        job = ["torchrun", "--nproc-per-node", str(self.ranks), self.job, *self.arguments]
+        job = ["torchrun", "--nproc-per-node", "2", self.job, *self.arguments]
         return ["hp-verify", *self.options, "--", *job, "--against", "--", *self.against]
 
     @property

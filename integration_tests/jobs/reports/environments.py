@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import msgspec
-from sessions import CUDA_BUILD_GIB, ROOT, editables, environment
-from versions import interpreter
+from sessions import ROOT, editables, environment
+from versions import install_into, room_for
 
 from integration_tests.jobs.reports.data import FAILED, JOBS, Found, Report, key, told
 
@@ -42,13 +42,9 @@ def look_at(report: Report, version: str, scratch: Path) -> Found:
 
 def _make(report: Report, version: str, folder: Path) -> str:
     """Make an environment with hp-verify and a version of a library; return why not, or nothing."""
-    free = shutil.disk_usage(ROOT).free / 2**30
-    if free < CUDA_BUILD_GIB:
-        return f"free disk ({free:.0f} GiB) is less than {CUDA_BUILD_GIB} GiB"
-    found = interpreter(report.python)
-    if not found:
-        return f"there is no Python {report.python}"
-    shutil.rmtree(folder, ignore_errors=True)
+    found, why_not = room_for(report.python)
+    if why_not:
+        return why_not
     # The pins are of other versions than those that a report is about: torch keeps its own.
     env = {**os.environ, **environment()}
     env = {name: value for name, value in env.items() if "CONSTRAINT" not in name}
@@ -59,22 +55,7 @@ def _make(report: Report, version: str, folder: Path) -> str:
     wanted = [*editables("hp-verify"), *report.requires, library]
     if report.library != "torch":
         wanted.append(torch.partition(";")[0])
-    install = ["uv", "pip", "install", "--quiet", "--no-compile", "--python", str(folder)]
-    for command in (
-        ["uv", "venv", "--quiet", "--python", found, str(folder)],
-        [*install, *wanted],
-    ):
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            return " ".join(done.stderr.split())[-500:]
-    return ""
+    return install_into(folder, found, wanted, env)
 
 
 def _environ(folder: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from integration_tests.jobs.reports.data import (
     DIFFERENT,
+    EQUAL,
     FAILED,
     Found,
     Report,
@@ -15,7 +16,7 @@ from integration_tests.jobs.reports.data import (
 _HEAD = """# Public reports, in the libraries that were released with them
 
 Written by `nox -s reports` (`integration_tests/jobs/reports`). Each job uses a feature of a library
-as its user would, on two to four ranks of Gloo, and is compared with the same job in one process:
+as its user would, on two ranks of Gloo, and is compared with the same job in one process:
 with the newest release that has the bug of a public report, and with the first release without it.
 Nothing of a library is changed. Where no fix was released, there is only the release before.
 """
@@ -27,7 +28,7 @@ def is_shown(report: Report, found: Mapping[str, Found]) -> bool:
     if before is None or not is_named(report, before):
         return False
     after = found.get(key(report, report.after))
-    return not report.after or (after is not None and after.state == report.then)
+    return not report.after or (after is not None and after.state == EQUAL)
 
 
 def is_named(report: Report, before: Found) -> bool:
@@ -42,13 +43,13 @@ def summary(reports: Reports, found: Mapping[str, Found]) -> str:
     fixed = [r for r in tried if r.after]
     named = [r for r in tried if is_named(r, found[key(r, r.before)])]
     seen = [r for r in tried if r in named or found[key(r, r.before)].state == DIFFERENT]
-    silent = [r for r in fixed if (f := found.get(key(r, r.after))) and f.state == r.then]
+    silent = [r for r in fixed if (f := found.get(key(r, r.after))) and f.state == EQUAL]
     left = len(reports.report) - len(tried)
     return (
         f"{len(tried)} reports run: {len(seen)} found with the release before the fix, "
         f"{len(named)} named\n"
         f"{len(fixed)} of them have a release with the fix: {len(silent)} are silent there\n"
-        f"{left} more have a job that has not been run yet\n"
+        f"{left} more have a job that shows nothing yet\n"
         f"{len(reports.other)} rows of others are not run, for the reasons below"
     )
 
@@ -84,7 +85,7 @@ def _cell(text: str) -> str:
 
 def _told(before: Found | None) -> str:
     if before is None:
-        return "not run yet"
+        return "not shown yet"
     told = f"{before.first}: {before.likely}" if before.likely else before.first or before.verdict
     return told if before.state == DIFFERENT else f"{before.state}: {told}"
 
@@ -93,10 +94,10 @@ def _after(report: Report, after: Found | None) -> str:
     if not report.after:
         return ""
     if after is None:
-        return "not run yet"
-    silent = after.state == report.then
-    told = after.verdict if silent and after.verdict else f"{after.first} {after.likely}".strip()
-    return told if silent and after.state != FAILED else f"{after.state}: {told}"
+        return "not shown yet"
+    if after.state == EQUAL:
+        return after.verdict
+    return f"{after.state}: {after.first} {after.likely}".strip()
 
 
 def _how(report: Report, found: Mapping[str, Found]) -> str:
