@@ -30,6 +30,7 @@ _HANDS: tuple[str, ...] = (
     "training",
     "vision_audio",
     "fields",
+    "experts",
 )
 _HANDS += ("engines", "hugging_face")
 _NEEDS = {"hugging_face": ("transformers", "accelerate")}

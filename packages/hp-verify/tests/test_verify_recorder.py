@@ -186,6 +186,35 @@ def test_an_output_that_ranks_have_parts_of_is_listed_where_nothing_comes_of_it(
     assert ("1/2 of the reference's on every rank" in told) is is_equal
 
 
+@pytest.mark.parametrize(
+    ("of_model", "changes", "is_equal"),
+    [
+        ({"": 1.0}, {}, True),
+        ({":logits": 1.0, "#1": 1.0}, {}, True),
+        ({"": 1.1}, {}, False),
+        ({"block": 1.0}, {}, False),  # nothing says what the model gives
+        ({"": None}, {}, False),  # not compared
+        ({"": 1.0}, {GRADIENT: 1.1}, False),
+        ({"": 1.0}, {LOSS: 1.1}, False),
+    ],
+)
+def test_an_inner_output_is_listed_where_the_models_own_and_all_gradients_are_equal(
+    of_model: Mapping[str, float | None], changes: Mapping[str, float], is_equal: bool
+) -> None:
+    expected, actual = recording(), recording({FORWARD: 0.3, **changes})
+    for name, times in of_model.items():
+        expected.steps[1].tensors[FORWARD][name] = Digests((4,), "float32", {"sample": RIGHT})
+        rows = {"sample": (tuple((times or 0.0) * x for x in RIGHT[0]), 2.0)}
+        problem = "" if times else "not put together"
+        mine = Digests((4,), "float32", rows, problem=problem)
+        actual.steps[1].tensors[FORWARD][name] = mine
+
+    comparison = compare(actual, expected, Floor(expected, []))
+
+    assert comparison.is_equal is is_equal
+    assert ("all gradients are equal" in comparison.unaligned.get("forward layer", "")) is is_equal
+
+
 def test_an_output_that_is_a_part_stays_a_difference_where_a_gradient_differs() -> None:
     expected, actual = recording(), recording({FORWARD: 0.5, GRADIENT: 1.1})
     actual.facts = [{"rank": "0"}, {"rank": "1"}]
@@ -235,12 +264,15 @@ def test_other_sums_differ_by_rounding_alone() -> None:
     torch.testing.assert_close(product, a @ b + 1, rtol=1e-4, atol=1e-5)
 
 
+RIGHT = (1.0, -2.0, 0.5, 3.0), 2.0
+
+
 def recording(changes: Mapping[str, float] | None = None) -> Recording:
     """One step of one process: a tensor of each phase, and numbers."""
     changes = changes or {}
     step = Step()
     for phase in (FORWARD, BACKWARD, GRADIENT):
-        sums: tuple[float, ...] = (1.0, -2.0, 0.5, 3.0)
+        sums: tuple[float, ...] = RIGHT[0]
         if phase in changes:
             sums = tuple(changes[phase] * x for x in sums)
         rows = {"" if phase == GRADIENT else "sample": (sums, 2.0)}

@@ -114,60 +114,98 @@ def _is_before(output: str, router: str, step: Step) -> bool:
     name, _, place = output.partition("#")[0].partition(":")
     if name == router:
         return place in {choice.place for choice in step.choices.get(router, {}).values()}
-    modules = [re.split("[#:]", each)[0] for each in step.tensors.get(ev.FORWARD, {})]
+    modules = [_module(each) for each in step.tensors.get(ev.FORWARD, {})]
     return name in modules and router in modules[modules.index(name) + 1 :]
 
 
 def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_ranks: int) -> None:
     """List outputs that differ where nothing comes of it.
 
-    Ranks may divide what they later add up. A module that some calls give other rows than samples
-    may by chance get as many, or lay tokens out without padding. A weight that no loss depends on
-    may drift. Where every weight's gradient is equal after that, nothing is wrong; where one is
-    not, or was not compared, the outputs stay differences.
+    Ranks may divide what they later add up, or have zeros for what others compute. A module that
+    some calls give other rows than samples may by chance get as many, or lay tokens out without
+    padding, or those of two samples in turns. A weight that no loss depends on may drift. Where
+    every weight's gradient is equal after that, nothing is wrong; where one is not, or was not
+    compared, the outputs stay differences.
     """
     here = [difference for difference in result.differences if difference.step == index]
     is_term = [_is_term(difference, num_ranks) for difference in here]
     has_drifted = _VANISHES in result.unaligned.values()
-    some = [d.phase in _OUTPUTS and (has_drifted or _is_unsure(d, mine, theirs)) for d in here]
-    are_all = all(any(pair) for pair in zip(is_term, some, strict=True))
-    if not here or not are_all or not are_equal(result, index, theirs):
+    idle = _without_effect(result, index, theirs)
+    some = [
+        d.phase in _OUTPUTS and (has_drifted or d.name in idle or _is_unsure(d, mine, theirs))
+        for d in here
+    ]
+    are_all = here and all(any(pair) for pair in zip(is_term, some, strict=True))
+    if not are_all or not are_equal(result, index, theirs):
         return
     for difference, is_one in zip(here, is_term, strict=True):
         parts = "weights drift by rounding" if has_drifted else "its rows are not the samples"
         if is_one:
             parts = f"it is 1/{round(1 / difference.factor)} of the reference's on every rank"
-        where = f"{difference.phase} {difference.name}"
-        result.unaligned.setdefault(where, f"{parts}, and all gradients are equal")
+        elif difference.name in idle:
+            parts = "what the module around it gives is the reference's"
+        result.unaligned.setdefault(
+            f"{difference.phase} {difference.name}", f"{parts}, and all gradients are equal"
+        )
     result.differences = [
         difference for difference in result.differences if difference.step != index
     ]
 
 
-def put_back(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
-    """Put outputs last that differ for samples of which the model gives what it should.
+def _without_effect(result: Comparison, index: int, theirs: Step) -> set[str]:
+    """Return outputs that differ inside of modules whose own were compared and are equal.
 
-    They lie or are padded otherwise, as what a recurrent module is given without padding: nothing
-    comes of that, and what else differs in the step is named before.
+    One that is so small beside what is around that a difference in it would not be seen there is
+    left out; so is, where nothing else of the forward differs, one of a module with a weight whose
+    gradient does.
+    """
+    outputs = theirs.tensors.get(ev.FORWARD, {})
+    here = {(d.phase, d.name): d for d in result.differences if d.step == index}
+    wrong = {name: d for (phase, name), d in here.items() if phase == ev.FORWARD}
+    sizes: dict[str, float] = {}
+    for name, tensor in outputs.items():
+        is_unknown = name in wrong or f"{ev.FORWARD} {name}" in result.unaligned
+        size = math.inf if is_unknown else tensor.norm
+        sizes[_module(name)] = max(sizes.get(_module(name), 0.0), size)
+    found = {
+        name
+        for name, d in wrong.items()
+        for place in re.finditer("^(?=[^#:])|[.]", _module(name))
+        if d.error * outputs[name].norm > d.bound * sizes.get(name[: place.start()], math.inf)
+    }
+    own = (*(n for p, n in here if p == ev.GRADIENT),) if found == wrong.keys() else ()
+    return {name for name in found if not any(n.startswith(_module(name)) for n in own)}
+
+
+def _module(name: str) -> str:
+    """Return the module of an output: without its place, and the number of its call."""
+    return re.split("[#:]", name)[0]
+
+
+def put_back(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
+    """Put outputs last of which nothing comes, so that what else differs in the step is named.
+
+    They are those inside of modules that give what they should, and those that differ for samples
+    of which the model gives what it should: they lie or are padded otherwise, as what a recurrent
+    module is given without padding.
     """
     ours, expected = (step.tensors.get(ev.FORWARD, {}) for step in (mine, theirs))
     given = [name for name in ours.keys() & expected.keys() if re.match("[:#]|$", name)]
     right = {row.removeprefix(ev.REAL) for name in given for row in ours[name].rows}
     for name in given:
-        least = LEAST.get(expected[name].dtype, 1e-5) / TIMES
-        right -= _rows_apart(ours[name], expected[name], least, of_all=False)
-    idle = {
+        right -= _rows_apart(
+            ours[name], expected[name], LEAST.get(expected[name].dtype, 1e-5) / TIMES, of_all=False
+        )
+    idle = _without_effect(result, index, theirs) | {
         d.name
         for d in result.differences
         if (d.step, d.phase, d.who) == (index, ev.FORWARD, "")
         and d.name not in given
         and _rows_apart(ours[d.name], expected[d.name], d.bound) & right
+        and _is_unsure(d, mine, theirs)
     }
     result.differences.sort(
-        key=lambda d: (
-            (d.step, d.name in idle, d.phase in _OUTPUTS) == (index, True, True)
-            and _is_unsure(d, mine, theirs)
-        )
+        key=lambda d: (d.step, d.name in idle, d.phase in _OUTPUTS) == (index, True, True)
     )
 
 
@@ -188,8 +226,11 @@ def _rows_apart(
 def _is_unsure(difference: Difference, mine: Step, theirs: Step) -> bool:
     """Tell whether rows of an output may be no samples, or samples have padding of any length."""
     phases = [step.tensors.get(difference.phase, {}) for step in (mine, theirs)]
-    is_lost = any(some[difference.name].lost for some in phases if difference.name in some)
-    return is_lost or any(tensor.shapes for some in phases for tensor in some.values())
+    return any(
+        tensor.shapes or (tensor.lost and name == difference.name)
+        for some in phases
+        for name, tensor in some.items()
+    )
 
 
 def list_vanishing(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
