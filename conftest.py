@@ -36,12 +36,18 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that are not of the sample of their test, unless they were named."""
-    if WHOLE or any("::" in argument for argument in config.args):
+    if WHOLE:
         return
+    arguments = [argument.partition("::") for argument in config.args if "::" in argument]
+    named = [((config.invocation_params.dir / a).resolve(), name) for a, _, name in arguments]
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     wanted: set[str] = set()
     for item in items:
+        own = item.nodeid.partition("::")[2]
+        if any(item.path == file and own.startswith(name) for file, name in named):
+            kept.append(item)
+            continue
         marker = item.get_closest_marker("sample")
         case = getattr(item, "callspec", None)
         if marker is not None:

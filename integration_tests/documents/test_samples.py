@@ -58,6 +58,16 @@ def test_a_case_that_is_named_runs(name: str, tmp_path: Path) -> None:
     assert collected(tmp_path, f"{tmp_path / 'test_cases.py'}::{name}") == (0, {name})
 
 
+def test_a_case_that_is_named_leaves_the_sample_of_other_files_as_it_is(tmp_path: Path) -> None:
+    other = tmp_path / "test_others.py"
+    other.write_text(CASES.format(second="c").replace("_case", "_other"))
+
+    status, names = collected(tmp_path, f"{tmp_path / 'test_cases.py'}::test_case[b]", str(other))
+
+    assert status == 0
+    assert names == {"test_case[b]", "test_other[a]", "test_other[c]", "test_short"}
+
+
 def test_a_sample_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
     status, _ = collected(tmp_path, second="d")
     assert status == pytest.ExitCode.USAGE_ERROR
