@@ -187,21 +187,26 @@ def test_an_output_that_ranks_have_parts_of_is_listed_where_nothing_comes_of_it(
 
 
 @pytest.mark.parametrize(
-    ("of_model", "changes", "is_equal"),
+    ("of_model", "changes", "others", "is_equal"),
     [
-        ({"": 1.0}, {}, True),
-        ({":logits": 1.0, "#1": 1.0}, {}, True),
-        ({"": 1.1}, {}, False),
-        ({"block": 1.0}, {}, False),  # nothing says what the model gives
-        ({"": None}, {}, False),  # not compared
-        ({"": 1.0}, {GRADIENT: 1.1}, False),
-        ({"": 1.0}, {LOSS: 1.1}, False),
+        ({"": 1.0}, {}, 0.0, True),
+        ({":logits": 1.0, "#1": 1.0}, {}, 0.0, True),
+        ({"": 1.1}, {}, 0.0, False),
+        ({"block": 1.0}, {}, 0.0, False),  # nothing says what the model gives
+        ({"": None}, {}, 0.0, False),  # not compared
+        ({"": 1.0}, {GRADIENT: 1.1}, 0.0, False),
+        ({"": 1.0}, {LOSS: 1.1}, 0.0, False),
+        ({"": 1.0}, {}, 0.5, False),  # of another size, which a norm behind it may hide
     ],
 )
-def test_an_inner_output_is_listed_where_the_models_own_and_all_gradients_are_equal(
-    of_model: Mapping[str, float | None], changes: Mapping[str, float], is_equal: bool
+def test_an_output_that_lies_otherwise_is_listed_where_the_models_own_and_gradients_are_equal(
+    of_model: Mapping[str, float | None],
+    changes: Mapping[str, float],
+    others: float,
+    is_equal: bool,
 ) -> None:
     expected, actual = recording(), recording({FORWARD: 0.3, **changes})
+    actual.steps[1].tensors[FORWARD]["layer"].others = others
     for name, times in of_model.items():
         expected.steps[1].tensors[FORWARD][name] = Digests((4,), "float32", {"sample": RIGHT})
         rows = {"sample": (tuple((times or 0.0) * x for x in RIGHT[0]), 2.0)}

@@ -130,7 +130,7 @@ def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_r
     here = [difference for difference in result.differences if difference.step == index]
     is_term = [_is_term(difference, num_ranks) for difference in here]
     has_drifted = _VANISHES in result.unaligned.values()
-    idle = _without_effect(result, index, theirs)
+    idle = _without_effect(result, index, mine, theirs)
     some = [
         d.phase in _OUTPUTS and (has_drifted or d.name in idle or _is_unsure(d, mine, theirs))
         for d in here
@@ -143,7 +143,7 @@ def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_r
         if is_one:
             parts = f"it is 1/{round(1 / difference.factor)} of the reference's on every rank"
         elif difference.name in idle:
-            parts = "what the module around it gives is the reference's"
+            parts = "the same numbers lie otherwise, what the module around gives is equal"
         result.unaligned.setdefault(
             f"{difference.phase} {difference.name}", f"{parts}, and all gradients are equal"
         )
@@ -152,26 +152,24 @@ def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_r
     ]
 
 
-def _without_effect(result: Comparison, index: int, theirs: Step) -> set[str]:
-    """Return outputs that differ inside of modules whose own were compared and are equal.
+def _without_effect(result: Comparison, index: int, mine: Step, theirs: Step) -> set[str]:
+    """Return outputs that lie otherwise inside of modules whose own were compared and are equal.
 
-    One that is so small beside what is around that a difference in it would not be seen there is
-    left out; so is, where nothing else of the forward differs, one of a module with a weight whose
-    gradient does.
+    Their squares, those of all ranks that have other numbers, add up to the reference's. Where
+    nothing else of the forward differs, an output of a module with a weight whose gradient does is
+    left out.
     """
-    outputs = theirs.tensors.get(ev.FORWARD, {})
+    ours, expected = (step.tensors.get(ev.FORWARD, {}) for step in (mine, theirs))
     here = {(d.phase, d.name): d for d in result.differences if d.step == index}
     wrong = {name: d for (phase, name), d in here.items() if phase == ev.FORWARD}
-    sizes: dict[str, float] = {}
-    for name, tensor in outputs.items():
-        is_unknown = name in wrong or f"{ev.FORWARD} {name}" in result.unaligned
-        size = math.inf if is_unknown else tensor.norm
-        sizes[_module(name)] = max(sizes.get(_module(name), 0.0), size)
+    unknown = [n for n in expected if n in wrong or f"{ev.FORWARD} {n}" in result.unaligned]
+    right = {*map(_module, expected)} - {*map(_module, unknown)}
     found = {
         name
         for name, d in wrong.items()
         for place in re.finditer("^(?=[^#:])|[.]", _module(name))
-        if d.error * outputs[name].norm > d.bound * sizes.get(name[: place.start()], math.inf)
+        if name[: place.start()] in right
+        and abs(ours[name].total - expected[name].norm) <= d.bound * expected[name].norm
     }
     own = (*(n for p, n in here if p == ev.GRADIENT),) if found == wrong.keys() else ()
     return {name for name in found if not any(n.startswith(_module(name)) for n in own)}
@@ -196,7 +194,7 @@ def put_back(result: Comparison, index: int, mine: Step, theirs: Step) -> None:
         right -= _rows_apart(
             ours[name], expected[name], LEAST.get(expected[name].dtype, 1e-5) / TIMES, of_all=False
         )
-    idle = _without_effect(result, index, theirs) | {
+    idle = _without_effect(result, index, mine, theirs) | {
         d.name
         for d in result.differences
         if (d.step, d.phase, d.who) == (index, ev.FORWARD, "")

@@ -50,6 +50,7 @@ class Digests:
         dtype: Dtype of the tensor.
         rows: Sample -> sums with signs and norm; "" where it is not made of samples.
         disagree: Largest distance of ranks that hold the same part, relative to the norm.
+        others: Sum of the squares of a part on ranks that hold other numbers of it than the first.
         who: Processes that hold this part.
         is_sum: Whether parts of several ranks were added up because they were not the same.
         problem: Reason why the tensor could not be put together; empty: it was.
@@ -61,6 +62,7 @@ class Digests:
     dtype: str
     rows: dict[str, tuple[tuple[float, ...], float]] = field(default_factory=dict)
     disagree: float = 0.0
+    others: float = 0.0
     who: str = ""
     is_sum: bool = False
     problem: str = ""
@@ -71,6 +73,11 @@ class Digests:
     def norm(self) -> float:
         """Return the 2-norm; where not all values are finite, that of what stands in for them."""
         return math.sqrt(sum(size_of(sums, norm) ** 2 for sums, norm in self.rows.values()))
+
+    @property
+    def total(self) -> float:
+        """Return the 2-norm of all that ranks hold, where it is not the same."""
+        return math.sqrt(self.norm**2 + self.others)
 
     @property
     def is_finite(self) -> bool:
@@ -339,6 +346,7 @@ class _Parts:
                 boxes[piece.box] = who, _sum(piece, held)
                 result.is_sum = True
                 continue
+            result.others += piece.norm**2 if apart > TERMS else 0.0
             if not apart <= result.disagree:  # NaN is the farthest
                 result.disagree = apart
                 result.who = f"{other.rpartition('-')[0]} and {who.rpartition('-')[0]}"
