@@ -50,7 +50,6 @@ from unittest.mock import patch
 # What programs import, but not what is run as one (`-m`), of which there would be two.
 _IMPORTED = (
     "torch._dynamo",
-    "torch._inductor.pattern_matcher",
     "torch.distributed.checkpoint",
     "torch.distributed.launcher.api",
     "torch.distributed.tensor",

@@ -107,7 +107,7 @@ BY_FSDP = {
 }
 
 
-@pytest.mark.sample("block, pipeline", "copies, pipeline", "once")
+@pytest.mark.sample("copies, pipeline")
 @pytest.mark.parametrize("name", BY_FSDP)
 def test_however_parameters_are_gathered_a_layout_is_equal(
     name: str, corpus: str, gathered_runs: Runs
@@ -150,7 +150,7 @@ DEALT = {
 }
 
 
-@pytest.mark.sample("ring, pipeline", "padding, tp")
+@pytest.mark.sample("ring, pipeline")
 @pytest.mark.parametrize("name", DEALT)
 def test_documents_that_are_dealt_out_change_no_number(
     name: str, corpus: str, tmp_path: Path
@@ -161,6 +161,7 @@ def test_documents_that_are_dealt_out_change_no_number(
     assert comparison.num_steps == SHORT.steps
 
 
+@pytest.mark.sample("mesh.pp=2", "mesh.cp=2", "mesh.dp_replicate=2 mesh.ep=2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -> None:
     config = config_of(corpus, layout)
@@ -173,6 +174,7 @@ def test_a_layout_without_a_bug_is_equal(layout: str, corpus: str, runs: Runs) -
     assert all(states <= comparison.worst[phase].keys() for phase in ("saved", "loaded"))
 
 
+@pytest.mark.sample("mesh.dp_shard=2 mesh.cp=2")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -199,18 +201,13 @@ def test_one_process_without_a_bug_equals_the_oracle(corpus: str, runs: Runs) ->
 
 
 @pytest.mark.sample(
-    "one_gradient_a_little_off",
     "one_number_of_one_gradient_off_by_its_last_bit",
-    "gradients_are_averaged",
     "the_norm_counts_experts_twice",
     "positions_of_a_rank_begin_one_later",
     "the_balancing_loss_is_that_of_half_a_batch",
-    "experts_begin_with_other_weights",
     "the_rate_is_wrong_after_warm_up",
     "norms_decay",
-    "shards_of_a_moment_are_saved_in_the_wrong_order",
     "moments_that_another_layout_saved_are_not_loaded",
-    "data_begin_anew_after_a_load",
     "heads_are_scaled_by_the_width_of_the_model",
     "adam_has_another_beta",
 )

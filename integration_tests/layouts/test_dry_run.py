@@ -77,7 +77,7 @@ def reductions_of(traces: Iterable[Trace]) -> set[str]:
     }
 
 
-@pytest.mark.sample("unequal", "replicated")
+@pytest.mark.sample("replicated")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_of_a_class_run_the_same_program_and_all_fit(name: str, tmp_path: Path) -> None:
     keys = dict(key.split("=", 1) for key in (*SMALL, *LAYOUTS[name]))

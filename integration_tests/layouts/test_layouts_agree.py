@@ -142,7 +142,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 
 @pytest.mark.sample(
-    "fsdp2-compiled",
     "pp2-fsdp2-ep2-zbv",
     "tp2-etp2-fsdp2-ep2",
     "pp2-cp2-interleaved-zero-bubble",

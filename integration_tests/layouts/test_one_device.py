@@ -95,7 +95,7 @@ def run(config: Config, directory: Path, fault: str = "") -> list[str]:
     return sorted({line for rank in found for line in rank})
 
 
-@pytest.mark.sample("bf16-documents", "overlap")
+@pytest.mark.sample("bf16-documents")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_operands_are_on_one_device_in_every_layout(name: str, tmp_path: Path) -> None:
     train = {**CLIPPED, "global_batch_size": 16 if name == "overlap" else 8}

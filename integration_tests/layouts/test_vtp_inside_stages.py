@@ -154,7 +154,7 @@ def errors(sizes: Sequence[int]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.sample("[2, 4]", "[3, 1, 2]", "[1, 2, 2]")
+@pytest.mark.sample("[3, 1, 2]")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_experts_and_context_parallelism_work_inside_stages(sizes: Sequence[int]) -> None:
     for found in run_distributed(errors, sizes, world_size=sum(sizes), timeout=150):

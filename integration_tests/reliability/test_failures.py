@@ -147,9 +147,7 @@ def run(case: str, encoded: bytes, directory: Path) -> tuple[str, str, float]:
 
 
 @pytest.mark.sample(
-    "data",
     "attention over context",
-    "experts of a sharded model",
     "overlapped pair, backward",
     "pipeline message",
     "gradient reduction",

@@ -13,15 +13,11 @@ pytestmark = [
 
 SHOWN = (
     "padding.dynamic-left",
-    "padding.pad_is_eos",
-    "order_and_sums.key_bias_apart",
     "order_and_sums.advantages",
     "chance.early_exit",
     "parallel.fsdp2_nested",
-    "training.tokens_weighted",
-    "training.grad_scaler-overflow",
+    "experts.routed-zeros",
     "vision_audio.detection",
-    "fields.graph_batches-sum",
     "engines.lightning",
     "drawn-003",
 )
