@@ -363,6 +363,30 @@ def test_norms_of_a_step_are_each_compared_with_its_own() -> None:
     assert first.phase == NORM
 
 
+@pytest.mark.parametrize(
+    ("norms", "is_equal"),
+    [
+        ([[3.0], [3.0, 0.5]], True),  # rank 0 has nothing of the second group
+        ([[3.0, 0.5, 3.0, 0.5], [3.0, 3.0]], True),  # two optimizers, which clip in turn
+        ([[3.0], [3.0, 0.6]], False),
+        ([[2.5], [3.0, 0.5]], False),
+        ([[3.0], [3.0]], False),
+        ([[3.0], [3.0, math.nan]], False),
+    ],
+)
+def test_ranks_may_have_norms_of_some_groups_alone(
+    norms: list[list[float]], *, is_equal: bool
+) -> None:
+    expected, actual = recording(), recording()
+    expected.steps[1].numbers[NORM] = {"": {"rank-00000": [3.0, 0.5]}}
+    actual.steps[1].numbers[NORM] = {"": {f"rank-{i:05d}": some for i, some in enumerate(norms)}}
+
+    first = compare(actual, expected, Floor(expected, [])).first
+
+    assert (first is None) == is_equal
+    assert first is None or first.phase == NORM
+
+
 def test_gradients_and_losses_that_overflow_on_both_sides_are_equal() -> None:
     changes = {GRADIENT: math.inf, LOSS: math.inf, NORM: math.inf}
     expected, actual = recording(changes), recording(changes)
