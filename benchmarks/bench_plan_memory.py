@@ -1,4 +1,4 @@
-"""Memory as `hp plan` adds it up, beside what a dry run of the same layout finds, both in GB.
+"""Memory as `hp plan` adds it up, beside what a dry run of the same layout finds, both in GiB.
 
 Nothing runs on a GPU: `hp dry-run` is the real code of every kind of rank on a device that computes
 nothing. Compared are tensors alive at the peak, of the rank that needs most; and with what the plan
@@ -111,13 +111,13 @@ def row(name: str, preset: str, keys: dict[str, object], text: Path) -> str:
     total = tensors(planned)
     whole = total + memory.fragmentation
     parts = (static, memory.activations, memory.buffers)
-    cells = [_gigabytes(*parts, total, live), f"{total / live:.2f}"]
-    cells += [_gigabytes(whole, needed), f"{whole / needed:.2f}"]
+    cells = [_gibibytes(*parts, total, live), f"{total / live:.2f}"]
+    cells += [_gibibytes(whole, needed), f"{whole / needed:.2f}"]
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def _gigabytes(*sizes: int) -> str:
-    return " | ".join(f"{size / 1e9:.1f}" for size in sizes)
+def _gibibytes(*sizes: int) -> str:
+    return " | ".join(f"{size / 2**30:.1f}" for size in sizes)
 
 
 def tensors(planned: Estimate) -> int:

@@ -11,13 +11,14 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
+from hp_base.messages import size
 from hp_dry import DryDevice, replay
 from hp_dry.report.curve import curve_svg
 from hp_dry.report.page import page
 from hp_dry.report.report import report
 from hp_dry.report.sites import Site, site
 from hp_dry.report.summary import RankSummary, Saved, Summary, from_json, summarize, to_json
-from hp_dry.report.tables import several_ranks, size, tables
+from hp_dry.report.tables import several_ranks, tables
 from hp_dry.report.traffic import traffic_of
 from hp_dry.report.usage import memory_of
 from hp_dry.report.work import Cost, work_of

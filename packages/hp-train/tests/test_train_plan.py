@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from hp_plan.price.estimate import fits, planned
 from hp_plan.price.prices import Prices
 from hp_schedule import Precedence
 from hp_train.cli import main
-from hp_trainer.config import Config, rules
-from hp_trainer.config.options import resolve, with_keys
+from hp_trainer.config import Config, rules, to_dict
+from hp_trainer.config.options import resolve, split_overrides, with_keys
+from hp_trainer.config.schema import fields
 from hp_trainer.layout.communicators import held
 from hp_trainer.layout.schedules import placement
 
@@ -201,12 +204,12 @@ def test_a_gpu_gives_less_than_all_of_its_memory_to_tensors() -> None:
     assert memory.total == bare.total + sum(
         memory.kinds[kind] for kind in ("context", "communicators", "fragmentation")
     )
-    # As 79.8 of 80 GB did, tensors that alone fill the device do not pass.
+    # As 79.8 of 80 GiB did, tensors that alone fill the device do not pass.
     full = H100.with_values(memory=bare.total)
     with pytest.raises(ConfigError, match="must be at most the memory of a device"):
         choose(config, 4, full, vocab_size=VOCAB, most=40)
     text = "\n".join(details(found))
-    assert "context 1.0 GB, communicators 2.8 GB, fragmentation " in text
+    assert "context 953.67 MiB, communicators 2.62 GiB, fragmentation " in text
     assert as_dict(found)["memory"] == memory.kinds | {"total": memory.total}
 
 
@@ -326,3 +329,56 @@ def test_a_wrong_command_line_is_answered_in_one_line(
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_the_best_layout_is_written_as_a_config_and_told_as_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, mine = tmp_path / "best.toml", tmp_path / "mine.toml"
+    mine.write_text("[train]\nsteps = 7\nglobal_batch_size = 8\n[launch]\nnum_processes = 1\n")
+    paths = [str(tmp_path / "a b"), str(tmp_path / "c")]
+    for path in paths:
+        Path(path).write_text("some words in a row\n" * 1000)
+    given = ["--data", *paths, "--data.seq_len", "64"]
+    asked = ["plan", str(mine), *given, "--machine", "cpu", "--gpus", "4", "--node-size", "4"]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    hp, train, *words = shlex.split(found["command"])
+    assert (hp, train, words[0]) == ("hp", "train", str(mine))
+    overrides, rest = split_overrides(words)
+    by_flags = resolve(rest[0], overrides, env={}).config
+    best, tables = found["best"][0]["config"], to_dict(by_flags)
+    assert best == {key: tables[fields()[key].section][fields()[key].name] for key in best}
+    assert (by_flags.train.steps, by_flags.data.paths, by_flags.world_size) == (7, (*paths,), 4)
+    assert main([*asked, "--write", str(file)]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {file}; to run it: hp train {file}\n")
+    by_file = resolve(str(file), env={})
+    assert by_file.config == by_flags
+    text = file.read_text()
+    assert "steps = 7  # " + str(mine) + ":2" in text
+    assert "seq_len = 64  # command line" in text
+    assert re.search(r"dp_shard = \d  # hp plan", text)
+    assert main(["train", str(file), "--dry-run"]) == 0
+    asked[asked.index("--node-size") + 1] = "3"
+    assert main(asked) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("to run it, on each node: torchrun --nnodes 2 --nproc-per-node 2 ")
+    assert told.endswith(" --run.name NAME")
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("mine.toml", "must be another file than the config"),
+        ("best.json", "must end with .toml"),
+        ("none/best.toml", "No such file or directory"),
+    ],
+)
+def test_a_layout_is_not_written_where_no_config_can_be(
+    file: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text("")
+    asked = ["plan", str(tmp_path / "mine.toml"), "--write", str(tmp_path / file)]
+    assert main(asked) == 2
+    assert says in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]

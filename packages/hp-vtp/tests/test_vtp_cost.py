@@ -1,5 +1,6 @@
 import pytest
 
+from hp_base.messages import size
 from hp_vtp import (
     Links,
     PipelineLayout,
@@ -10,7 +11,7 @@ from hp_vtp import (
     plan_transfer,
     predicted_seconds,
 )
-from hp_vtp.plan.explain import format_bytes, format_seconds
+from hp_vtp.plan.explain import format_seconds
 
 MIB = 2**20
 PLAIN = Links(cross_bandwidth=MIB, cross_latency=0.0, local_bandwidth=1024 * MIB, local_latency=0.0)
@@ -116,7 +117,7 @@ def test_explain_names_messages_links_time_and_bound() -> None:
 
 
 def test_sizes_and_times_have_fitting_units() -> None:
-    assert [format_bytes(size) for size in (0, 1023, 1024, 3 * 2**20, 5 * 2**40)] == [
-        *("0 B", "1023 B", "1.00 KiB", "3.00 MiB", "5120.00 GiB")
+    assert [size(number) for number in (0, 1023, 1024, 3 * 2**20, 5 * 2**40)] == [
+        *("0", "1023 B", "1.00 KiB", "3.00 MiB", "5.00 TiB")
     ]
     assert [format_seconds(t) for t in (2.0, 0.0015, 2e-5)] == ["2.00 s", "1.50 ms", "20.0 us"]

@@ -13,9 +13,9 @@ GPU_MARGIN: Mapping[str, float] = {
 }
 """Memory of a GPU that holds no tensors, as others measured it; docs/how-to/plan-a-layout.md.
 
-Context: 1.06 GB beside torch's tensors on an H100 whose communicator has done nothing yet
-(NVIDIA/nccl #1685). Communicators: 544 to 688 MB each on four A100 (NVIDIA/nccl #964); since 2.22
-NCCL uses two sevenths of it, as it connects peers when they are first used. Peers: 3.28 GB more
+Context: 0.99 GiB beside torch's tensors on an H100 whose communicator has done nothing yet
+(NVIDIA/nccl #1685). Communicators: 519 to 656 MiB each on four A100 (NVIDIA/nccl #964); since 2.22
+NCCL uses two sevenths of it, as it connects peers when they are first used. Peers: 3.05 GiB more
 after the first all-to-all with seven of them (NVIDIA/nccl #1685). Fragmentation is assumed.
 """
 

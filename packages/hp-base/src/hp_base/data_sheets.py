@@ -78,7 +78,8 @@ class Sheet(NamedTuple):
 
     Attributes:
         teraflops: Dense peak in bfloat16.
-        gigabytes: Size of the memory.
+        gibibytes: Memory that a program is given: 0.989 of the number in the name of the GPU, as of
+            an H100, whose 80 GB are 79.11 GiB for torch (vllm-project/vllm #27508).
         terabytes_per_second: Bandwidth of the memory.
         link: Gigabytes per second to other GPUs of the node, in each direction.
         node_link: Gigabytes per second to other nodes, in each direction.
@@ -86,7 +87,7 @@ class Sheet(NamedTuple):
     """
 
     teraflops: float
-    gigabytes: float
+    gibibytes: float
     terabytes_per_second: float
     link: float = 450.0
     node_link: float = 50.0
@@ -98,12 +99,12 @@ _PEAKS = {
 }
 
 SHEETS: Mapping[str, Sheet] = {
-    "a100": Sheet(_PEAKS["A100"], 80, 2.0, link=300, node_link=25),
-    "h100": Sheet(_PEAKS["H100"], 80, 3.35),
-    "h100-96gb": Sheet(0.8 * _PEAKS["H100"], 96, 2.4),
-    "h200": Sheet(_PEAKS["H200"], 141, 4.8),
-    "b200": Sheet(_PEAKS["B200"], 180, 7.7, link=900),
-    "gb200": Sheet(_PEAKS["GB200"], 186, 8.0, link=900, node_size=72),
+    "a100": Sheet(_PEAKS["A100"], 79.1, 2.0, link=300, node_link=25),
+    "h100": Sheet(_PEAKS["H100"], 79.1, 3.35),
+    "h100-96gb": Sheet(0.8 * _PEAKS["H100"], 94.9, 2.4),
+    "h200": Sheet(_PEAKS["H200"], 139.4, 4.8),
+    "b200": Sheet(_PEAKS["B200"], 178.0, 7.7, link=900),
+    "gb200": Sheet(_PEAKS["GB200"], 183.9, 8.0, link=900, node_size=72),
 }
 """SXM variants. The H100 with 96 GB of HBM2e draws 500 W, not 700: 0.8 of the peak is assumed."""
 

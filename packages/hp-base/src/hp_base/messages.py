@@ -1,4 +1,4 @@
-"""Values, paths and hints for messages of one line."""
+"""Values, paths, sizes and hints for messages of one line."""
 
 import difflib
 import json
@@ -26,6 +26,18 @@ def shown(value: object, *, limit: int = _SHOWN) -> str:
 def shown_path(path: str | Path) -> str:
     """Return a path for a one-line message, cut only if it is very long."""
     return shown(str(path), limit=250)
+
+
+def size(number: float) -> str:
+    """Return bytes in binary units, as all packages tell memory.
+
+    >>> size(2.5 * 2**30), size(700), size(0)
+    ('2.50 GiB', '700 B', '0')
+    """
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 2**power:
+            return f"{number / 2**power:.2f} {unit}"
+    return f"{number:.0f} B" if number else "0"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

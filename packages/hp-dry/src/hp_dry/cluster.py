@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from hp_base.data_sheets import SHEETS
+
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OFF = ("", "0")
 
@@ -16,14 +18,14 @@ class Gpu:
 
     Attributes:
         name: Name of the GPU, as the driver reports it.
-        memory_bytes: Bytes of memory of one GPU.
+        memory_bytes: Bytes of memory that a process is given of one GPU.
         capability: Compute capability, major and minor.
         num_multiprocessors: Streaming multiprocessors (SMs) of one GPU.
         num_devices: GPUs that a process sees.
     """
 
     name: str = "NVIDIA H100 80GB HBM3"
-    memory_bytes: int = 80 * 2**30
+    memory_bytes: int = int(SHEETS["h100"].gibibytes * 2**30)
     capability: tuple[int, int] = (9, 0)
     num_multiprocessors: int = 132
     num_devices: int = 8

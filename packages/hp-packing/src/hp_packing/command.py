@@ -126,7 +126,7 @@ def _rows(found: list[Comparison], *, bytes_of_key: float) -> list[dict[str, str
                 "step / pure work": mean(row.factor for row in of_rule),
                 "worst": max(row.factor for row in of_rule),
                 "tokens held": max(row.tokens for row in of_rule),
-                "gigabytes exchanged": mean(row.fetched for row in of_rule) * bytes_of_key / 1e9,
+                "gibibytes exchanged": mean(row.fetched for row in of_rule) * bytes_of_key / 2**30,
             }
         )
     bound = mean(each.bound / each.pure for each in found)
@@ -139,7 +139,7 @@ def _lines(
 ) -> list[str]:
     source = options.lengths or options.distribution
     ranks = f"{options.stages} stages of {options.ranks} ranks"
-    heads = ("seconds", 9), ("/ pure", 9), ("worst", 9), ("tokens held", 13), ("GB of keys", 12)
+    heads = ("seconds", 9), ("/ pure", 9), ("worst", 9), ("tokens held", 13), ("GiB of keys", 12)
     lines = [
         (
             f"{len(found)} batches of {options.tokens} tokens, {source}; {ranks}, packs of "
@@ -150,7 +150,7 @@ def _lines(
     *of_rules, bound = rows
     for row in of_rules:
         numbers = f"{row['seconds']:9.2f}{row['step / pure work']:9.3f}{row['worst']:9.3f}"
-        held = f"{row['tokens held']:13.0f}{row['gigabytes exchanged']:12.2f}"
+        held = f"{row['tokens held']:13.0f}{row['gibibytes exchanged']:12.2f}"
         lines.append(f"{row['rule']:24}{numbers}{held}")
     lines.append(f"{bound['rule']:24}{'':9}{bound['step / pure work']:9.3f}")
     took = mean(each.cpu_seconds for each in found)

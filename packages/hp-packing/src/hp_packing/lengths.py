@@ -12,6 +12,7 @@ from math import ceil
 
 import numpy as np
 
+from hp_base.messages import size
 from hp_context.batch.deal_cost import Work
 from hp_data.dataset import best_fit
 from hp_packing.costs import Pipeline, Seconds, StepCosts, pairs_of
@@ -21,7 +22,7 @@ from hp_packing.plan import Team
 from hp_packing.planning.planner import Planner
 from hp_packing.pricing import costs_of
 from hp_plan.costs.machine import Machine
-from hp_plan.layouts.report import in_bytes, in_seconds
+from hp_plan.layouts.report import in_seconds
 from hp_plan.price.estimate import Plan, gathers_by_stage
 from hp_plan.price.prices import Prices
 from hp_plan.price.traffic import Spread
@@ -242,7 +243,7 @@ def table_of(steps: Sequence[Steps]) -> list[str]:
     lines = [f"{'packing':10}{head}{'tokens/s':>11}"]
     for each, values in zip(steps, found, strict=True):
         line = "".join(f"{in_seconds(values['seconds'][percent]):>10}" for percent in percents)
-        line += "".join(f"{in_bytes(values['memory'][percent]):>12}" for percent in percents)
+        line += "".join(f"{size(values['memory'][percent]):>12}" for percent in percents)
         lines.append(f"{each.packing:10}{line}{each.tokens_per_second:11,.0f}")
     return lines
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from itertools import accumulate
 
+from hp_base.messages import size
 from hp_base.svg import text, ticks
-from hp_dry.report.tables import size
 from hp_dry.report.usage import Memory, Point
 from hp_dry.trace import KINDS
 

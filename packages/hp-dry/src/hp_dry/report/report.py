@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from hp_base.messages import size
 from hp_dry.report.summary import Summary
-from hp_dry.report.tables import Table, size, tables
+from hp_dry.report.tables import Table, tables
 
 _WIDEST = 60
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
+from hp_base.messages import size
 from hp_dry.report.sites import line
 from hp_dry.report.summary import RankSummary, Summary
 from hp_dry.report.traffic import Communicator, Count
@@ -338,18 +339,6 @@ def reserved(rank: RankSummary) -> str:
 def part(number: float, whole: float) -> str:
     """Return a share of a whole."""
     return f"{number / whole:.0%}" if whole else ""
-
-
-def size(number: float) -> str:
-    """Return the bytes in binary units.
-
-    >>> size(2.5 * 2**30), size(700), size(0)
-    ('2.50 GiB', '700 B', '0')
-    """
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if number >= 2**power:
-            return f"{number / 2**power:.2f} {unit}"
-    return f"{number:.0f} B" if number else "0"
 
 
 def flops(number: int) -> str:

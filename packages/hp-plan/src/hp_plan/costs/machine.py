@@ -130,7 +130,7 @@ def of_sheet(sheet: Sheet, reached: Mapping[str, float] = REACHED) -> Machine:
         attention_flops=reached["attention"] * flops,
         launch_seconds=reached["launch seconds"],
         compiled=reached["compiled"],
-        memory=sheet.gigabytes * 1e9,
+        memory=sheet.gibibytes * 2**30,
         memory_bandwidth=reached["memory"] * sheet.terabytes_per_second * 1e12,
         bandwidth=reached["link"] * sheet.link * 1e9,
         latency=2e-6,
@@ -144,7 +144,7 @@ MACHINES = {
     **{name: of_sheet(sheet) for name, sheet in SHEETS.items()},
     "cpu": Machine(
         flops=2e10,
-        memory=8e9,
+        memory=8 * 2**30,
         memory_bandwidth=5e9,
         layer_seconds=5e-4,
         bandwidth=1e9,

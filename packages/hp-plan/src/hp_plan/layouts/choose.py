@@ -8,6 +8,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from hp_base.errors import ConfigError
+from hp_base.messages import size
 from hp_plan.costs import modules
 from hp_plan.costs.machine import Machine
 from hp_plan.layouts.branch_and_bound import BranchAndBound
@@ -146,8 +147,8 @@ def choose(
     if not found:
         assert nearest is not None
         raise ConfigError(
-            f"no layout of {num_devices} processes fits: {nearest.memory.total / 1e9:.1f} GB "
-            f"must be at most the memory of a device ({room(nearest.config, machine) / 1e9:.1f} GB)"
+            f"no layout of {num_devices} processes fits: {size(nearest.memory.total)} must be at "
+            f"most the memory of a device ({size(room(nearest.config, machine))})"
         )
     best = [_evened(estimate, plan_of) for estimate in found[:count]]
     return Choice(

@@ -10,15 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from hp_base.command_line import say
+from hp_base.command_line import require_files, say, write_named
+from hp_base.data_sheets import SHEETS
 from hp_base.environment import require_unstarted
 from hp_base.errors import ConfigError
 from hp_base.folder import read_named, why_not
 from hp_base.numbers import real, whole
 from hp_plan.costs.machine import MACHINES, Machine
+from hp_plan.costs.modules import model_flops
 from hp_plan.costs.routing import busiest_load, parse_skew
 from hp_plan.layouts.choose import Choice, choose
-from hp_plan.layouts.report import as_dict, details, name, reasons, table
+from hp_plan.layouts.report import as_dict, batch, details, name, reasons, table
+from hp_plan.layouts.written import as_flags, as_toml, require_other_file, start_command
 from hp_plan.price.estimate import Estimate, Plan, estimate
 from hp_plan.price.traffic import Spread
 from hp_schedule import SearchResult, search
@@ -109,6 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batches that are drawn or read for --lengths, at most (default: 50)",
     )
+    parser.add_argument(
+        "--write", metavar="FILE", help="write the config with the best layout to a .toml file"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -131,6 +137,9 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
             'data.packing ("planned") must be stream or best_fit: layouts are priced by sequences '
             "of one length; with best_fit, --lengths prices planned steps, as hp step-plan does"
         )
+    if options.write:
+        require_other_file(options.write, options.config)
+        require_files(options, "write")
     vocab_size = options.vocab_size or known_vocab_size(config)
     machine = _machine(config, options)
     num_devices = config.world_size if options.gpus is None else options.gpus
@@ -146,8 +155,17 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
     if options.search is not None:
         plan = Plan(choice.best[0].config, machine, vocab_size=vocab_size, spread=spread)
         found = _search(plan, choice.best[0], asked=config.pipeline, seconds=options.search)
-    result = _as_dict(choice, configured, found)
-    lines = _lines(choice, configured, found, machine)
+    best, words = choice.best[0], [options.write]
+    if not options.write:
+        given = dict(options.overrides)
+        words = as_flags(resolved, best, source=options.config, given=given)
+    command = start_command(words, best, node_size=machine.node_size)
+    result = {**_as_dict(choice, configured, found), "command": command}
+    reached = None
+    if (sheet := SHEETS.get(options.machine)) and config.train.dtype == "bfloat16":
+        needed = model_flops(config, vocab_size=vocab_size) * best.tokens_per_second
+        reached = needed / (sheet.teraflops * 1e12 * num_devices)
+    lines = _lines(choice, configured, found, machine, reached=reached)
     if options.lengths:
         by_lengths = lengths_plugin(options.lengths)
         priced = configured or choice.best[0]
@@ -161,6 +179,11 @@ def run(resolved: Resolved, options: argparse.Namespace) -> int:
         result["lengths"] = by_lengths.steps_as_dict(steps)
         head = f"{len(steps[0].seconds)} steps of {options.lengths}, {name(priced)}:"
         lines += ["", head, *by_lengths.table_of(steps)]
+    if options.write:
+        write_named("--write", options.write, as_toml(resolved, best))
+    each = "" if command.startswith("hp ") else ", on each node"
+    wrote = f"wrote {options.write}; " if options.write else ""
+    lines += ["", f"{wrote}to run it{each}: {command}"]
     say(json.dumps(result) if options.json else "\n".join(lines))
     return 0
 
@@ -192,9 +215,16 @@ def _without_collector() -> Iterator[None]:
 
 
 def _lines(
-    choice: Choice, configured: Estimate | None, found: SearchResult | None, machine: Machine
+    choice: Choice,
+    configured: Estimate | None,
+    found: SearchResult | None,
+    machine: Machine,
+    *,
+    reached: float | None,
 ) -> list[str]:
-    lines = [*table(choice.best), "", *details(choice.best[0]), "", *reasons(choice, machine)]
+    best = choice.best[0]
+    lines = [*table(choice.best), "", batch(best, reached=reached), *details(best)]
+    lines += ["", *reasons(choice, machine)]
     if configured is not None:
         lines += ["", "as configured:", *table([configured])[1:], *details(configured)]
     if found is not None:

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from hp_base.messages import size
 from hp_plan.costs.machine import Machine
 from hp_plan.layouts.choose import Choice
 from hp_plan.price.estimate import Estimate, room
 from hp_trainer.layout.ranks import Layout
+from hp_trainer.layout.schedules import count_microbatches
 
 _NEGLIGIBLE = 0.005
 """Share of a step below which a difference is not worth a word."""
@@ -16,12 +18,13 @@ def table(estimates: Sequence[Estimate]) -> list[str]:
     """Return one line per layout; on a GPU with the host's launches as a share of compute."""
     is_launched = any(e.host for e in estimates)
     column = f"  {'host':>5}" * is_launched
+    heads = f"{'step':>9}  {'tokens/s':>9}  {'idle':>5}  {'exposed':>9}{column}"
     lines = [
-        f"{'step':>9}  {'tokens/s':>9}  {'idle':>5}  {'exposed':>9}{column}  {'memory':>9}  layout",
+        f"{heads}  {'memory':>11}  layout",
         *(
             f"{in_seconds(e.seconds):>9}  {e.tokens_per_second:>9,.0f}  {e.bubble:>5.0%}  "
             f"{in_seconds(e.exposed):>9}{f'  {_host(e):>5}' * is_launched}"
-            f"  {in_bytes(e.memory.total):>9}  {name(e)}"
+            f"  {size(e.memory.total):>11}  {name(e)}"
             for e in estimates
         ),
     ]
@@ -41,7 +44,7 @@ def details(estimate: Estimate) -> list[str]:
     lines = [
         f"time    {parts}",
         "memory  "
-        + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in memory.kinds.items() if size),
+        + ", ".join(f"{kind} {size(number)}" for kind, number in memory.kinds.items() if number),
     ]
     if estimate.host:
         binds = ": the device waits for it" if _host_binds(estimate) else ""
@@ -49,10 +52,29 @@ def details(estimate: Estimate) -> list[str]:
     for transfer in estimate.transfers:
         link = "between nodes" if transfer.between_nodes else "within a node"
         lines.append(
-            f"sends   {in_bytes(transfer.bytes)} per rank and step for {transfer.purpose}, {link}, "
+            f"sends   {size(transfer.bytes)} per rank and step for {transfer.purpose}, {link}, "
             f"link busy {in_seconds(transfer.seconds)}"
         )
     return lines
+
+
+def batch(estimate: Estimate, *, reached: float | None) -> str:
+    """Return the line about the sequences of a step.
+
+    Args:
+        estimate: Estimate of the layout.
+        reached: Share of the peak in a data sheet that the model's operations take (MFU); None: it
+            is not known.
+    """
+    config, train = estimate.config, estimate.config.train
+    number = count_microbatches(config)
+    shares = train.global_batch_size // (number * train.microbatch_size)
+    rows = f"{number:,} x {train.microbatch_size} on each of {shares:,} shares of the ranks"
+    mfu = f", MFU {reached:.0%}" if reached is not None else ""
+    return (
+        f"batch   {train.global_batch_size:,} sequences of {config.data.seq_len:,} tokens, {rows}, "
+        f"recompute {train.recompute}{mfu}"
+    )
 
 
 def _host_binds(estimate: Estimate) -> bool:
@@ -74,7 +96,7 @@ def reasons(choice: Choice, machine: Machine) -> list[str]:
         of = f"the {choice.num_simulated} most promising layouts of {choice.num_meshes} meshes"
     lines = [f"best of {of}, {choice.num_priced:,} priced, {choice.num_simulated} simulated:"]
     share = best.memory.total / machine.memory
-    lines.append(f"  it fits: {in_bytes(best.memory.total)} are {share:.0%} of a device")
+    lines.append(f"  it fits: {size(best.memory.total)} are {share:.0%} of a device")
     for title, other in _rivals(choice):
         slower = other.seconds / best.seconds - 1
         lines.append(f"  {title}, {name(other)}: {slower:.1%} slower{_difference(best, other)}")
@@ -82,9 +104,9 @@ def reasons(choice: Choice, machine: Machine) -> list[str]:
         large = choice.too_large
         kinds = large.memory.kinds
         most = max(kinds, key=lambda kind: kinds[kind])
-        excess = in_bytes(large.memory.total - room(large.config, machine))
-        size = in_bytes(kinds[most])
-        lines.append(f"  does not fit, by {excess}: {name(large)}, most of it {most} ({size})")
+        excess = size(large.memory.total - room(large.config, machine))
+        held = size(kinds[most])
+        lines.append(f"  does not fit, by {excess}: {name(large)}, most of it {most} ({held})")
     return lines
 
 
@@ -117,15 +139,16 @@ def name(estimate: Estimate) -> str:
     stages = f" x {pipeline.stages_per_rank}" if pipeline.stages_per_rank > 1 else ""
     schedule = f", {pipeline.schedule}{stages}" if config.mesh.pp > 1 else ""
     if pipeline.stage_layers:
-        runs = [(size, len([*run])) for size, run in groupby(pipeline.stage_layers)]
-        sizes = ", ".join(f"{times} x {size}" if times > 1 else f"{size}" for size, times in runs)
+        runs = [(layers, len([*run])) for layers, run in groupby(pipeline.stage_layers)]
+        sizes = ", ".join(f"{times} x {n}" if times > 1 else f"{n}" for n, times in runs)
         schedule += f" of {sizes} layers"
-    size, recompute = config.train.microbatch_size, config.train.recompute
+    several, recompute = config.train.microbatch_size, config.train.recompute
     gathered = ", gathered by block" if config.mesh.gather == "block" else ""
     again = f", recompute {recompute}" if recompute != "none" else ""
     kept = f"{pipeline.keep_microbatches} kept, others {_GIVEN_UP[pipeline.retention]}"
     gives_up = f", {kept}" if config.mesh.pp > 1 and pipeline.retention != "keep" else ""
-    return f"{Layout.of(config.mesh)}{schedule}{gathered}, microbatches of {size}{gives_up}{again}"
+    cut = f"{Layout.of(config.mesh)}{schedule}{gathered}"
+    return f"{cut}, microbatches of {several}{gives_up}{again}"
 
 
 _GIVEN_UP = {"keep": "", "recompute": "run again", "offload": "copied to the host"}
@@ -162,11 +185,3 @@ def in_seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
-def in_bytes(value: float) -> str:
-    """Return bytes in the unit that fits."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:.0f} B"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
+from hp_base.messages import size
 from hp_vtp.plan import (
     Algorithm,
     Links,
@@ -36,16 +37,6 @@ def explain(plan: TransferPlan, links: Links = Links()) -> str:  # noqa: B008 (f
     return "\n".join([_title(plan), *_messages(plan), *_links(plan), *_costs(plan, links)])
 
 
-def format_bytes(size: int) -> str:
-    """Return a size with a binary unit, such as `8.00 MiB`."""
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{size} B" if unit == "B" else f"{value:.2f} {unit}"
-
-
 def format_seconds(seconds: float) -> str:
     """Return a time with a fitting unit, such as `1.36 ms`."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
@@ -59,7 +50,7 @@ def _title(plan: TransferPlan) -> str:
     chunks = f" in {plan.chunks} chunks" if plan.chunks > 1 else ""
     return (
         f"{plan.num_sources} -> {plan.num_destinations} ranks, {shape} of {plan.itemsize} B = "
-        f"{format_bytes(plan.total_bytes)}, {plan.source} -> {plan.destination}: "
+        f"{size(plan.total_bytes)}, {plan.source} -> {plan.destination}: "
         f"{plan.algorithm}{chunks}"
     )
 
@@ -75,20 +66,20 @@ def _messages(plan: TransferPlan) -> list[str]:
 def _step_lines(plan: TransferPlan, step: Step) -> list[str]:
     ends = _ENDS[step.kind]
     total = sum(move.stop - move.start for move in step.moves) * plan.unit_bytes
-    lines = [f"{_name(step)}: {len(step.moves)} messages, {format_bytes(total)}"]
+    lines = [f"{_name(step)}: {len(step.moves)} messages, {size(total)}"]
     for move in step.moves:
-        size = format_bytes((move.stop - move.start) * plan.unit_bytes)
+        told = size((move.stop - move.start) * plan.unit_bytes)
         way = f"{ends[0]}{move.sender} -> {ends[1]}{move.receiver}"
-        lines.append(f"  {way}  [{move.start}, {move.stop})  {size}")
+        lines.append(f"  {way}  [{move.start}, {move.stop})  {told}")
     return lines
 
 
 def _links(plan: TransferPlan) -> list[str]:
     traffic = cut_traffic(plan)
-    sent = ", ".join(map(format_bytes, traffic.sent))
-    received = ", ".join(map(format_bytes, traffic.received))
-    busiest = format_bytes(max(*traffic.sent, *traffic.received))
-    bound = f"{format_bytes(plan.bound_bytes)} (N / {plan.lanes} links)"
+    sent = ", ".join(map(size, traffic.sent))
+    received = ", ".join(map(size, traffic.received))
+    busiest = size(max(*traffic.sent, *traffic.received))
+    bound = f"{size(plan.bound_bytes)} (N / {plan.lanes} links)"
     return [
         f"bytes per link of the cut: sent {sent}; received {received}",
         f"busiest link: {busiest}, bound {bound}; {plan.num_messages} messages over the cut",
@@ -166,7 +157,7 @@ def describe_layout(
         ValueError: If a boundary of the stages does not fit the shape.
     """
     chain = " -> ".join(map(str, layout.chain))
-    size = " x ".join(map(str, shape)) or "scalar"
+    sizes = " x ".join(map(str, shape)) or "scalar"
     total = itemsize * prod(shape)
     title = (
         f"{layout.world_size} ranks, {len(layout.stages)} stages, chain {chain}, "
@@ -182,7 +173,7 @@ def describe_layout(
         [
             title,
             *_stages(layout),
-            f"one activation: {size} of {itemsize} B = {format_bytes(total)}",
+            f"one activation: {sizes} of {itemsize} B = {size(total)}",
             *(table if layout.edges else ["nothing is transferred"]),
         ]
     )
@@ -219,9 +210,9 @@ def _row(
         " ".join(map(str, edge.destination_ranks)),
         format_algorithm(plan),
         str(plan.num_messages),
-        format_bytes(sum(traffic.sent)),
-        format_bytes(max(*traffic.sent, *traffic.received)),
-        format_bytes(plan.bound_bytes),
+        size(sum(traffic.sent)),
+        size(max(*traffic.sent, *traffic.received)),
+        size(plan.bound_bytes),
         format_seconds(predicted_seconds(plan, links)),
         format_seconds(bound_seconds(plan, links)),
     )
