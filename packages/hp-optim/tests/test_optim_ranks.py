@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -19,9 +19,17 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import hp_optim.exchange
 import hp_optim.muon
 from hp_optim import Layout, Muon, Split, muon_groups, orthogonalize
-from hp_platform.testing import RankError, record_exchanges, run_distributed
+from hp_platform import Pending, launch_all_to_all
+from hp_platform.testing import (
+    CountedClock,
+    RankError,
+    record_exchanges,
+    run_distributed,
+    slow_group,
+)
 
 STEPS = 3
 SPLITS = {"qkv": Split((4, 2, 2), repeats=2), "gate_up": (9, 9), "w13": Split((1, 1), 1, 5)}
@@ -341,3 +349,44 @@ def test_ranks_with_other_plans_are_refused() -> None:
     with pytest.raises(RankError, match="must equal that of rank 0") as caught:
         run_distributed(other_plans, world_size=2)
     assert caught.value.rank == 1
+
+
+def timed(compute: float) -> tuple[list[str], float]:
+    """Step on a slow link with a counted clock; return the order of events, and the end."""
+    clock, events = CountedClock(), list[str]()
+    world = dist.group.WORLD
+    assert world is not None
+    slow = slow_group(world, latency=1.0, clock=clock)
+    mesh = init_device_mesh("cpu", (2,))
+    parameters = [
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for _ in range(8)
+    ]
+    with patch.object(hp_optim.muon, "new_group_of_members", return_value=slow):
+        optimizer = Muon(parameters, bucket_bytes=32)  # two matrices each, one for each rank
+    for parameter in parameters:
+        parameter.grad = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
+
+    def factor(matrix: Tensor, _settings: object) -> Tensor:
+        events.append("compute")
+        clock.spend(compute)
+        return matrix
+
+    def launch(x: Tensor, **options: Any) -> Pending[Tensor]:
+        events.append("send")
+        return launch_all_to_all(x, **options)
+
+    with (
+        patch.object(hp_optim.muon, "orthogonalize", factor),
+        patch.object(hp_optim.exchange, "launch_all_to_all", launch),
+    ):
+        optimizer.step()
+    return events, clock.now
+
+
+def test_a_bucket_travels_while_another_is_orthogonalised() -> None:
+    """Of four buckets, each a second there, two of compute, one back: 10 seconds and not 16."""
+    for events, seconds in run_distributed(timed, 2.0, world_size=2):
+        assert " ".join(events) == (
+            "send send compute send send compute send send compute send compute send"
+        )
+        assert seconds == 10.0
