@@ -1,4 +1,4 @@
-"""A GPT of megatron-core: Megatron-LM #5077, #5798, and finding 8 of #7452."""
+"""A GPT of megatron-core: Megatron-LM #4705, #5077, #5798, and findings of #7452."""
 
 import argparse
 import os
@@ -19,10 +19,11 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron_resumes import resumed
+from megatron_resumes import resume
 
 
 class Norm(torch.nn.LayerNorm):
@@ -44,20 +45,31 @@ def parsed():
     parser.add_argument("--micro", type=int, default=1, help="samples of a microbatch")
     parser.add_argument("--balance", default="none", help="loss that balances experts")
     parser.add_argument("--per-token", action="store_true", help="loss over all tokens of a step")
+    parser.add_argument("--padding", type=int, default=0, help="tokens at a sample's end, of none")
     parser.add_argument("--sinks", action="store_true", help="attention with a learned sink")
+    parser.add_argument("--gathered", action="store_true", help="logits of the whole vocabulary")
     parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--decoupled", action="store_true", help="embeddings learn at another rate")
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--bucket", type=int, default=0, help="elements of a bucket, at least")
     parser.add_argument("--resumed", action="store_true", help="in the middle, from a checkpoint")
     return parser.parse_args()
 
 
-def set_sinks(model, tp) -> None:
-    """Give each head the sink that a checkpoint would have for it."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("softmax_offset"):
-            sinks = torch.arange(float(parameter.numel() * tp)).div(10).chunk(tp)
-            parameter.data.copy_(sinks[parallel_state.get_tensor_model_parallel_rank()])
+def load(model, tp) -> None:
+    """Give each parameter of a model with sinks what a checkpoint would have for it.
+
+    With TP, sinks draw other random numbers than without, so that all after them begin otherwise.
+    """
+    part, generator = parallel_state.get_tensor_model_parallel_rank(), torch.Generator()
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        generator.manual_seed(number)
+        whole, is_sink = [*parameter.shape], name.endswith("softmax_offset")
+        is_cut = is_sink or getattr(parameter, "tensor_model_parallel", False)
+        dim = parameter.partition_dim if is_cut and not is_sink else 0
+        whole[dim] *= tp if is_cut else 1
+        drawn = torch.randn(whole, generator=generator).div(8)
+        parameter.data.copy_(drawn.chunk(tp if is_cut else 1, dim)[part if is_cut else 0])
 
 
 def main() -> None:
@@ -108,8 +120,10 @@ def main() -> None:
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        parallel_output=not args.gathered,
     )
-    set_sinks(model, args.tp)
+    if args.sinks:
+        load(model, args.tp)
     model = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -120,16 +134,27 @@ def main() -> None:
         model,
     )
 
-    def optimizer_of():
-        settings = OptimizerConfig(
-            optimizer="adam",
-            lr=1e-3,
-            clip_grad=args.clip,
-            use_distributed_optimizer=args.distributed_optimizer,
-        )
-        return get_megatron_optimizer(settings, [model])
-
-    optimizer = optimizer_of()
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        decoupled_lr=1e-2 if args.decoupled else None,
+        clip_grad=args.clip,
+        use_distributed_optimizer=args.distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(settings, [model])
+    rates = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=STEPS,
+        lr_decay_style="constant",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=STEPS,
+        wd_incr_style="constant",
+    )
     parts = parallel_state.get_data_parallel_world_size()
     part = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(7)
@@ -140,7 +165,10 @@ def main() -> None:
             tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
             yield from tokens[part::parts].split(args.micro)
 
+    kept = LENGTH - args.padding
+
     def loss_of(losses):
+        losses = losses[:, :kept]
         if args.per_token:
             return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
         return losses.mean(), {}
@@ -148,13 +176,14 @@ def main() -> None:
     def forward(data, model):
         tokens = next(data)
         places = positions.expand(len(tokens), -1)
-        return model(tokens[:, :-1], places, None, labels=tokens[:, 1:]), loss_of
+        more = {"padding_mask": places >= kept} if args.padding else {}
+        return model(tokens[:, :-1], places, None, labels=tokens[:, 1:], **more), loss_of
 
     data = batches()
     run = get_forward_backward_func()
     for step in range(STEPS):
         if args.resumed and step == STEPS // 2:
-            optimizer = resumed(model.module, optimizer, optimizer_of)
+            resume(model.module, optimizer)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         run(
@@ -166,6 +195,8 @@ def main() -> None:
             micro_batch_size=args.micro,
             forward_only=False,
         )
+        if args.decoupled:
+            rates.step(1)
         optimizer.step()
     dist.destroy_process_group()
 

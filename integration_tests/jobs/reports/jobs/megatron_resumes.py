@@ -1,4 +1,4 @@
-"""Megatron's sharded checkpoint of a model and its distributed optimizer, written and read."""
+"""Megatron's sharded checkpoint of a model and its optimizer, written and read."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,11 @@ from megatron.core import dist_checkpointing
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def resumed(model, optimizer, optimizer_of):
-    """Save model and optimizer, and return a new optimizer that has loaded what was saved."""
+def resume(model, optimizer) -> None:
+    """Save a model and its optimizer, and load into them what was saved.
+
+    Without Apex and Transformer Engine, Megatron loads only into an optimizer that has made a step.
+    """
     folder = Path(gettempdir()) / f"megatron-{os.getppid()}"  # ranks have one parent
     if dist.get_rank() == 0:
         rmtree(folder, ignore_errors=True)
@@ -20,13 +23,11 @@ def resumed(model, optimizer, optimizer_of):
     dist.barrier()
     dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(folder))
     dist.barrier()
-    again = optimizer_of()
-    loaded = dist_checkpointing.load(_state(model, again, is_loading=True), str(folder))
+    loaded = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
     model.load_state_dict(loaded["model"])
-    again.load_state_dict(loaded["optimizer"])
+    optimizer.load_state_dict(loaded["optimizer"])
     dist.barrier()
     rmtree(folder, ignore_errors=True)
-    return again
 
 
 def _state(model, optimizer, *, is_loading):
