@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import requires
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +19,7 @@ from hp_platform.testing import run_distributed
 README = Path(__file__).parent.parent / "README.md"
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_the_example_of_the_readme_loads_what_it_has_saved(tmp_path: Path) -> None:
     [example] = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     program = tmp_path / "example.py"

@@ -235,6 +235,7 @@ def _errors(mode: str) -> list[float]:
     return found
 
 
+@pytest.mark.sample("ring", "hybrid")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layout_of_the_call_equals_one_process(mode: str) -> None:
     for errors in run_distributed(partial(_errors, mode), world_size=RANKS):

@@ -105,6 +105,7 @@ def by_module(case: Case) -> list[Tensor]:
 MASKS = [Full(), Causal(), SlidingWindow(5), Causal() & Documents((1, 7, 3, 13))]
 
 
+@pytest.mark.sample(*(f"2-{dims}-{mask}" for dims in ("BSHD", "BNSD") for mask in MASKS))
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dims", [BSHD, BNSD], ids=["BSHD", "BNSD"])
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -116,6 +117,7 @@ def test_outputs_and_gradients_equal_one_process(
         assert max(errors(whole, alone(case))) <= 1e-12
 
 
+@pytest.mark.sample("BSHD-2-8-4", "BSHD-3-6-2", "BSHD-4-12-3", "BNSD-2-4-1", "BNSD-4-12-6")
 @pytest.mark.parametrize(
     ("ranks", "heads", "kv_heads"),
     [(2, 8, 4), (2, 4, 1), (4, 8, 2), (4, 8, 1), (4, 12, 6), (3, 6, 2), (4, 12, 3)],

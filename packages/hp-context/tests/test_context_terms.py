@@ -216,6 +216,7 @@ def test_every_mode_computes_sinks_soft_caps_and_other_sizes_of_v() -> None:
 UNEVEN = [(5, 5), (10, 5), (6, 2), (7, 1), (9, 3)]
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_ranks_may_have_different_numbers_of_heads(ranks: int) -> None:
     cases = [

@@ -291,6 +291,7 @@ def split(cases: list[Case], nothing_seen: float) -> list[tuple[list[Tensor], li
     return results
 
 
+@pytest.mark.sample("2-inf", "2--inf", "3-inf")
 @pytest.mark.parametrize(
     ("num_ranks", "nothing_seen"), [(2, math.inf), (2, -math.inf), (3, math.inf), (4, math.inf)]
 )

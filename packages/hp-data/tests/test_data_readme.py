@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import requires
 from pathlib import Path
 
+import pytest
 import torch
 
 from hp_data import Batch, Dataset, load_tokenizer, prepare
@@ -13,6 +14,7 @@ from hp_data import Batch, Dataset, load_tokenizer, prepare
 README = Path(__file__).parent.parent / "README.md"
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_the_example_of_the_readme_gives_batches(tmp_path: Path) -> None:
     [example] = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     program = tmp_path / "example.py"

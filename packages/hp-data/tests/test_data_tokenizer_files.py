@@ -172,6 +172,10 @@ def test_text_cut_into_pieces_has_the_ids_of_the_whole(tmp_path: Path, usual: To
     assert (num_pieces <= 2) if is_counted else (num_pieces > 3)
 
 
+@pytest.mark.sample(
+    *(f"{name}- " for name in ("bytes", "bytes-regex", "metaspace-first", "unigram", "llama")),
+    *(f"{name}-\\n" for name in ("bytes", "metaspace-always", "word-piece")),
+)
 @pytest.mark.parametrize("between", [" ", "\n"])
 def test_text_without_letters_is_cut_as_well(
     tmp_path: Path, usual: Tokenizer, between: str

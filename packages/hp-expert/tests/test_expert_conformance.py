@@ -66,7 +66,7 @@ def all_checks(name: str) -> None:
     check_dispatcher(make, world, case, second_group=second_group)
 
 
-@pytest.mark.sample("plain-2", "deduplicated-4", "bounded-4")
+@pytest.mark.sample("plain-2", "deduplicated-2", "bounded-4")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_dispatchers_of_this_package_pass(name: str, world_size: int) -> None:

@@ -191,7 +191,7 @@ GRIDS: list[tuple[int, int, Sizes]] = [
 GRIDS += [(8, 2, (16,)), (8, 2, (64,))]
 
 
-@pytest.mark.sample("1-2-sizes1", "2-1-sizes2", "2-2-sizes3", "4-1-sizes4")
+@pytest.mark.sample("1-2-sizes1", "2-1-sizes2", "2-2-sizes3")
 @pytest.mark.parametrize(("ep", "tp", "sizes"), GRIDS)
 def test_every_layout_gives_what_one_process_gives(ep: int, tp: int, sizes: Sizes) -> None:
     """The largest number of experts, which takes as long as the others, with HP_WHOLE alone."""

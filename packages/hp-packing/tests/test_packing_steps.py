@@ -46,6 +46,7 @@ def _batch(name: str = "lognormal-2k", seed: int = 0) -> list[int]:
     return draw(name, tokens=768 * K, longest=64 * K, seed=seed)
 
 
+@pytest.mark.sample("mock", "log-uniform")
 @pytest.mark.parametrize("name", GENERATORS)
 def test_a_plan_is_proven_and_no_shorter_than_the_bound(name: str) -> None:
     lengths = _batch(name)

@@ -83,6 +83,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, object], str, str]] = {
 }
 
 
+@pytest.mark.sample("gpt-oss-120b, 64 GPUs, pp 4, ep 8")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_layouts_gather_as_memory_and_price_say(name: str) -> None:
     preset, keys, narrow, wide = PUBLISHED[name]

@@ -77,7 +77,7 @@ def _step(stage: TransformerStage, number: int) -> dict[str, Tensor]:
     return {"loss": loss.detach()} | grads
 
 
-@pytest.mark.sample("dense", "experts, all again")
+@pytest.mark.sample("experts, all again")
 @pytest.mark.parametrize(
     ("preset", "graphs", "dtype", "recompute", "bound"),
     [

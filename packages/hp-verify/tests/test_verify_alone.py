@@ -6,6 +6,8 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
+import pytest
+
 JOB = """
 import sys, torch
 torch.manual_seed(0)
@@ -19,12 +21,28 @@ for step in range(3):
 """
 
 
-def test_the_installed_command_names_the_step_of_a_fault(tmp_path: Path) -> None:
+def test_the_command_and_the_package_load_without_torch() -> None:
+    program = "import sys, hp_verify.cli; hp_verify.cli.parser(); print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout == "False\n"
+
+
+@pytest.mark.sample("forked")
+@pytest.mark.parametrize("start", ["forked", "as installed"])
+def test_the_command_names_the_step_of_a_fault(
+    start: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     job = tmp_path / "job.py"
     job.write_text(JOB)
-    command, run = Path(sys.executable).with_name("hp-verify"), [sys.executable, str(job)]
+    command, run = [sys.executable, "-m", "hp_verify"], [sys.executable, str(job)]
+    if start == "forked":
+        request.getfixturevalue("forked_programs")
+    else:
+        command = [str(Path(sys.executable).with_name("hp-verify"))]
     ran = subprocess.run(
-        [str(command), "--once", "--", *run, "1", "--against", "--", *run, "9"],
+        [*command, "--once", "--", *run, "1", "--against", "--", *run, "9"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -34,14 +52,6 @@ def test_the_installed_command_names_the_step_of_a_fault(tmp_path: Path) -> None
     assert ran.returncode == 8
     assert "\nfirst difference: step 2, gradient" in ran.stdout
     assert ran.stderr == ""
-
-
-def test_the_command_and_the_package_load_without_torch() -> None:
-    program = "import sys, hp_verify.cli; hp_verify.cli.parser(); print('torch' in sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout == "False\n"
 
 
 def test_no_trainer_of_ours_is_needed() -> None:
