@@ -48,6 +48,15 @@ def test_the_standard_library_is_there_without_any_download() -> None:
     assert all(path.endswith(".py") for path in paths)
 
 
+def test_a_link_to_nothing_in_the_standard_library_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ast.py").write_text("x = 1")
+    (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "gone.py")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))  # noqa: ARG005
+    assert [Path(source.path).name for source in find_sources([])] == ["ast.py"]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

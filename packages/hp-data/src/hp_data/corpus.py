@@ -215,7 +215,8 @@ def printable(path: str | Path) -> str:
 def _standard_library() -> Iterator[Source]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
-        if not _SKIPPED_PARTS.intersection(path.relative_to(root).parts):
+        # Debian links to a file that may be gone.
+        if path.is_file() and not _SKIPPED_PARTS.intersection(path.relative_to(root).parts):
             yield _source(path, "library")
 
 
