@@ -82,6 +82,12 @@ def test_a_rank_that_asks_alone_whether_gradients_are_finite_is_found(tmp_path: 
     assert first.note == "rank 1 makes it no more, and others do"
 
 
+def test_a_rank_may_have_nothing_of_a_group_that_has_a_norm_of_its_own(tmp_path: Path) -> None:
+    result = compared(tmp_path, optimizers.owned_groups)
+    assert result.is_equal, result.differences
+    assert {"gradient", "gradient norm", "clipped gradient"} <= result.largest.keys()
+
+
 def test_gradients_that_are_rounded_on_their_way_are_told_as_that(tmp_path: Path) -> None:
     result = compared(tmp_path, wrappers.exchanged_narrow)
     first = result.differences[0]
