@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import zlib
 from pathlib import Path
 
 import torch
@@ -14,10 +15,14 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 SAMPLES, LENGTH, VOCABULARY, STEPS = 4, 16, 64, 3
@@ -33,10 +38,19 @@ class Norm(torch.nn.RMSNorm):
 
 def layers(config):
     """Llama's layers, in modules that need neither Apex nor Transformer Engine."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm")
     layer.submodules.input_layernorm = Norm
     layer.submodules.pre_mlp_layernorm = Norm
     return TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=Norm)
+
+
+def later_tokens(config, block):
+    """The layer that predicts a token more, whose gradients have a norm of their own."""
+    found = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+    for layer in found.layer_specs:
+        inside = layer.submodules
+        inside.enorm = inside.hnorm = inside.layer_norm = Norm
+    return found
 
 
 def save(args, model, optimizer) -> None:
@@ -66,29 +80,34 @@ def save(args, model, optimizer) -> None:
     dist_checkpointing.save(everything, args.save)
 
 
-def main() -> None:
+def parsed():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--distributed-optimizer", action="store_true")
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=None, help="of each layer, in place of one")
+    parser.add_argument("--bf16", action="store_true", help="weights, with copies in float32")
+    parser.add_argument("--mtp", action="store_true", help="predict a token more, detached")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--wrong", default="", help="a mistake to make")
     parser.add_argument("--save", default="", help="a folder to save a checkpoint to")
     parser.add_argument("--sharding", default="fully_reshardable", help="of the optimizer's state")
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "0")
-    dist.init_process_group(
-        "gloo",
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-    )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tp)
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    torch.manual_seed(1234)
 
-    config = TransformerConfig(
+def config_of(args):
+    more = {}
+    if args.experts:
+        more |= {"num_moe_experts": args.experts, "moe_router_topk": 2}
+        more |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
+    if args.mtp:
+        more |= {"mtp_num_layers": 1}
+        if hasattr(TransformerConfig, "mtp_detach_heads"):  # from megatron-core 0.19 on
+            more |= {"mtp_detach_heads": True}
+    if args.bf16:
+        more |= {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    return TransformerConfig(
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
@@ -102,26 +121,70 @@ def main() -> None:
         attention_dropout=0.0,
         use_cpu_initialization=True,
         tensor_model_parallel_size=args.tp,
+        expert_model_parallel_size=args.ep,
         sequence_parallel=args.sequence_parallel,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=(lambda *_, **__: None)
         if args.wrong == "no-finalize"
         else finalize_model_grads,
+        **more,
     )
+
+
+def model_of(config, args):
+    block = layers(config)
     model = GPTModel(
         config,
-        layers(config),
+        block,
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        mtp_block_spec=later_tokens(config, block) if args.mtp else None,
     )
+    if args.experts:
+        give_experts(model)
+    return Float16Module(config, model) if args.bf16 else model
+
+
+def give_experts(model) -> None:
+    """Set weights as a checkpoint would: ranks draw experts of their own alike."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            first, inside, rest = name.partition("local_experts.")
+            number, _, rest = rest.partition(".")
+            if inside:
+                here = (
+                    model.config.num_moe_experts
+                    // parallel_state.get_expert_model_parallel_world_size()
+                )
+                number = int(number) + here * parallel_state.get_expert_model_parallel_rank()
+            seed = zlib.crc32(f"{first}{number}{rest}".encode())
+            parameter.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+
+
+def main() -> None:
+    args = parsed()
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "0")
+    dist.init_process_group(
+        "gloo",
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tp, expert_model_parallel_size=args.ep
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234)
+
+    config = config_of(args)
     model = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
             overlap_grad_reduce=False, use_distributed_optimizer=args.distributed_optimizer
         ),
-        model,
+        model_of(config, args),
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -129,6 +192,8 @@ def main() -> None:
             lr=1e-2,
             weight_decay=0.1,
             clip_grad=args.clip,
+            bf16=args.bf16,
+            params_dtype=config.params_dtype,
             use_distributed_optimizer=args.distributed_optimizer,
         ),
         [model],

@@ -39,6 +39,16 @@ def pretend() -> None:
     torch.cuda.current_stream = lambda *_args: _Idle()
     torch.cuda.stream = lambda _stream: nullcontext()
     torch.Tensor.record_stream = lambda *_args: None
+    exchange = torch.distributed.all_to_all_single
+
+    def exchange_of(*args, **kwargs):
+        """Exchange by sizes that are tensors, which Megatron has as numbers once on the CPU."""
+        sizes = {
+            n: v.tolist() for n, v in kwargs.items() if n.endswith("sizes") and torch.is_tensor(v)
+        }
+        return exchange(*args, **{**kwargs, **sizes})
+
+    torch.distributed.all_to_all_single = exchange_of
     kind = torch.Tensor.type
 
     def type_of(tensor, *args, **kwargs):
