@@ -34,7 +34,7 @@ from integration_tests.models import round_trips  # noqa: E402 - needs tokenizer
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers
 
 _MOE = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
-_FEW = {"num_key_value_heads": 2}
+_FEW: dict[str, Any] = {"num_key_value_heads": 2}
 _GPT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 _TIED = {"tie_word_embeddings": True, "change": round_trips.repeat_embedding}
 _MLA = {
@@ -262,7 +262,8 @@ def test_a_model_of_transformers_comes_out_as_it_came_in(
     _require_same_model(_exported(run, tmp_path / "out", "--step", "0"), source)
     capsys.readouterr()
     _require_trained(_exported(run, tmp_path / "trained"), source)
-    is_told = "config.json as well, but for dtype\n" in capsys.readouterr().out
+    told = 'but for dtype ("bfloat16", now "float32": that of the weights)\n'
+    is_told = f"config.json as well, {told}" in capsys.readouterr().out
     assert is_told == (name == "starcoder2")
 
 
@@ -275,9 +276,16 @@ def test_a_model_that_came_from_nothing_stops_where_its_documents_end(
     round_trips.write_tokenizer(name, folder)
     if name in ("gpt2", "unigram"):
         (folder / "tokenizer_config.json").unlink()
+    elif name in ("llama3", "bert"):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        del settings["tokenizer_class"]
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     file = folder / "tokenizer.json"
     shape = {"model.num_layers": 1, "model.vocab_size": round_trips.VOCAB}
-    run = _run_of("debug-llama3", {"data.tokenizer": str(file), **shape}, tmp_path / "runs")
+    shape["model.tie_embeddings"] = False
+    # Of a Qwen without a class of its tokenizer, transformers makes Qwen's, with other ids.
+    preset = "debug-qwen3" if name in ("llama3", "bert") else "debug-llama3"
+    run = _run_of(preset, {"data.tokenizer": str(file), **shape}, tmp_path / "runs")
     out = _exported(run, tmp_path / "out")
     used = load_tokenizer(str(file))
     settings = json.loads((out / "config.json").read_text())
@@ -307,7 +315,11 @@ def test_another_tokenizer_than_the_models_goes_with_its_own_ids(
     run = _run_of(None, keys, tmp_path / "runs")
     out = _exported(run, tmp_path / "out", "--step", "0")
     used = load_tokenizer(str(other / "tokenizer.json"))
-    assert "config.json as well, but for eos_token_id\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    reason = f"now {used.separator}: what ends documents of the run)"
+    assert f"config.json as well, but for eos_token_id (9, {reason}\n" in told
+    assert "generation_config.json is as it came, but for eos_token_id ([" in told
+    assert "tokenizer.model: of the model's own tokenizer, which the run does not use\n" in told
     for name in ("config.json", "generation_config.json"):
         assert json.loads((out / name).read_text())["eos_token_id"] == used.separator
     assert not (out / "tokenizer.model").exists()
@@ -324,8 +336,10 @@ def test_a_separator_that_is_named_ends_what_is_generated(
     keys = {"model.transformers": str(source), "data.tokenizer": str(source / "tokenizer.json")}
     run = _run_of(None, {**keys, "data.separator": "<|im_end|>"}, tmp_path / "runs")
     out = _exported(run, tmp_path / "out", "--step", "0")
-    assert "config.json as well, but for eos_token_id\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
     end = transformers.AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("<|im_end|>")
+    reason = f"now {end}: what ends documents of the run)"
+    assert f"config.json as well, but for eos_token_id (2, {reason}\n" in told
     made = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert made.config.eos_token_id == made.generation_config.eos_token_id == end
 
@@ -352,3 +366,72 @@ def test_an_index_names_no_tensor_that_is_not_written(tmp_path: Path) -> None:
     model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_run_that_read_bytes_exports_them_as_a_tokenizer(tmp_path: Path) -> None:
+    shape = {"model.num_layers": 1}
+    run = _run_of("debug-qwen3-moe", shape, tmp_path / "runs")
+    out, used = _exported(run, tmp_path / "out"), load_tokenizer("")
+    loaded = transformers.AutoTokenizer.from_pretrained(out)
+    texts = [text.replace("\0", "") for text in round_trips.strings()]
+    expected = [used.encode(text).tolist() for text in texts]
+    assert loaded(texts).input_ids == expected
+    assert loaded.batch_decode(expected) == texts
+    assert (loaded.eos_token_id, len(loaded)) == (used.separator, used.vocab_size)
+    made = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert made.config.eos_token_id == made.generation_config.eos_token_id == used.separator
+    imported = tmp_path / "again.toml"
+    assert main(["import-hf", str(out), "--out", str(imported)]) == 0
+    assert resolve(str(imported), env={}).config.data.tokenizer == ""
+    again = _run_of(str(imported), {"data.seq_len": 16}, tmp_path / "more")
+    _require_same_files(_exported(again, tmp_path / "same", "--step", "0"), out)
+
+
+def _require_same_files(out: Path, source: Path) -> None:
+    ours, theirs = _files(out), _files(source)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if ours[name] != theirs[name]] == []
+
+
+def test_a_run_that_hp_train_made_and_somebody_moved_gives_all_of_it_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Llama with a chat template and added tokens: by the command, moved, without its folder."""
+    source, kept, imported = tmp_path / "source", tmp_path / "kept", tmp_path / "in.toml"
+    round_trips.write_model("llama", source, dtype="bfloat16", tokenizer="llama2", **_FEW)
+    (source / ".cache").mkdir()
+    (source / ".cache" / "lock").write_text("")
+    shutil.copytree(source, kept, ignore=shutil.ignore_patterns(".cache"))
+    assert main(["import-hf", str(source), "--out", str(imported)]) == 0
+    given = {**KEYS, "run.output_dir": tmp_path / "runs", "run.name": "run", "mesh.dp_shard": 2}
+    flags = [f"{key}={value}" for key, value in given.items()]
+    flags += ["--data", str(write_corpus(tmp_path))]
+    assert main(["train", str(imported), *flags]) == 0
+    (tmp_path / "runs" / "run").rename(tmp_path / "moved")
+    shutil.rmtree(source)
+    capfd.readouterr()
+    out = _exported(tmp_path / "moved", tmp_path / "out")
+    told = capfd.readouterr().out
+    assert "other files are as they came, config.json too\n" in told
+    assert "left out: .cache: of programs, not of the model\n" in told
+    _require_trained(out, kept)
+    chat = [{"role": "user", "content": "What is 3 squared?"}]
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(each) for each in (out, kept))
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(
+        chat, tokenize=False
+    )
+    assert round_trips.ids_of(out) == round_trips.ids_of(kept)
+
+
+def test_text_that_was_read_as_bytes_though_there_is_a_tokenizer_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    round_trips.write_model("llama", source, dtype="float32", tokenizer="gemma", **_FEW)
+    run = _run_of(None, {"model.transformers": str(source)}, tmp_path / "runs")
+    note = f"note: text is read as bytes: data.tokenizer does not name that of {source}\n"
+    assert note in capsys.readouterr().err
+    _exported(run, tmp_path / "out", "--step", "0")
+    told = "the tokenizer is the model's, but the run has read text as bytes (data.tokenizer)\n"
+    assert told in capsys.readouterr().out
+    _require_same_model(tmp_path / "out", source)

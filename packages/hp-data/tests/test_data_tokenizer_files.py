@@ -19,6 +19,7 @@ from hp_data import Tokenizer, corpus, load_tokenizer
 from hp_data.corpus import find_sources, pieces_of
 from hp_data.encode import encode_all, try_out
 from hp_data.preparation import prepare
+from hp_data.tokenizer import byte_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 _TEXT = "alpha beta\n\ngamma  delta\tx1 22 333 o'clock caf\u00e9 \u4e2d\u6587\u3002\n"
@@ -340,3 +341,14 @@ def test_a_tokenizer_that_doubles_text_is_aborted_and_named(tmp_path: Path) -> N
     )
     last = ended.stderr.splitlines()[-1]
     assert "must be another: for a few words it takes more memory than a tokenizer should" in last
+
+
+def test_bytes_as_a_file_give_the_ids_of_bytes(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(byte_tokenizer())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "\0"}))
+    of_file, plain = load_tokenizer(str(tmp_path / "tokenizer.json")), load_tokenizer("")
+    text = "".join(map(chr, [*range(1, 0xD800, 7), *range(0xE000, 0x11000, 7), 0x1F680]))
+    ids = of_file.encode(text).tolist()
+    assert ids == plain.encode(text).tolist()
+    assert of_file.decode(ids) == text
+    assert (of_file.vocab_size, of_file.separator) == (plain.vocab_size, plain.separator)

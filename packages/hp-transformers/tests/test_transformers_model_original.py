@@ -11,10 +11,12 @@ import pytest
 
 from hp_base.errors import CheckpointError, ConfigError
 from hp_base.folder import MOST_BYTES
+from hp_data.tokenizer import byte_tokenizer
 from hp_trainer.config.options import resolve
 from hp_trainer.launch import launcher
 from hp_trainer.launch.rundir import LISTING, ORIGINAL
 from hp_transformers.original import (
+    OTHER_TOKENIZER,
     OTHER_WEIGHTS,
     Original,
     kept_original,
@@ -89,8 +91,9 @@ def test_a_new_run_keeps_all_files_of_its_model(
         "pytorch_model.bin": OTHER_WEIGHTS,
     }
     notes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note")]
-    link, rate = notes
+    link, read_as, rate = notes
     assert link == f"note: {model}/notes.md is not kept for exports: it leads out of the folder"
+    assert read_as == f"note: text is read as bytes: data.tokenizer does not name that of {model}"
     assert rate.startswith("note: train.learning_rate (0.003) was not given: it is for new weights")
     for path in model.iterdir():
         if path.is_file():
@@ -126,7 +129,9 @@ def test_links_of_a_hubs_cache_are_followed_and_no_others(tmp_path: Path) -> Non
     found = original_of(revision)
     expected = {"README.md": b"one", "again.md": b"one", "LICENSE": b"l", "deep/a/b/c": b"d"}
     assert read(found) == expected
-    assert {"key", "keys", "up", "none", "pipe", "large.json", "a/b/c/d"} == {*found.left_out}
+    left_out = {"key", "keys", "up", "none", "pipe", "large.json", "a/b/c/d", ".git"}
+    assert {*found.left_out} == left_out
+    assert found.left_out[".git"] == "of programs, not of the model"
     plain = tmp_path / "plain"
     revision.rename(plain)  # no revision of a hub any more: links lead out of it
     assert {*original_of(plain).files} == {"LICENSE", "deep/a/b/c"}
@@ -200,12 +205,17 @@ def test_another_tokenizer_takes_the_place_of_the_models(model: Path, tmp_path: 
     came = original_of(model)
     assert came.with_tokenizer(put(tmp_path / "copy", FILES)) is came
     beside = {"tokenizer.json": b'{"other": 1}', "merges.txt": b"", "notes.txt": b"", "run.py": b""}
+    code = {"tokenization_mine.py": b"raise SystemExit", "b.tiktoken": b"YQ== 0"}
+    beside |= code
     other = put(tmp_path / "other", beside)
     kept = {n: c for n, c in FILES.items() if "token" not in n and "chat" not in n}
     del kept["vocab.json"]
     for path in (other, other / "tokenizer.json"):
         found = came.with_tokenizer(path)
-        assert read(found) == {**kept, "tokenizer.json": b'{"other": 1}', "merges.txt": b""}
+        assert read(found) == {**kept, "tokenizer.json": b'{"other": 1}', "merges.txt": b"", **code}
+        assert {n for n, why in found.left_out.items() if why == OTHER_TOKENIZER} == {
+            *("tokenizer_config.json", "vocab.json", "additional_chat_templates/tool_use.jinja")
+        }
         assert found.has_other_tokenizer
     (other / "mine.json").write_bytes(b"{}")
     alone = came.with_tokenizer(other / "mine.json")
@@ -220,3 +230,21 @@ def test_weights_that_cannot_be_read_are_left_to_who_loads_them(model: Path) -> 
         assert original_of(model).weights == {}
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b", "c": 1}}')
     assert original_of(model).weights == {}
+
+
+def test_a_folder_of_more_files_than_are_listed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hp_transformers.original._MOST_LISTED", 3)
+    folder = put(tmp_path / "model", {f"{name}.txt": b"" for name in "abcdef"})
+    found = original_of(folder)
+    assert {*found.files} == {"a.txt", "b.txt", "c.txt"}
+    assert found.left_out == {"d.txt": "it and others come after 3 files"}
+
+
+def test_a_tokenizer_of_bytes_is_no_tokenizer_that_a_run_should_have_named(tmp_path: Path) -> None:
+    plain = Original().with_bytes()
+    assert read(plain) == {"tokenizer.json": byte_tokenizer()}
+    assert not plain.has_tokenizer
+    assert original_of(put(tmp_path / "model", {"tokenizer.model": b"x"})).has_tokenizer
+    assert not original_of(put(tmp_path / "none", {"config.json": b"{}"})).has_tokenizer

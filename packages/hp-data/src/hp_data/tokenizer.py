@@ -49,6 +49,8 @@ _NAMES = (
     "[SEP]",
 )
 """Names of the token that ends a document, in families of models."""
+_ALONE = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+"""How an added token is found in a text: as it is."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _LISTED = 8
 
@@ -114,6 +116,27 @@ class ByteTokenizer:
     def joins(self, left: str, right: str) -> bool:  # noqa: ARG002 - everywhere
         """Return True: bytes may be cut anywhere."""
         return True
+
+
+def byte_tokenizer() -> bytes:
+    """Return a `tokenizer.json` whose ids are those of `ByteTokenizer`.
+
+    The library of Hugging Face writes bytes as printable characters. The zero byte has its own name
+    and is a special token, which no text is encoded as.
+    """
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    names = {byte: chr(byte) for byte in plain} | {b: chr(256 + k) for k, b in enumerate(others)}
+    names[ByteTokenizer.separator] = MARK
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": MARK, **_ALONE, "special": True}],
+        "pre_tokenizer": by_bytes | {"trim_offsets": True},
+        "decoder": by_bytes | {"trim_offsets": True},
+        "model": {"type": "BPE", "vocab": {names[b]: b for b in range(256)}, "merges": []},
+    }
+    return json.dumps(content, indent=2).encode()
 
 
 class HuggingFaceTokenizer:

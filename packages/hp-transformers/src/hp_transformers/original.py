@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -37,6 +38,7 @@ from hp_base.folder import (
     why_not,
 )
 from hp_base.messages import shown
+from hp_data.tokenizer import byte_tokenizer
 from hp_trainer.config.options import Resolved
 from hp_trainer.config.rules.files import TOKENIZER
 from hp_trainer.launch.rundir import LISTING, ORIGINAL
@@ -45,6 +47,10 @@ SETTINGS, INDEX = "config.json", "model.safetensors.index.json"
 
 OTHER_WEIGHTS = "weights"
 """Reason to leave out a file that may be large and that training makes outdated."""
+OTHER_TOKENIZER = "of the model's own tokenizer, which the run does not use"
+_HIDDEN = "of programs, not of the model"
+_UNSAID = (OTHER_WEIGHTS, OTHER_TOKENIZER, _HIDDEN)
+"""Reasons that are told by exports alone, and not when a run begins."""
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"),
     ".index.json",
@@ -53,8 +59,9 @@ _TEMPLATES = "additional_chat_templates"
 _TOKENIZERS = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
-    *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
+    *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "tekken.json"),
 )
+_TOKENIZERS_TOO = ("tokenization_*.py", "*.tiktoken", "tiktoken.model")
 _MOST_FILES, _MOST_LISTED, _MOST_TOGETHER, _DEEPEST = 1000, 10_000, 1 << 28, 3
 _MOST_HEADER = 100 << 20  # the limit of the safetensors library
 
@@ -80,6 +87,21 @@ class Original:
         """Return the content of a file; None: there is none of that name."""
         return self.files[name]() if name in self.files else None
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Tell whether files of a tokenizer are among them, other than one of bytes."""
+        try:
+            is_of_bytes = self.text(TOKENIZER) == byte_tokenizer()
+        except (DamageError, OSError):
+            is_of_bytes = False
+        return not is_of_bytes and any(map(is_of_tokenizer, self.files))
+
+    def with_bytes(self) -> "Original":
+        """Return the same files with a tokenizer of bytes."""
+        made = byte_tokenizer()
+        files = {**self.files, TOKENIZER: lambda: made}
+        return replace(self, files=files, has_other_tokenizer=True)
+
     def with_tokenizer(self, path: Path) -> "Original":
         """Return the same files with another tokenizer, and the files of it that lie beside it.
 
@@ -96,11 +118,13 @@ class Original:
             raise ConfigError(f"cannot read the tokenizer {path}: {why_not(error)}") from None
         if content == self.text(TOKENIZER):
             return self
-        files = {name: read for name, read in self.files.items() if not _is_tokenizers(name)}
-        left_out = {n: why for n, why in self.left_out.items() if not _is_tokenizers(n)}
+        files = {name: read for name, read in self.files.items() if not is_of_tokenizer(name)}
+        left_out = {n: why for n, why in self.left_out.items() if not is_of_tokenizer(n)}
+        left_out |= dict.fromkeys(self.files.keys() - files.keys() - {TOKENIZER}, OTHER_TOKENIZER)
         if path.name == TOKENIZER:
-            beside = _looked_at(path.parent, filter(_is_tokenizers, _names_beside(path.parent)))
+            beside = _looked_at(path.parent, _names_beside(path.parent))
             files, left_out = {**files, **beside.files}, {**left_out, **beside.left_out}
+            left_out = {name: why for name, why in left_out.items() if name not in files}
         return replace(
             self,
             files={**files, TOKENIZER: lambda: content},
@@ -148,8 +172,10 @@ def keep_original(folder: Folder, resolved: Resolved) -> None:
         original = original.with_tokenizer(Path(config.data.tokenizer))
     if start or original.files:
         for name, why in _keep(folder, original).items():
-            if why != OTHER_WEIGHTS:
+            if why not in _UNSAID:
                 warn(f"note: {start}/{name} is not kept for exports: {why}")
+    if start and not config.data.tokenizer and original.has_tokenizer:
+        warn(f"note: text is read as bytes: data.tokenizer does not name that of {start}")
     if original.weights and resolved.origins["train.learning_rate"] == "default":
         warn(
             f"note: train.learning_rate ({config.train.learning_rate:g}) was not given: it is for "
@@ -222,7 +248,7 @@ def _verified(run: Path, name: str, sha256: str) -> bytes:
 
 
 def _names_in(folder: Path, inside: str = "") -> Iterator[str]:
-    """Yield the paths of all files of a folder, and of folders too deep; skip ones like `.git`."""
+    """Yield the paths of all files of a folder, and of folders too deep or hidden, as `.git`."""
     try:
         with os.scandir(folder / inside) as found:
             entries = sorted(found, key=lambda each: each.name)
@@ -233,15 +259,18 @@ def _names_in(folder: Path, inside: str = "") -> Iterator[str]:
         return
     for entry in entries:
         name = f"{inside}{entry.name}"
-        if not entry.is_dir(follow_symlinks=False) or name.count("/") == _DEEPEST:
+        is_plain = not entry.is_dir(follow_symlinks=False)
+        if is_plain or name.count("/") == _DEEPEST or entry.name.startswith("."):
             yield name
-        elif not entry.name.startswith("."):
+        else:
             yield from _names_in(folder, f"{name}/")
 
 
 def _names_beside(folder: Path) -> Iterator[str]:
     """Yield the paths of files of a tokenizer in a folder that may have any other files."""
     yield from (name for name in _TOKENIZERS if os.path.lexists(folder / name))
+    for pattern in _TOKENIZERS_TOO:
+        yield from sorted(path.name for path in folder.glob(pattern))
     templates = folder / _TEMPLATES
     if templates.is_dir() and not templates.is_symlink():
         yield from _names_in(folder, f"{_TEMPLATES}/")
@@ -252,7 +281,7 @@ def _looked_at(folder: Path, names: Iterator[str]) -> Original:
     root, together = _root_of(folder), 0
     files: dict[str, Callable[[], bytes]] = {}
     left_out: dict[str, str] = {}
-    for name in islice(names, _MOST_LISTED):
+    for number, name in enumerate(islice(names, _MOST_LISTED + 1)):
         if not _is_name(name):
             left_out[ascii(name)] = "its name is not printable"
             continue
@@ -263,7 +292,12 @@ def _looked_at(folder: Path, names: Iterator[str]) -> Original:
             left_out[name] = why_not(error)
             continue
         together += about.st_size
-        if name.endswith(_WEIGHTS) and name != INDEX:
+        is_folder = stat.S_ISDIR(about.st_mode)
+        if is_folder and name.rpartition("/")[2].startswith("."):
+            left_out[name], together = _HIDDEN, together - about.st_size
+        elif number == _MOST_LISTED:
+            left_out[name] = f"it and others come after {_MOST_LISTED} files"
+        elif name.endswith(_WEIGHTS) and name != INDEX:
             left_out[name], together = OTHER_WEIGHTS, together - about.st_size
         elif not real.is_relative_to(root):
             left_out[name] = "it leads out of the folder"
@@ -305,8 +339,11 @@ def _is_name(name: str) -> bool:
     return name.isprintable() and len(parts) <= _DEEPEST + 1 and not {"", ".", ".."} & {*parts}
 
 
-def _is_tokenizers(name: str) -> bool:
-    return name in _TOKENIZERS or name.startswith(f"{_TEMPLATES}/")
+def is_of_tokenizer(name: str) -> bool:
+    """Tell whether a file of a model is of its tokenizer, by its path in the folder."""
+    if name in _TOKENIZERS or name.startswith(f"{_TEMPLATES}/"):
+        return True
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in _TOKENIZERS_TOO)
 
 
 def _read(root: Path, parts: tuple[str, ...], *, limit: int) -> bytes:

@@ -12,11 +12,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from hp_base.errors import CheckpointError, ConfigError
+from hp_base.folder import read_named
 from hp_base.messages import shown
 from hp_checkpoint import Box, decode_extra, open_checkpoint
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.runs.directory import newest_checkpoint
 from hp_checkpoint.weight_files import first_of, other_forms
+from hp_data.tokenizer import byte_tokenizer
 from hp_trainer.config import Config, ModelConfig, rules
 from hp_trainer.config.options import build, to_toml
 from hp_trainer.config.rules.files import TOKENIZER
@@ -77,9 +79,10 @@ def import_hf(folder: Path, out: Path | None) -> int:
         "train.sample_tokens": 0,
         "data.seq_len": min(model.max_positions or _SEQ_LEN, _SEQ_LEN),
     }
-    if (folder / TOKENIZER).is_file():
-        given["data.tokenizer"] = str((folder / TOKENIZER).absolute())
-    else:
+    tokenizer = folder / TOKENIZER
+    if tokenizer.is_file() and read_named(tokenizer) != byte_tokenizer():
+        given["data.tokenizer"] = str(tokenizer.absolute())
+    elif not tokenizer.is_file():
         sys.stderr.write(
             f"note: {folder} has no {TOKENIZER}: text is read as bytes, unless data.tokenizer "
             "names one\n"
@@ -182,7 +185,7 @@ def export_hf(
             before=before,
         )
     said = usual_dtype(before) if stays and before is not None else name
-    lines = report(came, settings, written)
+    lines = report(came, settings, written, is_bytes=not config.data.tokenizer)
     sys.stdout.write(
         "".join(f"{line}\n" for line in (*lines, f"wrote {folder} from {path}, {said}"))
     )
@@ -205,6 +208,8 @@ def _original_of(
         )
     found = copies or Original()
     if tokenizer is None and TOKENIZER not in found.files:
+        if not config.data.tokenizer and SETTINGS not in found.files:
+            return found.with_bytes()
         tokenizer = _tokenizer_of(config.data.tokenizer, run)
     return found if tokenizer is None else found.with_tokenizer(tokenizer)
 

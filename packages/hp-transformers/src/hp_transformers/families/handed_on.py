@@ -10,9 +10,11 @@ from typing import NamedTuple
 from hp_base.atomic_write import replace_file
 from hp_base.dtypes import dtype_name
 from hp_base.errors import ConfigError
+from hp_base.messages import shown
 from hp_checkpoint.manifest import DTYPES
 from hp_checkpoint.weight_files import first_of
 from hp_data import load_tokenizer
+from hp_data.tokenizer import MARK, ByteTokenizer, byte_tokenizer
 from hp_trainer.config import Config
 from hp_trainer.config.rules.files import TOKENIZER
 from hp_transformers.families.config import as_text
@@ -22,7 +24,11 @@ from hp_transformers.families.load import FLOATS
 from hp_transformers.original import INDEX, OTHER_WEIGHTS, SETTINGS, Original
 
 _TOKENIZER_SETTINGS, _GENERATION = "tokenizer_config.json", "generation_config.json"
+_NAMED = "special_tokens_map.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
+_CLASS = "tokenizer_class"
+_PLAIN = {_CLASS: "PreTrainedTokenizerFast"}
+"""Without a class, transformers makes a tokenizer of the kind that models of this type have."""
 # What a run computes in to keep the dtype of files.
 _COMPUTED_IN = {"BF16": "bfloat16", "F16": "float32", "F32": "float32", "F64": "float64"}
 
@@ -108,11 +114,14 @@ def tokens_of(original: Original, config: Config) -> Tokens:
     ids: dict[str, int | None] = dict.fromkeys(f"{name}_id" for name in _SPECIAL)
     content = original.text(TOKENIZER)
     if content is None:
-        is_bytes = not config.data.tokenizer
-        return Tokens(ids | {"eos_token_id": load_tokenizer("").separator} if is_bytes else {}, {})
+        return Tokens({}, {})
+    if content == byte_tokenizer():
+        return Tokens(ids | {"eos_token_id": ByteTokenizer.separator}, {"eos_token": MARK})
     separator = _separator(original, config.data.separator)
     id_of = _ids_of(parsed(content, TOKENIZER))
-    said = parsed(original.text(_TOKENIZER_SETTINGS) or b"{}", _TOKENIZER_SETTINGS)
+    said: Keys = {}
+    for file in (_NAMED, _TOKENIZER_SETTINGS):
+        said |= parsed(original.text(file) or b"{}", file)
     for name in _SPECIAL:
         given = said.get(name)
         text = given.get("content") if isinstance(given, dict) else given
@@ -122,23 +131,29 @@ def tokens_of(original: Original, config: Config) -> Tokens:
     return Tokens(ids, {"eos_token": text_of[separator]} if separator in text_of else {})
 
 
-def write_others(folder: Path, original: Original, tokens: Tokens) -> int:
-    """Write all files but weights and `config.json`; return the number of unchanged ones."""
-    written = 0
+def write_others(folder: Path, original: Original, tokens: Tokens) -> dict[str, str]:
+    """Write all files but weights and `config.json`.
+
+    Returns:
+        Names of the files that came with the model; with what has changed in it, or nothing.
+    """
+    written: dict[str, str] = {}
     for name, read in original.files.items():
         if name in (SETTINGS, INDEX):
             continue
-        content = read()
+        content, written[name] = read(), ""
         if name == _GENERATION and tokens.ids:
-            content = as_text({**parsed(content, name), **tokens.ids})
-        else:
-            written += 1
+            came = parsed(content, name)
+            now = {**came, **tokens.ids}
+            content, written[name] = as_text(now), _changes(came, now)
+        elif name == _TOKENIZER_SETTINGS and original.has_other_tokenizer:
+            came = parsed(content, name)
+            content = content if _CLASS in came else as_text({**came, **_PLAIN})
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, content)
     if original.has_other_tokenizer and _TOKENIZER_SETTINGS not in original.files:
-        # Without it, transformers makes a tokenizer of the kind that models of this type have.
-        made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        replace_file(folder / _TOKENIZER_SETTINGS, as_text({**made, **tokens.texts}))
+        made = {**_PLAIN, "clean_up_tokenization_spaces": False, **tokens.texts}
+        replace_file(folder / _TOKENIZER_SETTINGS, as_text(made))
     return written
 
 
@@ -148,26 +163,46 @@ def settings_of(original: Original, values: Json) -> bytes:
     return came if came is not None and json.loads(came) == values else as_text(values)
 
 
-def report(original: Original, settings: bytes, written: int) -> Iterator[str]:
+def report(
+    original: Original, settings: bytes, written: Mapping[str, str], *, is_bytes: bool
+) -> Iterator[str]:
     """Yield lines about the files of an export: which are as they came, and which are left out.
 
     Args:
         original: Files of the original model.
         settings: Content of `config.json` in the export.
-        written: Number of other files that are as they came.
+        written: Other files and their changes, as `write_others` returns them.
+        is_bytes: Whether the run has read text as bytes.
     """
     if SETTINGS not in original.files:
         return
-    came, now = json.loads(original.files[SETTINGS]()), json.loads(settings)
-    changed = sorted(k for k in came.keys() | now.keys() if came.get(k, ...) != now.get(k, ...))
-    about = f"config.json as well, but for {', '.join(changed)}" if changed else "config.json too"
-    yield f"{written} other files are as they came, {about}"
+    changed = _changes(json.loads(original.files[SETTINGS]()), json.loads(settings))
+    about = f"config.json as well, but for {changed}" if changed else "config.json too"
+    yield f"{sum(not change for change in written.values())} other files are as they came, {about}"
+    yield from (f"{name} is as it came, but for {c}" for name, c in written.items() if c)
+    if is_bytes and original.has_tokenizer:
+        yield "the tokenizer is the model's, but the run has read text as bytes (data.tokenizer)"
     for why in sorted(set(original.left_out.values())):
         names = [n for n, w in original.left_out.items() if w == why and n not in original.weights]
         if names:
             yield f"left out: {first_of(names)}: {_WHY.get(why, why)}"
 
 
+def _changes(came: Json, now: Json) -> str:
+    """Return the keys that are not as they came, with both values and the reason."""
+    keys = sorted(k for k in came.keys() | now.keys() if came.get(k, ...) != now.get(k, ...))
+    return ", ".join(
+        f"{k} ({shown(came.get(k))}, now {shown(now.get(k))}: {_REASONS.get(k, _CONFIGURED)})"
+        for k in keys
+    )
+
+
+_REASONS = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "that of the weights"),
+    "eos_token_id": "what ends documents of the run",
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), "of the run's tokenizer"),
+}
+_CONFIGURED = "as the run was configured"
 _WHY = {OTHER_WEIGHTS: "weights that training has not changed"}
 
 
