@@ -57,6 +57,11 @@ SOUND = {
     "megatron sp": ("megatron", "--tp 2 --sequence-parallel"),
     "megatron bf16": ("megatron", "--bf16"),
     "megatron bf16 distributed optimizer": ("megatron", "--bf16 --distributed-optimizer"),
+    "megatron experts": ("megatron", "--experts 4 --ep 2"),
+    "megatron experts distributed optimizer": (
+        "megatron",
+        "--experts 4 --ep 2 --distributed-optimizer",
+    ),
     # Each of two groups is clipped by its own norm; of one of them a rank may have nothing.
     "megatron two norms": ("megatron", "--mtp"),
     "megatron two norms distributed optimizer": ("megatron", "--mtp --distributed-optimizer"),
@@ -72,6 +77,8 @@ SAME = {
     "trainer accumulated bf16": "--bf16",
     "megatron bf16": "--bf16",
     "megatron bf16 distributed optimizer": "--bf16",
+    "megatron experts": "--experts 4",
+    "megatron experts distributed optimizer": "--experts 4",
     "megatron two norms": "--mtp",
     "megatron two norms distributed optimizer": "--mtp",
     "trl sft packed": "--packed",
@@ -92,6 +99,7 @@ WRONG = {
     "titan fsdp": ("local-count", "gradient", "", "2 times"),
     "megatron distributed optimizer": ("no-finalize", "gradient", "", ""),
     "megatron sp": ("no-finalize", "gradient", "norm", ""),
+    "megatron experts distributed optimizer": ("no-finalize", "gradient", "", ""),
     "megatron two norms distributed optimizer": ("no-finalize", "gradient", "", ""),
     "trl sft packed": ("scaled", "gradient", "", "2 times"),
     "trl dpo fsdp2": ("scaled", "gradient", "", "2 times"),
