@@ -66,7 +66,8 @@ class Result:
         eval_loss: After the last step.
         first_gradients: Of the first step.
         parameters: After the last step.
-        moments: Of AdamW, likewise, ``exp_avg.`` or ``exp_avg_sq.`` before the parameter's name.
+        moments: Of AdamW or Muon, likewise, ``exp_avg.``, ``exp_avg_sq.`` or ``momentum_buffer.``
+            before the parameter's name.
         balances: Losses that balance experts, of each step.
     """
 
@@ -193,8 +194,8 @@ def _train_rank(
     eval_loss = trainer.evaluate() or 0.0
     parameters = _whole(trainer, lambda parameter: parameter.local)
     moments: dict[str, torch.Tensor] = {}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        found = _whole(trainer, partial(_moment, trainer, moment))
+    for moment in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        found = _whole(trainer, partial(_moment, trainer, moment), may_lack=True)
         moments |= {f"{moment}.{name}": tensor for name, tensor in found.items()}
     trainer.close()
     if info.rank:
@@ -225,21 +226,22 @@ def worker_of(info: RankInfo, directory: Path) -> Worker:
     return Worker(info=info, run_dir=directory, heartbeats=heartbeats, stop=StopFlag())
 
 
-def _moment(trainer: Trainer, moment: str, parameter: Parameter) -> torch.Tensor:
-    found = trainer.optimizer.state[parameter.local][moment]
-    assert isinstance(found, torch.Tensor)
+def _moment(trainer: Trainer, moment: str, parameter: Parameter) -> torch.Tensor | None:
+    found = trainer.optimizer.state[parameter.local].get(moment)
+    assert found is None or isinstance(found, torch.Tensor)
     return found
 
 
 def _whole(
-    trainer: Trainer, part_of: Callable[[Parameter], torch.Tensor | None]
+    trainer: Trainer, part_of: Callable[[Parameter], torch.Tensor | None], *, may_lack: bool = False
 ) -> dict[str, torch.Tensor]:
     """On rank 0: what parameters have, by name, put together; replicas must agree."""
     mine = []
     for parameter in trainer.parameters:
         tensor = part_of(parameter)
-        assert tensor is not None
-        mine.append((parameter.name, parameter.shape, parameter.span, tensor.cpu().clone()))
+        assert tensor is not None or may_lack
+        if tensor is not None:
+            mine.append((parameter.name, parameter.shape, parameter.span, tensor.cpu().clone()))
     info = trainer.runtime.info
     everyone: list[list[Any]] | None = None if info.rank else [[]] * info.world_size
     dist.gather_object(mine, everyone, dst=0, group=trainer.runtime.control)

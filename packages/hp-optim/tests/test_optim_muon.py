@@ -186,6 +186,24 @@ def test_parameters_that_thaw_and_new_groups_are_planned_anew() -> None:
     assert not any(map(torch.equal, before, (frozen, other, late)))
 
 
+def test_tensors_that_require_no_gradient_move_if_they_have_one() -> None:
+    """As with torch, which asks for the gradient alone."""
+    plain = [p.detach().clone() for p in parameters()]
+    frozen, theirs = parameters(), parameters()
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    optimizers = [Muon(plain), Muon(frozen), torch.optim.Muon(theirs)]
+    for step in range(2):
+        give_gradients(theirs, step)
+        for those in (plain, frozen):
+            for tensor, other in zip(those, theirs, strict=True):
+                tensor.grad = other.grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(map(torch.equal, plain, theirs))
+    assert all(map(torch.equal, frozen, theirs))
+
+
 def test_a_loaded_state_goes_on_with_its_rates() -> None:
     ours, theirs = parameters(), parameters()
     first, second = Muon(ours, lr=0.3), Muon(theirs, lr=0.1)

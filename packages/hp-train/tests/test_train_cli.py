@@ -98,7 +98,7 @@ def test_what_hp_verify_does_is_told_where_it_is_looked_for(
         ("train --data.weights 1", "unknown key data.weights: all of data.paths is read once"),
         ("train --lr_scheduler x", "--lr_scheduler is not a known option: the rate goes up in"),
         ("train --nodes 2", "--nodes is not a known option: torchrun or Slurm"),
-        ("train --train.optimizer muon", "unknown key train.optimizer: the optimizer is AdamW"),
+        ("train --train.lion true", "unknown key train.lion: the optimizer is AdamW"),
         ("train --batch_size=8", "did you mean --train.global_batch_size?"),
         ("train --train.lr 1", "unknown key train.lr; did you mean train.learning_rate?"),
         ("train --resum x", "--resum is not a known option; did you mean --resume?"),

@@ -196,7 +196,7 @@ class Muon(torch.optim.Optimizer):
     def _trained(self) -> list[int]:
         """Return what identifies the parameters of Muon that are trained at present."""
         groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
-        return [id(p) for group in groups for p in group["params"] if p.requires_grad]
+        return [id(p) for group in groups for p in group["params"] if _is_trained(p)]
 
     def _plan(self) -> None:
         """Plan the exchanges of the parameters that are trained at present."""
@@ -204,7 +204,7 @@ class Muon(torch.optim.Optimizer):
         by_ranks: dict[tuple[int, ...], _Parameters] = {}
         for number, group in enumerate(self.param_groups):
             for name, parameter in _named(group):
-                if group["algorithm"] == "muon" and parameter.requires_grad:
+                if group["algorithm"] == "muon" and _is_trained(parameter):
                     layout = self._layouts.get(name) or Layout.of(parameter)
                     if rank in layout.ranks:
                         found = by_ranks.setdefault(layout.ranks, _Parameters(self))
@@ -335,6 +335,12 @@ class _Parameters:
     def _of(self, matrix: Matrix) -> tuple[Tensor, Group]:
         number = matrix.parameter
         return self.tensors[number], self._optimizer.param_groups[self.groups[number]]
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Tell whether a tensor is no frozen parameter; a plain tensor is given to be moved."""
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return not is_frozen or tensor.grad is not None
 
 
 def _rate(group: Group) -> float | Tensor:

@@ -32,6 +32,7 @@ from hp_trainer.launch.heartbeats import Heartbeats
 from hp_trainer.launch.task import Worker
 from hp_trainer.layout.ranks import Layout
 from hp_trainer.layout.vocabulary import LOSS, logit_tile
+from hp_trainer.training.optimizer import MOMENTS
 from hp_trainer.training.startup import connect, launches_from_one_thread, with_gpu_settings
 from hp_trainer.training.train import gathered_by
 from hp_trainer.training.trainer import Trainer
@@ -161,7 +162,7 @@ def _plan_of_save(trainer: Trainer) -> Saved:
     holders = {
         f"{prefix}.{parameter.name}": math.prod(map(trainer.mesh.size, parameter.replicas))
         for parameter in trainer.parameters
-        for prefix in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+        for prefix in ("model", *(f"optimizer.{m}" for m in (*MOMENTS, "momentum_buffer")))
     }
     sizes = {
         name: math.prod(box.sizes) * source.dtype.itemsize

@@ -166,6 +166,8 @@ def _unknown_to_oracle(config: Config) -> str:
     """Return what of a config the oracle does not know; nothing if it can train so."""
     if config.model.is_own:
         return f"no model of {config.model.origin}"
+    if config.train.optimizer != "adamw":
+        return f"no train.optimizer ({shown(config.train.optimizer)})"
     if config.data.packing != "stream":
         return f"no padding of data.packing ({shown(config.data.packing)})"
     return ""

@@ -42,6 +42,7 @@ from hp_verify.recording.request import Request
 from hp_verify.recording.values import Part, StepRecorder, ValueRecorder
 
 MOMENTS = {"first moment": "exp_avg", "second moment": "exp_avg_sq"}
+_ALL_MOMENTS = MOMENTS | {"momentum": "momentum_buffer"}  # the last of matrices of Muon
 _PHASES = {
     "first weight": (ev.START, ""),
     "tokens": (ev.INPUT, "tokens"),
@@ -53,7 +54,7 @@ _PHASES = {
     "gradient": (ev.GRADIENT, ""),
     "norm": (ev.NORM, ""),
     "clipped gradient": (ev.CLIPPED, ""),
-    **{quantity: (f"{ev.MOMENT} {key}", "") for quantity, key in MOMENTS.items()},
+    **{quantity: (f"{ev.MOMENT} {key}", "") for quantity, key in _ALL_MOMENTS.items()},
     "updates": (f"{ev.MOMENT} step", ""),
     "weight": (ev.WEIGHT, ""),
     "correction bias": (ev.WEIGHT, ""),
@@ -88,10 +89,11 @@ class TrainerNotes:
             self._losses(Losses(*losses))
         record.add_scalar("skipped", metrics.skipped is not None)
         record.add_scalar("learning rate", metrics.lr)
-        for quantity, moment in MOMENTS.items():
-            record.add(quantity, self.moments(moment))
-        states = trainer.optimizer.state
-        record.add_scalar("updates", float(next(iter(states.values()))["step"]))
+        for quantity, moment in _ALL_MOMENTS.items():
+            if parts := self.moments(moment):
+                record.add(quantity, parts)
+        states = trainer.optimizer.state.values()
+        record.add_scalar("updates", float(next(s["step"] for s in states if "step" in s)))
         record.add("weight", self.weights())
         record.add("correction bias", self.buffers())
 
@@ -109,9 +111,10 @@ class TrainerNotes:
         return {p.name: part_of(p, grad) for p, grad in gradients if grad is not None}
 
     def moments(self, moment: str) -> dict[str, Part]:
-        """Return this rank's parts of one of Adam's moments."""
+        """Return this rank's parts of a moment of the optimizer, of parameters that have it."""
         states = self._trainer.optimizer.state
-        return {p.name: part_of(p, states[p.local][moment]) for p in self._trainer.parameters}
+        having = [p for p in self._trainer.parameters if moment in states[p.local]]
+        return {p.name: part_of(p, states[p.local][moment]) for p in having}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return buffers that a checkpoint has, named as parameters are."""
@@ -121,7 +124,7 @@ class TrainerNotes:
     def state(self) -> Mapping[str, Tensor | Part]:
         """Return everything that a checkpoint has, under its names there."""
         found = {f"model.{name}": part for name, part in self.weights().items()}
-        for moment in MOMENTS.values():
+        for moment in _ALL_MOMENTS.values():
             parts = self.moments(moment)
             found |= {f"optimizer.{moment}.{name}": part for name, part in parts.items()}
         return found | {f"model.{name}": buffer for name, buffer in self.buffers().items()}

@@ -58,6 +58,7 @@ _CALLED = {
     "train.min_learning_rate_ratio": "min_lr lr_min min_lr_ratio final_lr",
     "train.warmup_steps": "warmup warmup_iters lr_warmup lr_warmup_steps num_warmup_steps",
     "train.weight_decay": "wd decay l2",
+    "train.optimizer": "optim optimizer_name optimizer_type muon",
     "train.beta1": "b1 adam_beta1 betas momentum",
     "train.beta2": "b2 adam_beta2",
     "train.adam_eps": "eps epsilon adam_epsilon",
@@ -75,8 +76,8 @@ _ABSENT = {
         "hp train changes all weights; it has no adapters"
     ),
     "ema ema_decay averaging swa": "hp train keeps no average of the weights",
-    "optimizer optim optimizer_name optimizer_type muon adafactor lion": (
-        "the optimizer is AdamW, by train.beta1, beta2, adam_eps and weight_decay"
+    "adafactor lion sgd": (
+        'the optimizer is AdamW, or with train.optimizer = "muon" Muon for matrices'
     ),
     "weights mixture mix data_weights blend data_blend": (
         "all of data.paths is read once in each epoch; nothing mixes it by weights"

@@ -470,6 +470,13 @@ class TrainConfig(Struct, frozen=True, kw_only=True):
         Literal["none", "inductor", "aot_eager"],
         _help("What compiles attention and feed-forward of blocks; torch's names of backends."),
     ] = "none"
+    optimizer: Annotated[
+        Literal["adamw", "muon"],
+        _help(
+            "What moves the weights; muon: Muon moves matrices but tables of tokens, with AdamW's "
+            "rate and decay, AdamW the rest."
+        ),
+    ] = "adamw"
     learning_rate: Annotated[NotNegative, _help("Highest learning rate.")] = 3e-3
     min_learning_rate_ratio: Annotated[
         Share, _help("Last learning rate as a share of the highest.")

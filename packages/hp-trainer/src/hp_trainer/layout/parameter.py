@@ -27,6 +27,8 @@ class ParameterSpec:
             gradient.
         is_residual: Whether its products are added to the residual stream. Such a matrix starts
             smaller, so that variance does not grow with depth (Radford et al., 2019).
+        is_table: Whether it turns tokens into vectors or vectors into scores of tokens; Muon leaves
+            such a matrix to AdamW.
         is_whole_on_tp: Whether tensor-parallel ranks that have copies each compute its whole
             gradient, and not that of their own positions or heads.
     """
@@ -36,6 +38,7 @@ class ParameterSpec:
     is_expert: bool = False
     hidden_dim: int | None = None
     is_residual: bool = False
+    is_table: bool = False
     is_whole_on_tp: bool = False
 
     @property

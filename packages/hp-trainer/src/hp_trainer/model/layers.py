@@ -174,7 +174,7 @@ class Embedding(nn.Embedding, Lender):
         published: str | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
-        declare(self, published, weight=ParameterSpec(tp_dim=0))
+        declare(self, published, weight=ParameterSpec(tp_dim=0, is_table=True))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in the base class
         """Map token ids int64 [...] to [..., D]."""

@@ -44,7 +44,7 @@ _KNOWN: dict[type[nn.Module], dict[str, ParameterSpec]] = {
     GroupedExperts: _EXPERTS,
     TopKRouter: _MATRIX,
     nn.Linear: _MATRIX,
-    nn.Embedding: _MATRIX,
+    nn.Embedding: {"weight": ParameterSpec(is_table=True)},
     nn.LayerNorm: _NORM,
     nn.RMSNorm: _NORM,
 }

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from hp_base.errors import ConfigError
 from hp_trainer.config import ModelConfig
+from hp_trainer.layout.parameter import ParameterSpec
 from hp_trainer.model.block import Block, Microbatch, add_loss
 from hp_trainer.model.capabilities import Exchanges
 from hp_trainer.model.layers import Embedding, Linear, RMSNorm, dropout
-from hp_trainer.model.parameters import Declared, declared
+from hp_trainer.model.parameters import Declared, declare, declared
 from hp_trainer.model.prediction import PredictionModule, prediction_loss
 from hp_trainer.model.recompute import Recompute
 from hp_trainer.model.rotary import Rotation, rotation
@@ -69,6 +70,7 @@ class TransformerStage(Stage):
             self.norm = RMSNorm(config.dim, eps=config.norm_eps, published="model.norm")
         if last and not config.tie_embeddings:
             self.output = Linear(config.dim, vocab_size, tp_dim=0, published="lm_head")
+            declare(self.output, weight=ParameterSpec(tp_dim=0, is_table=True))
         depths = range(1, config.num_mtp_modules + 1) if last else range(0)
         self.mtp = nn.ModuleList(PredictionModule(config, depth) for depth in depths)
         self.before_output: Callable[[Tensor], Tensor] | None = None

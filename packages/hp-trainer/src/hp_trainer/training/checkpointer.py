@@ -24,7 +24,6 @@ from hp_trainer.config import LARGEST, TrainConfig
 from hp_trainer.layout.mesh import Mesh
 from hp_trainer.model.parameters import Parameter
 from hp_trainer.model.stage import Stage
-from hp_trainer.training.optimizer import MOMENTS
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
@@ -201,14 +200,15 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
-def set_optimizer_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
+def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Set how many updates the optimizer counts as done: what its bias correction depends on."""
     for state in optimizer.state.values():
-        state["step"].fill_(steps)
+        if "step" in state:  # Muon has none
+            state["step"].fill_(steps)
 
 
 def checkpoint_tensors(
-    parameters: Sequence[Parameter], optimizer: torch.optim.AdamW, mesh: Mesh
+    parameters: Sequence[Parameter], optimizer: torch.optim.Optimizer, mesh: Mesh
 ) -> dict[str, Tensor]:
     """Return this rank's tensors under their global names. They share memory with the live state.
 
@@ -218,13 +218,14 @@ def checkpoint_tensors(
         mesh: Mesh of the run.
 
     Returns:
-        ``model.<name>``, ``optimizer.exp_avg.<name>`` and ``optimizer.exp_avg_sq.<name>``.
+        ``model.<name>``, ``optimizer.exp_avg.<name>`` and ``optimizer.exp_avg_sq.<name>``, of
+        matrices of Muon ``optimizer.momentum_buffer.<name>``.
     """
     tensors = {}
     for parameter in parameters:
         state = optimizer.state[parameter.local]
         named = {"model": parameter.local}
-        named |= {f"optimizer.{moment}": state[moment] for moment in MOMENTS}
+        named |= {f"optimizer.{key}": value for key, value in state.items() if key != "step"}
         for prefix, tensor in named.items():
             tensors[f"{prefix}.{parameter.name}"] = parameter.as_whole(tensor, mesh)
     return tensors

@@ -1,4 +1,4 @@
-"""The update of a step: gradients clipped, AdamW, and its learning-rate schedule."""
+"""The update of a step: gradients clipped, AdamW or Muon, and the learning-rate schedule."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hp_expert import take_loads, update_correction_biases
+from hp_optim import Layout, Muon
 from hp_trainer.config import Config, TrainConfig
 from hp_trainer.layout.mesh import Mesh
+from hp_trainer.layout.ranks import GROUPS, chunk
 from hp_trainer.model.parameters import Parameter
 from hp_trainer.model.stage import Stage
 
@@ -72,47 +74,97 @@ class _Lists(NamedTuple):
         return cls(parameters, *([each[name] for each in of_each] for name in (*MOMENTS, "step")))
 
 
-def _materialize(optimizer: torch.optim.AdamW) -> None:
-    """Give every parameter its Adam state now instead of at the first step.
+def _materialize(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter its state now instead of at the first step.
 
     A resumed run loads into the very tensors the optimizer will use.
     """
     for group in optimizer.param_groups:
+        is_muon = group.get("algorithm") == "muon"
         for tensor in group["params"]:
             state = optimizer.state[tensor]
-            if not state:
+            if is_muon:
+                state["momentum_buffer"] = torch.zeros_like(tensor)
+            elif not state:
                 # Beside the parameter: a fused update on a GPU takes nothing from the host.
                 state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
                 for moment in MOMENTS:
                     state[moment] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
 
 
-def build_optimizer(parameters: Iterable[Parameter], config: TrainConfig) -> AdamW:
-    """Make AdamW (Loshchilov and Hutter, 2019), which decays no norms and no biases."""
-    decayed: list[Tensor] = []
-    others: list[Tensor] = []
+def build_optimizer(
+    parameters: Iterable[Parameter], config: TrainConfig, mesh: Mesh | None = None
+) -> AdamW | Muon:
+    """Make AdamW (Loshchilov and Hutter, 2019), which decays no norms and no biases, or Muon.
+
+    Args:
+        parameters: Parameters of this rank.
+        config: Configuration of the training.
+        mesh: Mesh of the run, of which Muon asks who has which part of a matrix; None: nothing is
+            cut.
+    """
+    decayed: list[tuple[str, Tensor]] = []
+    others: list[tuple[str, Tensor]] = []
+    matrices: list[tuple[str, Tensor]] = []
+    layouts: dict[str, Layout] = {}
     for parameter in parameters:
-        (decayed if parameter.spec.kind == "matrix" else others).append(parameter.local)
-    groups = [
+        named = parameter.name, parameter.local
+        if config.optimizer == "muon" and _is_for_muon(parameter):
+            matrices.append(named)
+            if mesh is not None:
+                layouts[parameter.name] = _layout(parameter, mesh)
+        else:
+            (decayed if parameter.spec.kind == "matrix" else others).append(named)
+    groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer = AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_eps,
-        fused=True,  # one pass over memory instead of seven
-    )
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.adam_eps,
+        "fused": True,  # one pass over memory instead of seven
+    }
+    optimizer: AdamW | Muon
+    if config.optimizer == "adamw":
+        optimizer = AdamW([group for group in groups if group["params"]], **options)
+    else:
+        rest = [group | options | {"algorithm": "adamw"} for group in groups]
+        optimizer = Muon(
+            [group for group in ({"params": matrices}, *rest) if group["params"]],
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",  # as large as AdamW's updates (arXiv:2502.16982)
+            layouts=layouts,
+            dtype=torch.float64 if config.dtype == "float64" else torch.bfloat16,
+        )
     _materialize(optimizer)
     return optimizer
+
+
+def _is_for_muon(parameter: Parameter) -> bool:
+    spec, num_dims = parameter.spec, len(parameter.shape)
+    return spec.kind == "matrix" and not spec.is_table and num_dims == 2 + spec.is_expert
+
+
+def _layout(parameter: Parameter, mesh: Mesh) -> Layout:
+    """Tell which part of a parameter each rank of its stage has."""
+    stage = mesh.stage
+    held = []
+    for rank in stage.members:
+        part = [range(size) for size in parameter.shape]
+        for group, dim in parameter.cuts:
+            axes = GROUPS[group]
+            part[dim] = chunk(part[dim], stage.size(*axes), stage.index(rank, *axes))
+        held.append(tuple(part))
+    return Layout(parameter.shape, tuple(stage.members), tuple(held))
 
 
 class Update:
     """Moves the weights of a rank by a step's gradients, or drops what the step computed.
 
     Attributes:
-        optimizer: AdamW over this rank's parameters.
+        optimizer: AdamW or Muon over this rank's parameters.
 
     Args:
         config: Configuration of the run.
@@ -130,7 +182,7 @@ class Update:
     ) -> None:
         self._model = config.model
         self._parameters, self._stages, self._mesh = parameters, stages, mesh
-        self.optimizer = build_optimizer(parameters, config.train)
+        self.optimizer = build_optimizer(parameters, config.train, mesh)
 
     def apply(self, grad_norm: float, rate: float, *, max_norm: float) -> None:
         """Clip the gradients and move weights and correction biases by them.

@@ -49,6 +49,11 @@ def _own(config: Config) -> Iterator[str]:
         yield f"model.num_mtp_modules ({config.model.num_mtp_modules}) must be 0 with {name}"
     if config.model.tie_embeddings and config.model.factory:
         yield f"model.tie_embeddings (true) must be false with {name}"
+    if config.train.optimizer == "muon":
+        yield (
+            f'train.optimizer ("muon") must be "adamw" with {name}: its matrices may be several '
+            "in one"
+        )
     if config.run.init_from:
         yield f"run.init_from ({shown(config.run.init_from)}) must be empty with {name}"
 
