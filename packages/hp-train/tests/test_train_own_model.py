@@ -80,6 +80,7 @@ def test_a_file_imports_what_lies_beside_it(
         ("own:Other", {"mesh.tp": 2}, r"mesh.tp \(2\) must be 1 with model.factory"),
         ("own:Other", {"train.recompute": "attention"}, "train.recompute .* must be none or full"),
         ("own:Other", {"model.num_mtp_modules": 1}, "model.num_mtp_modules .1. must be 0"),
+        ("own:Other", {"train.optimizer": "muon"}, 'train.optimizer .* must be "adamw" with model'),
         ("own:Other", {"model.tie_embeddings": True}, "model.tie_embeddings .* must be false"),
     ],
 )

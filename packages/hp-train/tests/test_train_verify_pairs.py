@@ -205,6 +205,7 @@ def test_families_are_what_must_be_bitwise_equal() -> None:
         ),
         ("verify debug-llama3 --pipeline.schedule 1f1b --job a:b", "there is nothing to compare"),
         ("verify --against oracle --job a:b", "oracle knows the models of hp-train, not --job a:b"),
+        ("verify --against oracle --train.optimizer muon", 'knows no train.optimizer ("muon")'),
         ("verify --generate 3 --against quickstart", "no --against"),
         ("verify --generate 3 --processes 2-4", "--processes (2-4) must be like 2:8"),
         ("verify --generate 3 --part 4/3", "--part (4/3) must be like 1/3"),
