@@ -32,9 +32,7 @@ def main() -> None:
     parts = [model]
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
-        pipeline = AutoPipeline(
-            mesh, pp_batch_size=SAMPLES, pp_seq_len=LENGTHS[0], device=torch.device("cpu")
-        )
+        pipeline = AutoPipeline(mesh, pp_batch_size=SAMPLES, device=torch.device("cpu"))
         pipeline.build(
             model,
             loss_fn=loss_of,

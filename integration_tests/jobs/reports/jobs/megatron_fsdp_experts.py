@@ -16,11 +16,10 @@ from megatron_fsdp.experimental import Flat, fully_shard, fully_shard_optimizer
 from megatron_fsdp.experimental.placement import Placements
 
 
-def of_version_1(model, optimizer, ranks):
+def of_version_1(model, ranks):
     model.experts.weight.allreduce = False  # in Megatron's words: of the experts' own groups
-    return megatron_fsdp.fully_shard(
+    return megatron_fsdp.fully_shard_model(
         model,
-        optimizer,
         device_mesh=init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("fsdp", "tp")),
         expt_device_mesh=init_device_mesh(
             "cpu", (ranks, 1, 1), mesh_dim_names=("ep", "fsdp", "tp")
@@ -53,13 +52,14 @@ def main() -> None:
         dist.init_process_group("gloo")
         weight, model.experts.group = model.experts.weight, dist.group.WORLD
         model.experts.weight = torch.nn.Parameter(weight.data.chunk(ranks)[rank].clone())
-    if ranks > 1 and args.version == 2:
-        of_version_2(model, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
-    if ranks > 1 and args.version == 1:
-        model, optimizer = of_version_1(model, optimizer, ranks)
+    is_first = ranks > 1 and args.version == 1
+    if is_first:
+        model = of_version_1(model, ranks)
         parts *= ranks  # its gradients are sums over ranks
     elif ranks > 1:
+        of_version_2(model, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+    if ranks > 1 and not is_first:
         fully_shard_optimizer(optimizer)
     data = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
@@ -69,6 +69,9 @@ def main() -> None:
             (loss / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if is_first:
+            model.install_optimized_model_weights()
+            model.zero_grad_buffer()
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -19,6 +19,22 @@ class Block(nn.Sequential):
     """A unit that is gathered at once."""
 
 
+def make_state(optimizer) -> None:
+    """Make an optimizer's state before its first step, by a step that changes nothing.
+
+    Megatron-FSDP makes one for the sake of checkpoints.
+    """
+    for group in optimizer.param_groups:
+        rate, group["lr"] = group["lr"], 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    optimizer.zero_grad()
+
+
 def main() -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
@@ -35,6 +51,8 @@ def main() -> None:
             device=torch.device("cpu"),
             calculate_per_token_loss=True,  # gradients are sums over ranks
         )
+    else:
+        make_state(optimizer)
     data = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
         x, y = torch.randn(2, SAMPLES, DIM, generator=data)

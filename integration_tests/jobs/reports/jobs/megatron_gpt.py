@@ -23,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron_resumes import resume
+from megatron_resumes import read_weights, resume
 
 
 class Norm(torch.nn.LayerNorm):
@@ -35,6 +35,7 @@ class Norm(torch.nn.LayerNorm):
 
 
 SAMPLES, LENGTH, VOCABULARY, STEPS = 4, 16, 64, 4
+CHECKPOINTS = {"resume": resume, "read-weights": read_weights}
 
 
 def parsed():
@@ -52,12 +53,12 @@ def parsed():
     parser.add_argument("--decoupled", action="store_true", help="embeddings learn at another rate")
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--bucket", type=int, default=0, help="elements of a bucket, at least")
-    parser.add_argument("--resumed", action="store_true", help="in the middle, from a checkpoint")
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, help="in the middle, and what with it")
     return parser.parse_args()
 
 
 def load(model, tp) -> None:
-    """Give each parameter of a model with sinks what a checkpoint would have for it.
+    """Give each parameter what a checkpoint would have for it, and train the sinks alone.
 
     With TP, sinks draw other random numbers than without, so that all after them begin otherwise.
     """
@@ -69,6 +70,7 @@ def load(model, tp) -> None:
         dim = parameter.partition_dim if is_cut and not is_sink else 0
         whole[dim] *= tp if is_cut else 1
         drawn = torch.randn(whole, generator=generator).div(8)
+        parameter.requires_grad_(is_sink)
         parameter.data.copy_(drawn.chunk(tp if is_cut else 1, dim)[part if is_cut else 0])
 
 
@@ -182,8 +184,8 @@ def main() -> None:
     data = batches()
     run = get_forward_backward_func()
     for step in range(STEPS):
-        if args.resumed and step == STEPS // 2:
-            resume(model.module, optimizer)
+        if args.checkpoint and step == STEPS // 2:
+            CHECKPOINTS[args.checkpoint](model.module, optimizer)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         run(

@@ -43,14 +43,24 @@ def main() -> None:
         rank_microbatch_size=LENGTH,
         pp_enabled=True,
     )
-    schedule = ScheduleInterleaved1F1B(stages, n_microbatches=SAMPLES, loss_fn=loss_of)
+    if ranks > 1:
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=SAMPLES, loss_fn=loss_of)
+    else:
+        whole = config.build(init_device="cpu")
+        for part in parts:  # all of them are here
+            whole.load_state_dict(part.state_dict(), strict=False)
+        parts = [whole]
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, foreach=False)
     generator = torch.Generator().manual_seed(7)
     for _ in range(STEPS):
         words = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
-        given = (words,) if rank == 0 else ()
-        schedule.step(*given, target=words if rank == ranks - 1 else None, losses=[])
+        if ranks > 1:
+            given = (words,) if rank == 0 else ()
+            schedule.step(*given, target=words if rank == ranks - 1 else None, losses=[])
+        else:
+            for sample in words.split(1):
+                (loss_of(whole(sample), sample) / SAMPLES).backward()
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
