@@ -20,7 +20,8 @@ _Draw = Callable[[Random], float]
 @cache
 def _library() -> tuple[int, ...]:
     root = Path(sysconfig.get_path("stdlib"))
-    sizes = [path.stat().st_size // _BYTES_PER_TOKEN for path in sorted(root.rglob("*.py"))]
+    files = filter(Path.is_file, sorted(root.rglob("*.py")))  # Debian links to one that may be gone
+    sizes = [path.stat().st_size // _BYTES_PER_TOKEN for path in files]
     return tuple(filter(None, sizes))
 
 

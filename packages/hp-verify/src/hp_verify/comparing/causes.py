@@ -162,8 +162,9 @@ def _without_effect(result: Comparison, index: int, mine: Step, theirs: Step) ->
     ours, expected = (step.tensors.get(ev.FORWARD, {}) for step in (mine, theirs))
     here = {(d.phase, d.name): d for d in result.differences if d.step == index}
     wrong = {name: d for (phase, name), d in here.items() if phase == ev.FORWARD}
-    unknown = [n for n in expected if n in wrong or f"{ev.FORWARD} {n}" in result.unaligned]
-    right = {*map(_module, expected)} - {*map(_module, unknown)}
+    right = {*map(_module, expected)} - {
+        _module(n) for n in expected if n in wrong or f"{ev.FORWARD} {n}" in result.unaligned
+    }
     found = {
         name
         for name, d in wrong.items()
@@ -265,14 +266,10 @@ def are_equal(result: Comparison, index: int, theirs: Step) -> bool:
     """Tell whether all gradients of a step were compared, and none differs."""
     gradients = theirs.tensors.get(ev.GRADIENT, {})
     is_listed = any(f"{ev.GRADIENT} {name}" in result.unaligned for name in gradients)
-    differences = result.differences
     return (
         bool(gradients)
         and not is_listed
-        and not any(
-            (difference.step, difference.phase) == (index, ev.GRADIENT)
-            for difference in differences
-        )
+        and not any((d.step, d.phase) == (index, ev.GRADIENT) for d in result.differences)
     )
 
 

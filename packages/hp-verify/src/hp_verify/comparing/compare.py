@@ -496,11 +496,10 @@ def _error_of_numbers(mine: Step, theirs: Step, phase: str, name: str) -> tuple[
     if len({len(some) for some in lists[0] + lists[1]}) == 1:
         pairs = zip(zip(*lists[0], strict=True), zip(*lists[1], strict=True), strict=True)
         return max(_farthest(*pair) for pair in pairs), ratio  # of several each with its own
-    if not (ours and expected):
-        return math.inf, ratio
     # Some ranks have nothing of a group, or clip a group in several calls: each has its like.
     apart = [[_farthest([mine], [one]) for one in expected] for mine in ours]
-    return max(min(some) for some in [*apart, *zip(*apart, strict=True)]), ratio
+    nearest = (min(some, default=math.inf) for some in [*apart, *zip(*apart, strict=True)])
+    return max(nearest, default=math.inf), ratio
 
 
 def _farthest(ours: Sequence[float], expected: Sequence[float]) -> float:
