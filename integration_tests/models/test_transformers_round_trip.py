@@ -435,3 +435,39 @@ def test_text_that_was_read_as_bytes_though_there_is_a_tokenizer_is_told(
     told = "the tokenizer is the model's, but the run has read text as bytes (data.tokenizer)\n"
     assert told in capsys.readouterr().out
     _require_same_model(tmp_path / "out", source)
+
+
+@pytest.fixture
+def _code_is_forgotten() -> Iterator[None]:
+    """Remove the copies of a model's code that transformers keeps."""
+    yield
+    kept = Path(transformers.dynamic_module_utils.HF_MODULES_CACHE) / "transformers_modules"
+    for name in ("tidal_source", "original"):
+        shutil.rmtree(kept / name, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("_code_is_forgotten")
+def test_code_of_a_model_comes_along_and_runs_only_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, own = tmp_path / "tidal_source", Path(__file__).parent / "own_architecture"
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    trusted = {"trust_remote_code": True}
+    config = transformers.AutoConfig.from_pretrained(own, **trusted, **sizes, **heads)
+    transformers.AutoModelForCausalLM.from_config(config, **trusted).save_pretrained(source)
+    shutil.copytree(own, source, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.json"))
+    path = source / "config.json"
+    auto_map = json.loads((own / "config.json").read_text())["auto_map"]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map}))
+    keys = {"model.transformers": str(source), "model.trust_remote_code": True}
+    run = _run_of(None, {**keys, "train.dtype": "float32"}, tmp_path / "runs")
+    assert main(["export-hf", str(run), str(tmp_path / "out"), "--step", "0"]) == 2
+    assert "--trust-remote-code must be given: config.json of the" in capsys.readouterr().err
+    out = _exported(run, tmp_path / "out", "--step", "0", "--trust-remote-code")
+    ours, theirs = _files(out), _files(source)
+    assert {n: c for n, c in ours.items() if not n.endswith(WEIGHTS)} == {
+        n: c for n, c in theirs.items() if not n.endswith(WEIGHTS)
+    }
+    assert _tensors(out) == _tensors(source)
+    assert "modeling_tidal.py" in ours

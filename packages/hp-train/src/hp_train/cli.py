@@ -206,6 +206,11 @@ def _add_hugging_face(commands: "argparse._SubParsersAction[Parser]") -> None:
         metavar="FOLDER",
         help="of the model that the run started from, for its other files (what the run has kept)",
     )
+    exports.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python files of that model, where its config.json names some",
+    )
     exports.set_defaults(run_command=_export_hugging_face)
 
 
@@ -241,6 +246,7 @@ def _export_hugging_face(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         tokenizer=tokenizer,
         original=original,
+        trust_remote_code=options.trust_remote_code,
         of_transformers=write_folder,
     )
 

@@ -112,6 +112,7 @@ def export_hf(
     dtype: str | None,
     tokenizer: Path | None = None,
     original: Path | None = None,
+    trust_remote_code: bool = False,
     of_transformers: Callable[..., None],
 ) -> int:
     """Write the weights of a checkpoint as a folder that transformers loads.
@@ -128,6 +129,7 @@ def export_hf(
         tokenizer: Tokenizer file to copy; None: the run's copy, or the file that the run names, if
             that is in its directory.
         original: Folder of the original model; None: the run's copy of its files.
+        trust_remote_code: Whether Python files of the original model may run.
         of_transformers: Function that writes a model of `model.transformers`, as `write_model`.
 
     Returns:
@@ -161,8 +163,9 @@ def export_hf(
     stays = before is not None and bool(before.dtype_of)
     theirs = parsed(came.text(SETTINGS) or b"{}", SETTINGS)
     if config.model.transformers:
-        # What a run directory names is not run: nobody has asked for it here.
-        model, write = replace(config.model, trust_remote_code=False), of_transformers
+        # What a run directory names is not run without being asked for.
+        model = replace(config.model, trust_remote_code=trust_remote_code)
+        write = of_transformers
         values = with_dtype(theirs, None if stays else name)
     else:
         model, write = _whole_config(config, manifest), write_model
@@ -216,15 +219,31 @@ def _original_of(
 
 @contextmanager
 def _readable(model: ModelConfig, came: Original, folder: Path | None) -> Iterator[ModelConfig]:
-    """Yield a model whose folder has its config; of a run's copy nothing but that is used."""
-    if not model.transformers:
-        yield model
-    elif folder is not None:
-        yield replace(model, transformers=str(folder))
-    else:
-        with tempfile.TemporaryDirectory() as alone:
-            (Path(alone) / SETTINGS).write_bytes(came.files[SETTINGS]())
-            yield replace(model, transformers=alone)
+    """Yield a model whose folder has its config, and its code if that is trusted.
+
+    Raises:
+        ConfigError: When the model has code of its own, which is not trusted.
+    """
+    try:
+        if not model.transformers:
+            yield model
+        elif folder is not None:
+            yield replace(model, transformers=str(folder))
+        else:
+            with tempfile.TemporaryDirectory() as alone:
+                copy = Path(alone) / "original"
+                for name, read in came.files.items():
+                    if name == SETTINGS or (model.trust_remote_code and name.endswith(".py")):
+                        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                        (copy / name).write_bytes(read())
+                yield replace(model, transformers=str(copy))
+    except ConfigError as error:
+        if "trust_remote_code (false)" not in str(error):
+            raise
+        raise ConfigError(
+            "--trust-remote-code must be given: config.json of the model names Python files that "
+            "came with it"
+        ) from None
 
 
 def _tokenizer_of(named: str, run: Path) -> Path | None:
