@@ -66,8 +66,8 @@ TORCH = next(r for r in PACKAGES["hp-platform"].dependencies if r.startswith("to
 
 
 def with_extras(name: str) -> str:
-    """Return a package with its extras but transformers, which is large and has a group instead."""
-    extras = {*PACKAGES[name].extras} - {"transformers"}
+    """Return a package with its extras, without transformers and clouds, which have sessions."""
+    extras = {*PACKAGES[name].extras} - {"transformers", "s3", "gs", "az"}
     return f"{name}[{','.join(sorted(extras))}]" if extras else name
 
 

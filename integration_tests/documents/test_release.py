@@ -104,12 +104,17 @@ def test_an_extra_has_one_meaning() -> None:
                 else:
                     assert extra in extras[requirement.name]
     assert own == {
+        "az": {"adlfs"},
         "exact": {"ortools"},
+        "gs": {"gcsfs"},
         "packing": {"hp-packing"},
+        "parquet": {"pyarrow"},
         "runtime": {"hp-base", "hp-platform", "torch"},
+        "s3": {"s3fs"},
         "tensorboard": {"tensorboard"},
         "tokenizers": {"tokenizers"},
         "transformers": {"transformers"},
+        "zstd": {"zstandard"},
     }
 
 

@@ -15,9 +15,10 @@ import pytest
 from hp_base.errors import ConfigError, DataError
 from hp_data import Tokenizer, corpus, load_tokenizer
 from hp_data import preparation as prepare_module
-from hp_data.corpus import Piece, find_sources, pieces_of
+from hp_data.corpus import find_sources, pieces_of
 from hp_data.encode import encode_all
 from hp_data.preparation import Cache, prepare
+from hp_data.sources.source import Piece
 
 LIMIT = 1 << 30
 

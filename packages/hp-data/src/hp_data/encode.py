@@ -14,6 +14,7 @@ the tokenizer alone. If none of them passes, the piece is extended, and memory g
 a bound.
 """
 
+import codecs
 import contextlib
 import json
 import math
@@ -35,21 +36,24 @@ import numpy as np
 
 from hp_base.environment import usable_cores
 from hp_base.errors import ConfigError, DataError
-from hp_base.folder import read_span
+from hp_data import corpus
 from hp_data.corpus import (
-    Piece,
-    Source,
-    opened_source,
+    cut,
     plain_lines,
-    printable,
+    plain_text,
     read_piece,
+    text_of_stream,
     texts_of,
 )
+from hp_data.sources.compressed import Window, read_stream
+from hp_data.sources.formats import COLUMNS, IDS, documents_of
+from hp_data.sources.source import Opened, Piece, Source, opened_source, printable
+from hp_data.sources.token_files import read_ids
 from hp_data.tokenizer import TokenArray, Tokenizer, load_tokenizer
 from hp_data.tokens import new_hasher
 
-_HEAD = struct.Struct("<B16sQQ")
-_GOOD, _BAD_TEXT, _BAD_CONFIG = range(3)
+_HEAD = struct.Struct("<B16sQQQ")
+_GOOD, _BAD_TEXT, _BAD_CONFIG, _MORE = range(4)
 _AHEAD = 2  # pieces that each process has been given
 _BYTES_PER_PROCESS = 1 << 22  # a second's work for a tokenizer of Hugging Face
 _READ_BYTES = 1 << 16  # what a pipe holds
@@ -77,19 +81,23 @@ _PLACES = (
 
 
 class Encoded(NamedTuple):
-    """The tokens of a piece.
+    """The tokens of a piece, or the next of several parts of them.
 
     Attributes:
         piece: Piece that was encoded.
-        digest: Digest of the bytes of the piece.
+        digest: Digest of the bytes of the piece, or of its documents; of all parts in the last.
         tokens: Token ids, a separator after every document that ends in the piece; one-dimensional.
-        num_empty: Number of lines of jsonl without tokens, which are left out.
+        num_empty: Number of documents without tokens in a file of records, which are left out.
+        nbytes: Number of bytes of the file that were read for them.
+        is_last: Whether it is the last part of its piece.
     """
 
     piece: Piece
     digest: bytes
     tokens: TokenArray
     num_empty: int
+    nbytes: int
+    is_last: bool = True
 
 
 def count_processes(total_bytes: int, tokenizer: Tokenizer) -> int:
@@ -138,7 +146,7 @@ def encode_all(
     """
     if not num_processes:
         for piece in pieces:
-            yield encode_piece(piece, tokenizer)
+            yield from encode_parts(piece, tokenizer)
         return
     with contextlib.ExitStack() as stack:
         helpers = [
@@ -150,11 +158,139 @@ def encode_all(
         given: deque[_Helper] = deque()
         for helper, piece in zip(cycle(helpers), pieces):
             if len(given) == num_processes * _AHEAD:
-                yield given.popleft().take(tokenizer)
+                yield from given.popleft().take(tokenizer)
             helper.give(piece)
             given.append(helper)
         for helper in given:
-            yield helper.take(tokenizer)
+            yield from helper.take(tokenizer)
+
+
+def encode_parts(
+    piece: Piece, tokenizer: Tokenizer, *, on_text: Callable[[int], None] = lambda _: None
+) -> Iterator[Encoded]:
+    """Read a piece and encode it, a bounded part after the other; see `encode_piece`."""
+    source = piece.source
+    if source.is_plain:
+        yield encode_piece(piece, tokenizer, on_text=on_text)
+        return
+    with opened_source(source.path, source.size) as opened:
+        parts = _Parts(piece, tokenizer)
+        if source.format in IDS:
+            yield from _ids(parts, opened)
+        elif source.format == "text":
+            yield from _long_text(parts, opened, on_text)
+        else:
+            yield from _documents(parts, opened, on_text)
+
+
+class _Parts:
+    """The tokens of a piece that were not yet given on, and the digest so far.
+
+    Args:
+        piece: Piece that is read.
+        tokenizer: Tokenizer of the ids.
+    """
+
+    def __init__(self, piece: Piece, tokenizer: Tokenizer) -> None:
+        self.piece, self.tokenizer = piece, tokenizer
+        self.end = np.full(1, tokenizer.separator, dtype=tokenizer.dtype)
+        self.digest, self.num_empty, self._nbytes = new_hasher(), 0, 0
+        self._tokens: list[TokenArray] = []
+        self._kept, self._told = 0, 0
+
+    def add(self, *tokens: TokenArray) -> None:
+        """Keep more tokens."""
+        self._tokens += tokens
+        self._kept += sum(each.nbytes for each in tokens) + 64  # an array of its own
+
+    @property
+    def is_full(self) -> bool:
+        """Tell whether what is kept is to be given on."""
+        return self._kept >= corpus.PIECE_BYTES
+
+    def read(self, nbytes: int) -> None:
+        """Count bytes of the file."""
+        self._nbytes += nbytes
+
+    def take(self, *, is_last: bool = False) -> Encoded:
+        """Return what is kept, and keep nothing of it."""
+        tokens = np.concatenate(self._tokens) if self._tokens else self.end[:0]
+        nbytes = self.piece.end - self.piece.begin - self._told if is_last else self._nbytes
+        made = Encoded(
+            self.piece, self.digest.digest(), tokens, self.num_empty, max(0, nbytes), is_last
+        )
+        self._told += nbytes
+        self._tokens, self._kept, self.num_empty, self._nbytes = [], 0, 0, 0
+        return made
+
+
+def _documents(parts: _Parts, opened: Opened, on_text: Callable[[int], None]) -> Iterator[Encoded]:
+    """Encode the documents of a file of records."""
+    source, tokenizer = parts.piece.source, parts.tokenizer
+    for _, text in documents_of(parts.piece, opened, on_read=parts.read):
+        raw = text.encode(errors="replace")
+        parts.digest.update(len(raw).to_bytes(8, "little"))
+        parts.digest.update(raw)
+        on_text(len(text))
+        tokens = tokenizer.encode(text) if text else parts.end[:0]
+        _require_text(source, tokens, tokenizer)
+        parts.num_empty += not tokens.size
+        parts.add(tokens, parts.end[: tokens.size])
+        if parts.is_full:
+            yield parts.take()
+    yield parts.take(is_last=True)
+
+
+def _long_text(parts: _Parts, opened: Opened, on_text: Callable[[int], None]) -> Iterator[Encoded]:
+    """Encode a compressed document, cut where a plain file would be."""
+    source, tokenizer = parts.piece.source, parts.tokenizer
+
+    def place(window: Opened, at: int) -> int:
+        if tokenizer.is_cheap:
+            return cut(window, at, source)
+        return _seam(window, at, source, tokenizer, step=corpus.PIECE_BYTES)
+
+    window = Window(read_stream(source, opened, on_read=parts.read))
+    for begin, raw, is_last in text_of_stream(window, place):
+        parts.digest.update(raw)
+        plain = raw if begin else raw.removeprefix(codecs.BOM_UTF8)
+        text = plain_text(source, begin, plain)
+        on_text(len(text))
+        tokens = tokenizer.encode(text, goes_on=begin > 0) if text else parts.end[:0]
+        _require_text(source, tokens, tokenizer)
+        parts.add(tokens)
+        if not is_last:
+            yield parts.take()
+    parts.add(parts.end)
+    yield parts.take(is_last=True)
+
+
+def _ids(parts: _Parts, opened: Opened) -> Iterator[Encoded]:
+    """Take over ids that were made elsewhere, a separator after every document.
+
+    Raises:
+        DataError: If an id is not one of the tokenizer.
+    """
+    source, tokenizer = parts.piece.source, parts.tokenizer
+    number, begun = 0, False
+    for ids, is_end in read_ids(source, opened):
+        parts.digest.update(ids.tobytes() + bytes([is_end]))
+        parts.read(ids.nbytes)
+        wrong = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
+        if wrong.size:
+            raise DataError(
+                f"{printable(source.path)}: token {number + int(wrong[0])} ({ids[wrong[0]]}) must "
+                f"be below the vocabulary ({tokenizer.vocab_size}) of data.tokenizer"
+            )
+        number += ids.size
+        begun = begun or ids.size > 0
+        parts.add(ids.astype(tokenizer.dtype))
+        if is_end and begun:
+            parts.add(parts.end[: int(ids[-1] != tokenizer.separator)])
+            begun = False
+        if parts.is_full:
+            yield parts.take()
+    yield parts.take(is_last=True)
 
 
 def encode_piece(
@@ -189,7 +325,7 @@ def encode_piece(
     if source.kind != "jsonl" and piece.is_last:
         parts.append(end)
     tokens = np.concatenate(parts) if parts else end[:0]
-    return Encoded(piece, digest, tokens, num_empty)
+    return Encoded(piece, digest, tokens, num_empty, piece.end - piece.begin)
 
 
 def _require_text(source: Source, tokens: TokenArray, tokenizer: Tokenizer) -> None:
@@ -209,34 +345,36 @@ def cut_text(piece: Piece, tokenizer: Tokenizer) -> tuple[int, bytes]:
         DataError: If the file cannot be read, or has no place for a cut.
     """
     source, step = piece.source, piece.end - piece.begin
-    with opened_source(source.path) as descriptor:
+    with opened_source(source.path, source.size) as opened:
         begin, end = (
-            _seam(descriptor, at, source, tokenizer, step=step) for at in (piece.begin, piece.end)
+            _seam(opened, at, source, tokenizer, step=step) for at in (piece.begin, piece.end)
         )
-        return begin, read_span(descriptor, begin, end)
+        return begin, opened.span(begin, end)
 
 
-def _seam(descriptor: int, at: int, source: Source, tokenizer: Tokenizer, *, step: int) -> int:
+def _seam(opened: Opened, at: int, source: Source, tokenizer: Tokenizer, *, step: int) -> int:
     """Return the first place from a byte on where the document is cut, or its end."""
-    if at <= 0 or at >= source.size:
-        return max(0, min(at, source.size))
-    for begin in range(at, min(at + LONGEST_BYTES, source.size), step):
-        found = next(_seams_from(descriptor, begin, tokenizer, step=step), None)
+    if at <= 0 or not opened.reaches(at):
+        return max(0, min(at, opened.size))
+    for begin in range(at, at + LONGEST_BYTES, step):
+        if not opened.reaches(begin):
+            return opened.size
+        found = next(_seams_from(opened, begin, tokenizer, step=step), None)
         if found is not None:
             return found
-    if at + LONGEST_BYTES < source.size:
+    if opened.reaches(at + LONGEST_BYTES):
         raise DataError(
             f"{printable(source.path)}: data.tokenizer must end a word in the {LONGEST_BYTES} "
             f"bytes from byte {at} on; give the text as a line of JSON per document (.jsonl)"
         )
-    return source.size
+    return opened.size
 
 
-def _seams_from(descriptor: int, at: int, tokenizer: Tokenizer, *, step: int) -> Iterator[int]:
+def _seams_from(opened: Opened, at: int, tokenizer: Tokenizer, *, step: int) -> Iterator[int]:
     """Yield the places in the next bytes where the text may be cut."""
     first = max(0, at - 4 * _AROUND)
     last = at + min(_SCAN_BYTES, step)
-    raw = read_span(descriptor, first, last + 4 * _AROUND)
+    raw = opened.span(first, last + 4 * _AROUND)
     for places in _PLACES:
         for place in islice(re.compile(places).finditer(raw, at - first, last - first), _TRIED):
             left, right = (
@@ -245,6 +383,16 @@ def _seams_from(descriptor: int, at: int, tokenizer: Tokenizer, *, step: int) ->
             )
             if all(tokenizer.joins(left[-count:], right[:_AROUND]) for count in _BEGINNINGS):
                 yield first + place.end()
+
+
+class _Answer(NamedTuple):
+    """An answer of a process: a part of a piece, or its identity as content."""
+
+    kind: int
+    digest: bytes
+    num_empty: int
+    nbytes: int
+    content: bytes
 
 
 class _Helper:
@@ -289,7 +437,7 @@ class _Helper:
 
     def identity(self) -> str:
         """Wait until the tokenizer is made and tried; return its identity."""
-        return self._answer()[2].decode()
+        return self._answer().content.decode()
 
     def require(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError if the file has changed since a tokenizer was made of it."""
@@ -303,24 +451,28 @@ class _Helper:
             self._to.write(json.dumps([piece.source, piece.begin, piece.end]).encode() + b"\n")
             self._to.flush()
 
-    def take(self, tokenizer: Tokenizer) -> Encoded:
-        """Wait for the tokens of the next given piece."""
-        digest, num_empty, content = self._answer()
-        tokens = np.frombuffer(content, dtype=tokenizer.dtype)
-        return Encoded(self._given.popleft(), digest, tokens, num_empty)
+    def take(self, tokenizer: Tokenizer) -> Iterator[Encoded]:
+        """Wait for the tokens of the next given piece, part after part."""
+        is_last = False
+        while not is_last:
+            kind, digest, num_empty, nbytes, content = self._answer()
+            is_last = kind == _GOOD
+            tokens = np.frombuffer(content, dtype=tokenizer.dtype)
+            yield Encoded(self._given[0], digest, tokens, num_empty, nbytes, is_last)
+        self._given.popleft()
 
-    def _answer(self) -> tuple[bytes, int, bytes]:
-        """Return the next answer: a digest, a count and a content."""
+    def _answer(self) -> "_Answer":
+        """Return the next answer."""
         for _ in range(_WATCHED_SECONDS):
             if select.select([self._from], [], [], _LOOK_SECONDS)[0]:
                 break
             self._on_wait()
         head = self._read(_HEAD.size)
         if len(head) == _HEAD.size:
-            kind, digest, num_empty, size = _HEAD.unpack(head)
+            kind, digest, num_empty, nbytes, size = _HEAD.unpack(head)
             content = self._read(size)
-            if len(content) == size and kind == _GOOD:
-                return digest, num_empty, content
+            if len(content) == size and kind in (_GOOD, _MORE):
+                return _Answer(kind, digest, num_empty, nbytes, content)
             if len(content) == size:
                 refused = ConfigError if kind == _BAD_CONFIG else DataError
                 raise refused(content.decode(errors="replace"))
@@ -339,6 +491,13 @@ class _Helper:
             -signal.SIGXCPU: "more processor time than a tokenizer should",
             -signal.SIGABRT: "more memory than a tokenizer should",
         }
+        source = self._given[0].source if self._given else None
+        if source is not None and not source.is_plain and source.format in COLUMNS:
+            what = takes.get(status, "").replace("tokenizer", "file") or f"ends with {status}"
+            return DataError(
+                f"{printable(source.path)} must be a file of {source.format}: reading it "
+                f"{'takes ' * (status in takes)}{what}"
+            )
         if status not in takes:
             return DataError(f"a process that tokenises ended with status {status}")
         of, why = "a few words", "a regular expression or a normalizer in it explodes"
@@ -353,7 +512,13 @@ class _Helper:
         )
 
 
-_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "OPENBLAS_NUM_THREADS": "1",
+    # Memory that Arrow reserves and does not use would count.
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_ARENA_MAX": "2",
+}
 
 
 def main(path: str, separator: str, parent: int) -> None:
@@ -378,23 +543,31 @@ def main(path: str, separator: str, parent: int) -> None:
     for line in sys.stdin.buffer:
         source, begin, end = json.loads(line)
         piece = Piece(Source(*source), begin, end)
-        bound(end - begin)
         try:
-            made = encode_piece(piece, tokenizer, on_text=bound)
+            for made in _bounded(encode_parts(piece, tokenizer, on_text=bound), piece, bound):
+                _tell(_GOOD if made.is_last else _MORE, made.tokens.tobytes(), made)
         except BaseException as error:  # noqa: BLE001 - raised by the parent, panics as well
             name = "" if isinstance(error, DataError) else f"{printable(piece.source.path)}: "
-            _tell(_BAD_TEXT, f"{name}{error}")
-        else:
-            _tell(_GOOD, made.tokens.tobytes(), digest=made.digest, num_empty=made.num_empty)
+            _tell(_BAD_TEXT, f"{name}{error if str(error) else type(error).__name__}")
 
 
-def _tell(
-    kind: int, content: bytes | str, *, digest: bytes = bytes(16), num_empty: int = 0
-) -> None:
+def _bounded(
+    parts: Iterator[Encoded], piece: Piece, bound: Callable[[int], None]
+) -> Iterator[Encoded]:
+    """Yield parts, each made within bounds of its own."""
+    length = piece.end - piece.begin if piece.source.is_plain else corpus.PIECE_BYTES
+    bound(length)
+    for part in parts:
+        yield part
+        bound(length)
+
+
+def _tell(kind: int, content: bytes | str, part: Encoded | None = None) -> None:
     """Write an answer to standard output."""
     raw = content.encode(errors="replace") if isinstance(content, str) else content
     out = sys.stdout.buffer
-    out.write(_HEAD.pack(kind, digest, num_empty, len(raw)))
+    about = (bytes(16), 0, 0) if part is None else (part.digest, part.num_empty, part.nbytes)
+    out.write(_HEAD.pack(kind, *about, len(raw)))
     out.write(raw)
     out.flush()
 

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -23,17 +23,10 @@ import numpy as np
 from hp_base.atomic_write import new_folder, remove_unfinished
 from hp_base.errors import ConfigError, DataError
 from hp_base.own_caches import make_own, opened_own, user_cache
-from hp_data.corpus import (
-    Piece,
-    Source,
-    find_sources,
-    left_out,
-    pieces_of,
-    printable,
-    read_piece,
-)
+from hp_data.corpus import find_sources, left_out, pieces_of, read_piece
 from hp_data.encode import count_processes, encode_all
-from hp_data.tokenizer import TokenArray, Tokenizer
+from hp_data.sources.source import Piece, Source, printable
+from hp_data.tokenizer import ByteTokenizer, TokenArray, Tokenizer
 from hp_data.tokens import (
     INDEX,
     SPLITS,
@@ -62,6 +55,7 @@ def prepare(
     directory: Path,
     *,
     paths: Sequence[str],
+    field: str = "",
     tokenizer: Tokenizer,
     eval_fraction: float,
     cache: Cache | None = None,
@@ -76,6 +70,7 @@ def prepare(
     Args:
         directory: Directory of the tokens; it appears whole or not at all.
         paths: Value of ``data.paths``; empty for the standard library.
+        field: Value of ``data.field``: name of the column or key with the text.
         tokenizer: Tokenizer of the ids, which are stored in its dtype.
         eval_fraction: Share of the tokens to hold out.
         cache: Cache of tokens of other runs; None: neither read nor filled.
@@ -93,6 +88,7 @@ def prepare(
             directory,
             paths,
             None if tokenizer.is_cheap else cache,
+            field=field,
             tokenizer=tokenizer,
             eval_fraction=eval_fraction,
             on_progress=on_progress,
@@ -147,13 +143,13 @@ def is_prepared(directory: Path) -> bool:
     return bool(names)
 
 
-def digest_of_text(paths: Sequence[str]) -> str:
+def digest_of_text(paths: Sequence[str], field: str = "") -> str:
     """Return the digest of the text of files and folders, see `Index.source`.
 
     Raises:
         DataError: If the text cannot be read.
     """
-    return _digest_of(find_sources(paths), lambda: None)
+    return _digest_of([*find_sources(paths, field)], lambda: None)
 
 
 def _make(
@@ -161,14 +157,15 @@ def _make(
     paths: Sequence[str],
     cache: Cache | None,
     *,
+    field: str,
     tokenizer: Tokenizer,
     eval_fraction: float,
     on_progress: OnProgress,
     tell: Tell,
 ) -> None:
     """Copy the tokens from the cache, or make them from the text and store them in the cache."""
-    sources = list(find_sources(paths))
-    if others := left_out(paths):
+    sources = list(find_sources(paths, field))
+    if others := left_out(paths, field):
         tell(f"note: {others}")
     if cache is not None and not cache.is_empty:
         key = key_of(
@@ -206,7 +203,7 @@ def _tokenize(
     made = encode_all(
         (piece for source in sources for piece in pieces_of(source)),
         tokenizer,
-        num_processes=count_processes(total, tokenizer),
+        num_processes=_count_processes(sources, tokenizer),
         on_wait=on_progress,
     )
     with (
@@ -216,10 +213,11 @@ def _tokenize(
     ):
         stream = HoldOut(train, held, tokenizer.separator, fraction=eval_fraction)
         num_empty = 0
-        for piece, digest, tokens, empty in made:
-            _note(text, piece, digest)
-            num_empty += empty + stream.write(tokens)
-            progress.add(piece.end - piece.begin)
+        for part in made:
+            if part.is_last:
+                _note(text, part.piece, part.digest)
+            num_empty += part.num_empty + stream.write(part.tokens)
+            progress.add(part.nbytes)
             on_progress()
         stream.finish()
         if num_empty:
@@ -267,7 +265,7 @@ class Progress:
             return
         self._told = now
         rate = self._done / (now - self._began)
-        left = (self._total - self._done) / rate
+        left = max(0, self._total - self._done) / max(rate, 1)
         self._tell(
             f"tokenised {self._done / 1e6:.0f} of {self._total / 1e6:.0f} MB, "
             f"{rate / 1e6:.2f} MB/s, {_duration(left)} left"
@@ -282,17 +280,35 @@ def _duration(seconds: float) -> str:
 
 def _note(text: hashlib.blake2b, piece: Piece, digest: bytes) -> None:
     """Add a piece to the digest of all files in their order, without their names."""
-    place = f"{piece.source.kind} {piece.begin} {piece.is_last}\n"
+    field = f" {piece.source.field}" if piece.source.field else ""
+    place = f"{piece.source.kind} {piece.begin} {piece.is_last}{field}\n"
     text.update(place.encode() + digest)
 
 
-def _digest_of(sources: Iterable[Source], on_progress: OnProgress) -> str:
-    text = new_hasher()
-    for source in sources:
-        for piece in pieces_of(source):
+def _digest_of(sources: Sequence[Source], on_progress: OnProgress) -> str:
+    text, tokenizer = new_hasher(), ByteTokenizer()
+    pieces = (piece for source in sources for piece in pieces_of(source))
+    if all(source.is_plain for source in sources):
+        for piece in pieces:
             _note(text, piece, new_hasher(read_piece(piece)[1]).digest())
             on_progress()
+        return text.hexdigest()
+    # What a file of records holds is read by processes whose memory is bounded.
+    number = _count_processes(sources, tokenizer)
+    made = encode_all(pieces, tokenizer, num_processes=number, on_wait=on_progress)
+    with closing(made):
+        for part in made:
+            if part.is_last:
+                _note(text, part.piece, part.digest)
+            on_progress()
     return text.hexdigest()
+
+
+def _count_processes(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
+    """Return the number of processes to start; formats of libraries need one in any case."""
+    total = sum(source.size for source in sources)
+    least = int(any(not source.is_plain for source in sources))
+    return max(least, count_processes(total, tokenizer))
 
 
 def key_of(

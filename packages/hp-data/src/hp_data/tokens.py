@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hp_base.atomic_write import replace_file
 from hp_base.errors import DataError
 from hp_base.folder import DamageError, open_file, opened_directory, read_span, read_whole
-from hp_data.corpus import printable
+from hp_data.sources.source import printable
 from hp_data.tokenizer import AnyArray, DType, TokenArray
 
 CHUNK_BYTES = 1 << 16
