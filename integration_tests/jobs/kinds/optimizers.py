@@ -112,6 +112,23 @@ def left_out(job: Job) -> None:
         scaler.update()
 
 
+def left_out_by_norm(job: Job) -> None:
+    """An update whose norm is too large is left out, and a norm is logged of what was clipped."""
+    net = Words()
+    weights = list(net.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=1e-2)
+    for step in range(STEPS + 1):
+        tokens, targets = job.words()
+        optimizer.zero_grad()
+        loss = loss_of(net(tokens), targets)
+        (1000 * loss if step == 1 else loss).backward()
+        reduced(job, weights)
+        norm = nn.utils.clip_grad_norm_(weights, 0.5)
+        nn.utils.clip_grad_norm_(weights, torch.inf)
+        if norm < 50:
+            optimizer.step()
+
+
 def owned_groups(job: Job) -> None:
     """Two groups, each clipped by its own norm, of one of which a rank updates nothing (ZeRO-1)."""
     net = Words()

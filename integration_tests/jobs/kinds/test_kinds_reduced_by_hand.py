@@ -25,6 +25,7 @@ ODD = by_name(
     optimizers.per_sample,
     optimizers.copies,
     optimizers.left_out,
+    optimizers.left_out_by_norm,
     optimizers.sparse,
     models.frequencies,
     models.lazy,
@@ -51,7 +52,7 @@ def compared(tmp_path: Path, loop: Callable[[Job], None], fault: str = "") -> Co
     return beside_one(tmp_path, functools.partial(train, loop), fault, steps=2 * STEPS)
 
 
-@pytest.mark.sample("left_out")
+@pytest.mark.sample("left_out", "left_out_by_norm")
 @pytest.mark.parametrize("kind", ODD)
 def test_what_computes_the_same_is_equal(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, ODD[kind])

@@ -49,8 +49,9 @@ class _Outcome:
         began = time.monotonic()
         try:
             self.comparison = jobs.run(self.job, self.against, options)
-            codes = {verdict: code for code, verdict in _VERDICTS.items()}
-            self.status = codes[self.comparison.verdict]
+            self.status = next(
+                code for code, verdict in _VERDICTS.items() if verdict == self.comparison.verdict
+            )
         except HpError as error:
             self.error, self.status = error, error.exit_code
         self.verdict = _VERDICTS.get(self.status, "failed")

@@ -125,8 +125,9 @@ def compare(actual: Recording, expected: Recording, floor: Floor) -> Comparison:
             if phase in (ev.LOSS, ev.NORM, ev.RATE):
                 _numbers(result, index, phase, mine, theirs, floor)
             elif phase != ev.START:
-                filled = known if phase == ev.GRADIENT else ()
-                _phase(result, index, phase, mine, theirs, floor, filled)
+                _phase(
+                    result, index, phase, mine, theirs, floor, known if phase == ev.GRADIENT else ()
+                )
         _batches(result, index, (mine, theirs), before)
         list_vanishing(result, index, mine, theirs)
         list_outputs(result, index, mine, theirs, actual.num_ranks)
@@ -470,8 +471,9 @@ def _numbers(  # noqa: PLR0917
         result.largest[phase] = max(error, result.largest.get(phase, 0.0))
         if not error <= bound:
             note = why_norm(mine, theirs, name, bound) if phase == ev.NORM else ""
-            found = Difference(index, phase, name, error, bound, ratio, 0.0, note=note)
-            result.differences.append(found)
+            result.differences.append(
+                Difference(index, phase, name, error, bound, ratio, 0.0, note=note)
+            )
 
 
 def _rounding_of_loss(step: Step) -> float:

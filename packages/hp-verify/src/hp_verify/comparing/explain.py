@@ -103,8 +103,7 @@ def _rounded(differences: Sequence[Difference]) -> Iterator[str]:
 
 
 def _of_module(name: str) -> str:
-    kinds = _MODULES.items()
-    found = (why for words, why in kinds if any(word in name.lower() for word in words))
+    found = (why for words, why in _MODULES.items() if any(word in name.lower() for word in words))
     return next(found, "its weights' parts, or a sum over ranks")
 
 

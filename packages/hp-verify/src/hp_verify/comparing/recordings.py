@@ -91,8 +91,7 @@ class Digests:
     def beside(self, reference: "Digests") -> "Digests":
         """Leave samples out of which both have the part that is no padding by itself."""
         both = self.rows.keys() & reference.rows.keys()
-        rows = {row: sums for row, sums in self.rows.items() if REAL + row not in both}
-        return replace(self, rows=rows)
+        return replace(self, rows={r: s for r, s in self.rows.items() if REAL + r not in both})
 
     def scaled(self, factors: Mapping[str, float]) -> "Digests":
         """Multiply samples by factors; a sample without one keeps its values."""

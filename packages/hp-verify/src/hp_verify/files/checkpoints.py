@@ -204,8 +204,9 @@ class _Comparing:
             return set()
         for source, some in zip((self._ours, self._theirs), states, strict=True):
             if some:
-                said = f"state of the optimizer is in {source.path} alone: {len(some)} tensors"
-                self.result.notes.append(said)
+                self.result.notes.append(
+                    f"state of the optimizer is in {source.path} alone: {len(some)} tensors"
+                )
         return states[0] | states[1]
 
     def _compare(self, names: list[str]) -> None:
@@ -307,8 +308,9 @@ class _Comparing:
                 self._pairs.append((name, other))
                 self._judge(name, [made])
                 return
-        said = f"{list(entry.shape)}: no tensor of the other has its name or its digest"
-        self.result.extra[name] = said
+        self.result.extra[name] = (
+            f"{list(entry.shape)}: no tensor of the other has its name or its digest"
+        )
 
     def _index(self, dtype: str) -> Rows:
         if dtype not in self._indices:

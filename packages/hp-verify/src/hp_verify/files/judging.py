@@ -77,8 +77,9 @@ def judge_quantised(ours: Tensor, theirs: Tensor, scales: Tensor) -> Verdict:
     """
     wide = _spread(scales.double(), theirs.shape)
     if wide is None:
-        said = f"scales of shape {list(scales.shape)} do not fit {list(theirs.shape)}"
-        return Verdict(said, False, math.inf)
+        return Verdict(
+            f"scales of shape {list(scales.shape)} do not fit {list(theirs.shape)}", False, math.inf
+        )
     back, values = theirs.double() * wide, ours.double()
     bound = torch.maximum(
         values.abs() * _EIGHTS[theirs.dtype], wide.abs() * _STEPS[theirs.dtype]

@@ -125,6 +125,14 @@ class Notes:
         """
         self._tensors.append((event, digests))
 
+    def forget(self, phase: str, name: str, box: Box) -> None:
+        """Leave a part of a tensor out that was noted down and is not written yet."""
+        self._tensors = [
+            (event, digests)
+            for event, digests in self._tensors
+            if (event.phase, event.name) != (phase, name) or box not in [d.box for d in digests]
+        ]
+
     def own(self, key: tuple[str, Box], like: tuple[tuple[int, ...], torch.dtype]) -> list[Digest]:
         """Return the list of a gradient's terms before its reduction, one a backward, to append to.
 

@@ -17,7 +17,7 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class Recorder(ParameterRecorder):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._is_clipped = False
+        self._clipped: dict[int, int] = {}  # parameter -> calls of models before it was
         self._call = Call()
         self._known = ev.batches(Path(request.reference)) if request.reference else None
         self._times: Counter[tuple[str, str]] = Counter()
@@ -188,7 +188,7 @@ class Recorder(ParameterRecorder):
 
     def _next_step(self) -> None:
         self.flush()
-        self._step, self._has_updated, self._is_clipped = self._step + 1, False, False
+        self._step, self._has_updated, self._clipped = self._step + 1, False, {}
         self._times.clear()
         self._updates.done.clear()
         self._root_calls = 0
@@ -311,8 +311,22 @@ class Recorder(ParameterRecorder):
         """Take in parameters or flat tensors with their gradients, before these are clipped."""
         if self._is_wanted():
             with self._lock:
-                self._parameters(ev.GRADIENT, gradients)
-                self._is_clipped = True
+                self._parameters(ev.GRADIENT, self._not_clipped(gradients))
+
+    def _not_clipped(
+        self, gradients: Iterable[tuple[Tensor, Tensor | None]]
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield those that no earlier clipping has changed, as one that a norm is logged by.
+
+        Where a model was called since, no update was made of what was clipped: it is forgotten.
+        """
+        for parameter, gradient in gradients:
+            before = self._clipped.get(id(parameter))
+            if before != self._root_calls:
+                for part in self._all_owners().parts(parameter) if before is not None else ():
+                    self._notes.forget(ev.GRADIENT, part.name, part.box)
+                self._clipped[id(parameter)] = self._root_calls
+                yield parameter, gradient
 
     def _before_scaling(
         self,
@@ -360,7 +374,7 @@ class Recorder(ParameterRecorder):
 
     def _to_be_used(self, optimizer: Optimizer) -> None:
         """Note down what an update is made of."""
-        phase = ev.CLIPPED if self._is_clipped else ev.GRADIENT
+        phase = ev.CLIPPED if self._clipped else ev.GRADIENT
         if any("lr" in group for group in optimizer.param_groups):
             self._meet_unowned(updated(optimizer))
         self._parameters(phase, ((p, p.grad) for p in updated(optimizer)))

@@ -175,8 +175,9 @@ def parts_of_run(
         size: Number of values.
         at: Index of the first value in the flat tensor.
     """
-    everything = Slice(name, shape, whole(shape), whole(shape))
-    return composed([everything], Run(name, shape, first, size, at))
+    return composed(
+        [Slice(name, shape, whole(shape), whole(shape))], Run(name, shape, first, size, at)
+    )
 
 
 def composed(slices: Sequence[Slice], run: Run) -> Iterator[Slice]:

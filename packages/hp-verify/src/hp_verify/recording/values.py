@@ -124,8 +124,9 @@ def whole_of(parts: Sequence[Part]) -> Whole:
     seen = torch.full(first.shape, is_all)
     for part in parts[1:] if is_all else parts:
         if part.shape != first.shape:
-            said = f"shape {part.shape} of rank-{part.rank:05d} must equal {first.shape}"
-            result.contradictions.append(said)
+            result.contradictions.append(
+                f"shape {part.shape} of rank-{part.rank:05d} must equal {first.shape}"
+            )
             continue
         index, values = index_of(part.box), part.values.detach()
         here, known = result.values[index], seen[index]

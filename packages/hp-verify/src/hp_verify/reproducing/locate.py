@@ -272,9 +272,8 @@ def _of_own(pair: Pair, first: Difference, actual: Tensor, parts: list[Part]) ->
         index = index_of(box)
         values = {part.rank: part.values for part in own if part.box == box}
         for name, value in combinations(values):
-            title = f"{name} before the reduction"
-            whole = found.setdefault(title, torch.full_like(actual, torch.nan))
-            whole[index] = value
+            whole = torch.full_like(actual, torch.nan)
+            found.setdefault(f"{name} before the reduction", whole)[index] = value
     return found
 
 
