@@ -247,7 +247,7 @@ def test_auto_gathers_by_what_fits_and_takes_less_time(
 ) -> None:
     keys: tuple[str, ...] = ("mesh.dp_shard=64", "train.dtype=bfloat16")
     keys += ("model.dim=4096", "model.num_layers=6", "model.num_heads=32")
-    # Of 6 layers 5 or 20 G parameters: gathered and with gradients 30 or 120 GB. By block they are
+    # Of 6 layers 5 or 20 G parameters: gathered and with gradients 28 or 112 GiB. By block they are
     # gathered while others compute, but for each microbatch anew.
     for hidden, batch, how in ((2**16, 128, "stage"), (2**16, 64, "block"), (2**18, 128, "block")):
         size = f"model.dense_hidden={hidden}", f"train.global_batch_size={batch}"

@@ -242,7 +242,7 @@ def test_layouts_that_cannot_hold_what_is_under_way_are_left_out() -> None:
 
 
 def test_a_model_that_fits_only_in_few_layouts_is_found_one() -> None:
-    # 70 G parameters with their moments are 1.1 TB, and most layouts keep too many activations:
+    # 70 G parameters with their moments are 1 TiB, and most layouts keep too many activations:
     # 40 layouts are enough only if those that cannot hold what is under way are not among them.
     config = resolve(
         "llama-3.1-70b", {"data.seq_len": 8192, "train.global_batch_size": 8}.items(), env={}

@@ -1,10 +1,11 @@
 """Tiles of logits, where all of them would take too much memory at once. No torch.
 
-Note [Logits in tiles]. The logits of a microbatch can be the largest tensor of a training: 5 GB at
-8,192 tokens and a vocabulary of 151,936. Where they take more than `TILE_BYTES`, a tile of them is
-there at a time: some rows of the output matrix for some tokens. What lies inside is the vocabulary,
-so that a tile completes its rows of the weight gradient but for the other runs of tokens, of which
-there are few; and only as many rows of the input gradient are added up at once as a run has tokens.
+Note [Logits in tiles]. The logits of a microbatch can be the largest tensor of a training: 4.6 GiB
+at 8,192 tokens and a vocabulary of 151,936. Where they take more than `TILE_BYTES`, a tile of them
+is there at a time: some rows of the output matrix for some tokens. What lies inside is the
+vocabulary, so that a tile completes its rows of the weight gradient but for the other runs of
+tokens, of which there are few; and only as many rows of the input gradient are added up at once as
+a run has tokens.
 """
 
 from typing import NamedTuple
