@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -334,6 +341,27 @@ def asserted(parameter: nn.Parameter) -> DTensor:
 
 def test_parameters_without_gradients_stay() -> None:
     assert run_distributed(without_gradients, world_size=2) == [[False, True]] * 2
+
+
+def other_placements() -> float:
+    """Give gradients as sums of parts and as copies; return the largest error."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight, gradient = whole("gate_up", 0), whole("gate_up", 1)
+    expected = nn.Parameter(weight.clone())
+    expected.grad = gradient
+    Muon([expected], dtype=torch.float64).step()
+    largest = 0.0
+    for placement, part in ((Partial(), gradient / 2), (Replicate(), gradient)):
+        parameter = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        optimizer = Muon([parameter], dtype=torch.float64)
+        parameter.grad = DTensor.from_local(part, mesh, [placement])
+        optimizer.step()
+        largest = max(largest, float((together(parameter) - expected).abs().max()))
+    return largest
+
+
+def test_gradients_with_other_placements_are_cut_as_their_parameters() -> None:
+    assert max(run_distributed(other_placements, world_size=2)) <= 1e-12
 
 
 def other_plans() -> None:
