@@ -4,6 +4,7 @@ While a bucket is orthogonalised, the pieces of the next bucket travel to their 
 updates of the bucket before travel back. All ranks start the same exchanges in the same order.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -120,7 +121,7 @@ class _Step(NamedTuple):
 
     def compute(self, arrived: Tensor) -> dict[Matrix, Tensor]:
         """Orthogonalise the matrices that this rank owns."""
-        parts: dict[Matrix, list[tuple[Piece, Tensor]]] = {m: [] for m in self.bucket.owned}
+        parts: dict[Matrix, list[tuple[Piece, Tensor]]] = defaultdict(list)
         for piece, place in _places(self.bucket.received, arrived):
             parts[piece.matrix].append((piece, place))
         return {

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -208,14 +208,16 @@ class Muon(torch.optim.Optimizer):
                     layout = self._layouts.get(name) or Layout.of(parameter)
                     if rank in layout.ranks:
                         found = by_ranks.setdefault(layout.ranks, _Parameters(self))
-                        found.add(number, parameter, layout, self._split(name, parameter))
+                        split = self._split(name, parameter)
+                        found.entries.append(_Entry(number, parameter, layout, split))
         self._exchanges = [self._exchange(found, rank) for found in by_ranks.values()]
         self._planned = self._trained()
 
     def _exchange(self, parameters: "_Parameters", rank: int) -> Exchange:
-        steps = max(self.param_groups[number]["ns_steps"] for number in parameters.groups)
+        groups, tensors, layouts, splits = zip(*parameters.entries, strict=True)
+        steps = max(self.param_groups[number]["ns_steps"] for number in groups)
         elements = max(1, self._bucket_bytes // self.dtype.itemsize)
-        plan = make_plan(parameters.layouts, parameters.splits, steps=steps, elements=elements)
+        plan = make_plan(layouts, splits, steps=steps, elements=elements)
         group = None
         if plan.shared:
             # Its name has the plan's digest, so that ranks with other plans are refused.
@@ -223,7 +225,7 @@ class Muon(torch.optim.Optimizer):
             if name not in self._process_groups:
                 self._process_groups[name] = new_group_of_members(plan.ranks, name=name)
             group = self._process_groups[name]
-        device = local(parameters.tensors[0]).device
+        device = local(tensors[0]).device
         return make_exchange(plan, group, parameters, rank=rank, dtype=self.dtype, device=device)
 
     def _step_momentum(self, group: Group) -> None:
@@ -288,22 +290,19 @@ class Muon(torch.optim.Optimizer):
         )
 
 
+class _Entry(NamedTuple):
+    group: int  # its number, since a loaded state brings other dicts
+    tensor: Tensor
+    layout: Layout
+    split: Split
+
+
 class _Parameters:
     """The parameters of Muon that lie on the same ranks."""
 
     def __init__(self, optimizer: Muon) -> None:
         self._optimizer = optimizer
-        self.tensors: list[Tensor] = []
-        self.groups: list[int] = []  # numbers, since a loaded state brings other dicts
-        self.layouts: list[Layout] = []
-        self.splits: list[Split] = []
-
-    def add(self, group: int, parameter: Tensor, layout: Layout, split: Split) -> None:
-        """Add a parameter of the group of a number."""
-        self.groups.append(group)
-        self.tensors.append(parameter)
-        self.layouts.append(layout)
-        self.splits.append(split)
+        self.entries: list[_Entry] = []
 
     def read(self, piece: Piece) -> Tensor | None:
         """Return the direction of a piece before it is orthogonalised; None without a gradient."""
@@ -333,8 +332,8 @@ class _Parameters:
                 _stacked(whole)[piece.place][select(piece.rows, piece.cols, whole.device)] = moved
 
     def _of(self, matrix: Matrix) -> tuple[Tensor, Group]:
-        number = matrix.parameter
-        return self.tensors[number], self._optimizer.param_groups[self.groups[number]]
+        entry = self.entries[matrix.parameter]
+        return entry.tensor, self._optimizer.param_groups[entry.group]
 
 
 def _is_trained(tensor: Tensor) -> bool:

@@ -59,14 +59,12 @@ class Bucket:
     """Share of one rank in matrices that are exchanged at once.
 
     Attributes:
-        owned: Matrices that this rank orthogonalises.
         sent: Own pieces, by the owner that they are sent to.
         received: Pieces of owned matrices, by the rank that they come from.
         returned: Pieces of owned matrices, by the rank that gets the update of them.
         applied: Own pieces, by the owner from whom the update comes.
     """
 
-    owned: tuple[Matrix, ...]
     sent: Pieces
     received: Pieces
     returned: Pieces
@@ -115,11 +113,9 @@ class Plan:
         parts: dict[str, list[list[Piece]]] = {
             name: [[] for _ in everyone] for name in ("sent", "received", "returned", "applied")
         }
-        owned = []
         for matrix in self.shared[number]:
             owner = self.owners[matrix]
             if owner == me:
-                owned.append(matrix)
                 for index in self.holders[matrix]:
                     parts["returned"][index].append(self.piece(matrix, index))
                 for index in self.sources(matrix):
@@ -129,16 +125,12 @@ class Plan:
                 parts["applied"][owner].append(mine)
                 if me in self.sources(matrix):
                     parts["sent"][owner].append(mine)
-        return Bucket(tuple(owned), **{name: _frozen(pieces) for name, pieces in parts.items()})
+        return Bucket(**{name: tuple(map(tuple, pieces)) for name, pieces in parts.items()})
 
     def digest(self) -> str:
         """Return a digest, which is the same where plans are."""
         text = repr((self.ranks, self.layouts, [*self.owners.items()], self.shared))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _frozen(pieces: list[list[Piece]]) -> Pieces:
-    return tuple(map(tuple, pieces))
 
 
 def make_plan(
