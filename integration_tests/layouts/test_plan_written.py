@@ -16,7 +16,7 @@ SMALL = (
 )
 
 
-def test_what_is_written_for_a_cpu_is_trained(
+def test_what_is_written_for_a_cpu_is_trained_and_gone_on_with(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "best.toml"
@@ -32,6 +32,12 @@ def test_what_is_written_for_a_cpu_is_trained(
     assert written.world_size == 2
     assert (trained.mesh, trained.pipeline) == (written.mesh, written.pipeline)
     assert replace(trained.train, dtype="") == replace(written.train, dtype="")
+    again = tmp_path / "again.toml"
+    asked = ["--machine", "cpu", "--gpus", "1", "--train.steps", "3", "--write", str(again)]
+    assert main(["plan", "--resume", str(tmp_path / "run"), *asked]) == 0
+    assert main(["train", str(again)]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
 def test_a_dry_run_needs_what_the_plan_says(
