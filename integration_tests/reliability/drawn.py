@@ -161,6 +161,7 @@ NOT_DRAWN: Mapping[str, str] = {
     "model.transformers": "a folder",
     "model.trust_remote_code": "a file of code",
     "data.paths": "files",
+    "data.field": "files",
     "data.tokenizer": "a file",
     "data.separator": "a file",
     "data.plan_costs": "a file",

@@ -37,6 +37,7 @@ def _resume(run: Path, *arguments: str) -> int:
     ("key", "value", "says"),
     [
         ("run.seed", "1", "run.seed (1) must equal run.seed (0) of "),
+        ("data.field", "body", 'data.field ("body") must equal data.field ("") of '),
         ("data.seq_len", "64", "data.seq_len (64) must equal data.seq_len (128) of "),
         (
             "data.eval_fraction",

@@ -321,7 +321,7 @@ def _add_command(
         metavar="PATH",
         nargs="+",
         action="extend",
-        help="text files, folders or .jsonl files to train on; short for --data.paths",
+        help="files, folders or patterns of text to train on; short for --data.paths",
     )
     parser.add_argument("--resume", metavar="RUN", help="go on with the run of this directory")
     parser.set_defaults(run_command=run)

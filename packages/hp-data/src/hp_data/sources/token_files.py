@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -18,6 +19,12 @@ DTYPES = ("uint16", "uint32", "int32")
 _Ids: TypeAlias = NDArray[Any]
 _PART = 1 << 20  # ids
 _MAGIC = b"MMIDIDX\0\0"
+_NUMPY = b"\x93NUMPY"
+_HEADER = re.compile(
+    rb"\{'descr': '([<>]?[iu][24])', 'fortran_order': (?:True|False), "
+    rb"'shape': \((\d{1,15}),\), \}\s*"
+)
+_MOST_HEADER = 1 << 16
 _HEAD = struct.Struct("<9sQBQQ")
 _MEGATRON = {4: "<i4", 8: "<u2"}
 _BLOCK, _MOST_SEQUENCES = 1 << 14, 1 << 22
@@ -38,7 +45,8 @@ def read_ids(source: Source, opened: Opened) -> Iterator[tuple[_Ids, bool]]:
                 return
             dtype, begin = np.dtype(source.field or "u1").newbyteorder("<"), 0
             if source.format == "npy":
-                dtype, begin = _numpy_header(file, source)
+                dtype, count, begin = _numpy_header(file)
+                _require_size(source, begin + count * dtype.itemsize)
             yield from _plain(file, dtype, source.size - begin)
     except (OSError, ValueError, struct.error, MemoryError) as error:
         raise DataError(f"{name} must be a file of token ids: {why(error)}") from None
@@ -68,23 +76,26 @@ def _read(file: io.BufferedReader[AsFile], dtype: np.dtype[Any], count: int) -> 
     return np.frombuffer(data, dtype=dtype)
 
 
-def _numpy_header(file: io.BufferedReader[AsFile], source: Source) -> tuple[np.dtype[Any], int]:
-    """Return the dtype of an array, and the first byte of its ids."""
-    version = np.lib.format.read_magic(file)
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
+def _numpy_header(file: io.BufferedReader[AsFile]) -> tuple[np.dtype[Any], int, int]:
+    """Return the dtype of an array, the number of its ids, and the first byte of them."""
+    magic = file.read(len(_NUMPY) + 2)
+    if magic[:-2] != _NUMPY or magic[-2] not in (1, 2):
+        raise ValueError("it is no array of numpy")
+    length = (
+        struct.unpack("<H", file.read(2)) if magic[-2] == 1 else struct.unpack("<I", file.read(4))
     )
-    shape, _, dtype = read(file)
-    if len(shape) != 1 or dtype.name not in DTYPES:
-        raise ValueError(
-            f"it must have one dimension of {', '.join(DTYPES)}, and is {dtype} {[*shape]}"
-        )
-    begin = file.tell()
-    if begin + shape[0] * dtype.itemsize != source.size:
-        raise ValueError(f"{source.size} bytes do not have {shape[0]} ids of {dtype}")
-    return dtype, begin
+    header = file.read(min(length[0], _MOST_HEADER))
+    found = _HEADER.fullmatch(header)
+    name = np.dtype(found[1].decode()).name if found else ""
+    if found is None or name not in DTYPES:
+        shown = header[:80].decode("ascii", errors="replace").strip()
+        raise ValueError(f"it must have one dimension of {', '.join(DTYPES)}, and is {shown}")
+    return np.dtype(found[1].decode()), int(found[2]), file.tell()
+
+
+def _require_size(source: Source, size: int) -> None:
+    if size != source.size:
+        raise ValueError(f"its header needs {size} bytes, and it has {source.size}")
 
 
 def _megatron(

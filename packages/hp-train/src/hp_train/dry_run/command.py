@@ -242,7 +242,13 @@ def write_data(
     tokenizer = load_tokenizer(data.tokenizer, data.separator)
     if data.paths:
         made = folder / "data"
-        prepare(made, paths=data.paths, tokenizer=tokenizer, eval_fraction=data.eval_fraction)
+        prepare(
+            made,
+            paths=data.paths,
+            field=data.field,
+            tokenizer=tokenizer,
+            eval_fraction=data.eval_fraction,
+        )
         return made
     separate = data.documents == "separate"
     number = (documents or count_documents(data.seq_len)) if separate else 1

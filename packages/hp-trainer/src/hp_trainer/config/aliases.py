@@ -41,6 +41,7 @@ _CALLED = {
     "model.sliding_window": "window window_size",
     "model.max_positions": "max_position_embeddings n_positions",
     "data.paths": "data dataset path data_path train_data train_file files text",
+    "data.field": "column text_column text_field content_key text_key json_keys",
     "data.tokenizer": "tokenizer_path tokenizer_file tokenizer_name",
     "data.separator": "eos eos_token eod eod_token end_of_text sep sep_token",
     "data.seq_len": "seq seqlen seq_length sequence_length max_seq_len block_size ctx "

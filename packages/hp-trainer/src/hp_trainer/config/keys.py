@@ -399,10 +399,17 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     paths: Annotated[
         tuple[str, ...],
         _help(
-            "Text files, folders, or JSON lines: .jsonl, .ndjson, .json. "
-            "[]: text of Python's standard library."
+            "Files, folders and patterns of text: plain, JSON, CSV, Parquet, Arrow; token files; "
+            "s3://, gs://, az://. []: text of Python's standard library."
         ),
     ] = ()
+    field: Annotated[
+        str,
+        _help(
+            'Column or key of data.paths with the text. "": text, or the only one of strings. Of a '
+            ".bin of token ids: uint16, uint32 or int32."
+        ),
+    ] = ""
     tokenizer: Annotated[
         str,
         _help('A tokenizer.json of Hugging Face tokenizers, or a folder that has one. "": bytes.'),

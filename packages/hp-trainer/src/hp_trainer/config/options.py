@@ -201,7 +201,7 @@ def _tokenizer_file(given: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).absolute())
+    return path if "://" in path else str(Path(path).absolute())
 
 
 def shipped() -> list[str]:

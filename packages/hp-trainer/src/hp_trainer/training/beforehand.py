@@ -32,10 +32,11 @@ def refuse_beforehand(config: Config, *, weights: bool) -> None:
     if rules.has_tokens(config.run.resume):
         return
     if config.data.paths:
-        look_at(config.data.paths)
+        look_at(config.data.paths, config.data.field)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.separator)
     vocab_size = vocab_size_of(tokenizer, config.model.vocab_size)
-    if config.data.paths and sum(s.size for s in find_sources(config.data.paths)) <= _LITTLE:
+    found = find_sources(config.data.paths, config.data.field) if config.data.paths else ()
+    if found and sum(source.size for source in found) <= _LITTLE:
         _require_tokens(config, tokenizer)
     if weights and config.run.init_from and not config.run.resume:
         weights_of(config.run.init_from).require_fit(
@@ -48,7 +49,13 @@ def _require_tokens(config: Config, tokenizer: Tokenizer) -> None:
     data = config.data
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "data"
-        prepare(made, paths=data.paths, tokenizer=tokenizer, eval_fraction=data.eval_fraction)
+        prepare(
+            made,
+            paths=data.paths,
+            field=data.field,
+            tokenizer=tokenizer,
+            eval_fraction=data.eval_fraction,
+        )
         index = read_index(made)
         assert isinstance(index, Index), "it was made just now"
         for split in SPLITS:

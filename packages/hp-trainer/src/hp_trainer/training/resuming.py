@@ -22,6 +22,7 @@ _REASONS = {
     "run.seed": _POSITION,
     "run.init_from": "its weights come from its checkpoints",
     "data.paths": "it goes on with the tokens of that text",
+    "data.field": _TOKENS,
     "data.tokenizer": _TOKENS,
     "data.seq_len": _POSITION,
     "data.packing": _POSITION,
@@ -38,7 +39,7 @@ _FREE = (
     "model.trust_remote_code",
 )
 """Keys of the model that are settings of the training, or say where its config lies now."""
-_FILES = ("run.init_from", "data.paths", "data.tokenizer", "data.eval_fraction")
+_FILES = ("run.init_from", "data.paths", "data.field", "data.tokenizer", "data.eval_fraction")
 """What a checkpoint does not need to be asked about: its data have a digest."""
 
 
@@ -116,4 +117,6 @@ def _holds_same_text(run: Path, config: Config, saved: Mapping[str, Any]) -> boo
     if not is_prepared(run / "data"):
         return True  # it is prepared anew, and compared with the checkpoint
     index = read_index(run / "data")
-    return isinstance(index, Index) and index.source == digest_of_text(config.data.paths)
+    return isinstance(index, Index) and index.source == digest_of_text(
+        config.data.paths, config.data.field
+    )

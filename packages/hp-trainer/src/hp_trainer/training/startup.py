@@ -188,6 +188,7 @@ def _make_tokens(config: Config, worker: Worker, tokenizer: Tokenizer, waiting: 
         prepare(
             worker.data_dir,
             paths=config.data.paths,
+            field=config.data.field,
             tokenizer=tokenizer,
             eval_fraction=config.data.eval_fraction,
             cache=Cache.of_user(limit_bytes=config.data.cache_gib << 30),

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hp_base.errors import ConfigError
@@ -26,11 +26,7 @@ _OTHER_WEIGHTS = (
 def file_rules(config: Config) -> Iterator[str]:
     """Yield what is read must be there, and what is written must have a place."""
     run, data = config.run, config.data
-    for path in () if has_tokens(run.resume) else data.paths:
-        if not _is(path, Path.exists):
-            yield f"data.paths ({shown_path(path)}) must exist{_neighbour(path)}"
-        elif not (_is(path, Path.is_file) or _is(path, Path.is_dir)):
-            yield f"data.paths ({shown_path(path)}) must be a regular file or a folder"
+    yield from () if has_tokens(run.resume) else _no_data(data.paths)
     yield from _model_files(config)
     if data.tokenizer and not _is(data.tokenizer, Path.is_file):
         yield (
@@ -54,6 +50,17 @@ def file_rules(config: Config) -> Iterator[str]:
     key, target = ("run.resume", run.resume) if run.resume else ("run.output_dir", run.output_dir)
     if problem := _not_writable(target):
         yield f"{key} ({shown_path(target)}) must be a writable folder: {problem}"
+
+
+def _no_data(paths: Iterable[str]) -> Iterator[str]:
+    """Yield what is to be read must be there; `look_at` sees it of patterns and addresses."""
+    for path in paths:
+        if "://" in path or any(character in path for character in "*?["):
+            continue
+        if not _is(path, Path.exists):
+            yield f"data.paths ({shown_path(path)}) must exist{_neighbour(path)}"
+        elif not (_is(path, Path.is_file) or _is(path, Path.is_dir)):
+            yield f"data.paths ({shown_path(path)}) must be a regular file or a folder"
 
 
 def _model_files(config: Config) -> Iterator[str]:
