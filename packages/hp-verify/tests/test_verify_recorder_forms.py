@@ -303,11 +303,20 @@ def test_outputs_of_other_rows_than_samples_are_listed_where_gradients_are_equal
 
 
 @pytest.mark.parametrize(
-    ("off", "shape", "first"),
-    [(0.0, (3,), GRADIENT), (5e-6, (3,), FORWARD), (0.0, (4,), FORWARD), (0.5, (3,), FORWARD)],
+    ("off", "shape", "others", "first"),
+    [
+        (0.0, (3,), 0.0, GRADIENT),
+        (0.0, (4,), 0.0, GRADIENT),
+        (5e-6, (3,), 0.0, GRADIENT),
+        # Of another size it does not only lie otherwise: then samples must be of other lengths.
+        (0.0, (3,), 0.5, GRADIENT),
+        (5e-6, (3,), 0.5, FORWARD),
+        (0.0, (4,), 0.5, FORWARD),
+        (0.5, (3,), 0.0, FORWARD),
+    ],
 )
 def test_what_lies_otherwise_comes_last_where_the_model_gives_the_same(
-    off: float, shape: tuple[int, ...], first: str
+    off: float, shape: tuple[int, ...], others: float, first: str
 ) -> None:
     given = tuple(x * (1.0 + off) for x in RIGHT)
     actual = recording(outputs={"layer": RIGHT[::-1], "": given}, gradient=1.5)
@@ -315,6 +324,7 @@ def test_what_lies_otherwise_comes_last_where_the_model_gives_the_same(
     for one in (actual, expected):
         del one.steps[1].tensors[BACKWARD]
     actual.steps[1].tensors[FORWARD]["layer"].shapes = {"y": shape} if shape != (4,) else {}
+    actual.steps[1].tensors[FORWARD]["layer"].others = others
 
     result = judged(actual, expected)
 

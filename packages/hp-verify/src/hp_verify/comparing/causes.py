@@ -155,25 +155,21 @@ def list_outputs(result: Comparison, index: int, mine: Step, theirs: Step, num_r
 def _without_effect(result: Comparison, index: int, mine: Step, theirs: Step) -> set[str]:
     """Return outputs that lie otherwise inside of modules whose own were compared and are equal.
 
-    Their squares, those of all ranks that have other numbers, add up to the reference's. Where
-    nothing else of the forward differs, an output of a module with a weight whose gradient does is
-    left out.
+    Their squares, those of all ranks that have other numbers, add up to the reference's.
     """
     ours, expected = (step.tensors.get(ev.FORWARD, {}) for step in (mine, theirs))
-    here = {(d.phase, d.name): d for d in result.differences if d.step == index}
-    wrong = {name: d for (phase, name), d in here.items() if phase == ev.FORWARD}
+    here = (d for d in result.differences if (d.step, d.phase) == (index, ev.FORWARD))
+    wrong = {difference.name: difference for difference in here}
     right = {*map(_module, expected)} - {
         _module(n) for n in expected if n in wrong or f"{ev.FORWARD} {n}" in result.unaligned
     }
-    found = {
+    return {
         name
         for name, d in wrong.items()
         for place in re.finditer("^(?=[^#:])|[.]", _module(name))
         if name[: place.start()] in right
         and abs(ours[name].total - expected[name].norm) <= d.bound * expected[name].norm
     }
-    own = (*(n for p, n in here if p == ev.GRADIENT),) if found == wrong.keys() else ()
-    return {name for name in found if not any(n.startswith(_module(name)) for n in own)}
 
 
 def _module(name: str) -> str:
