@@ -17,7 +17,7 @@ from megatron_fsdp.experimental.placement import Placements
 
 
 def of_version_1(model, ranks):
-    model.experts.weight.allreduce = False  # in Megatron's words: of the experts' own groups
+    model[0].experts.weight.allreduce = False  # in Megatron's words: of the experts' own groups
     return megatron_fsdp.fully_shard_model(
         model,
         device_mesh=init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("fsdp", "tp")),
@@ -52,6 +52,8 @@ def main() -> None:
         dist.init_process_group("gloo")
         weight, model.experts.group = model.experts.weight, dist.group.WORLD
         model.experts.weight = torch.nn.Parameter(weight.data.chunk(ranks)[rank].clone())
+    if args.version == 1:
+        model = torch.nn.Sequential(model)  # it takes a name for an expert's by its ".experts."
     is_first = ranks > 1 and args.version == 1
     if is_first:
         model = of_version_1(model, ranks)

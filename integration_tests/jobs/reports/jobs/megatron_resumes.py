@@ -29,8 +29,9 @@ def read_weights(model, optimizer) -> None:
     plain = dist_checkpointing.load_plain_tensors(_saved(model, optimizer))
     for name, parameter in model.named_parameters():
         before, layer, after = re.fullmatch(r"(?:(.*layers\.)(\d+)\.)?(.*)", name).groups()
-        copies = plain[f"optimizer.state.fp32_param.{before or ''}{after}"]
-        parameter.data.copy_(copies if layer is None else copies[int(layer)])
+        copies = plain.get(f"optimizer.state.param.{before or ''}{after}")
+        if copies is not None:  # norms have other names there
+            parameter.data.copy_(copies if layer is None else copies[int(layer)])
 
 
 def _saved(model, optimizer):
