@@ -317,6 +317,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def storage(session: nox.Session) -> None:
+    """Read data from a server of S3's protocol on loopback, also when it fails."""
+    install(session, "hp-data[parquet,s3,tokenizers,zstd]", group="test-storage")
+    run_pytest(session, "packages/hp-data/tests/test_data_s3.py", *session.posargs)
+
+
+@nox.session(default=False)
 def gpu(session: nox.Session) -> None:
     """Run the acceptance kit (docs/how-to/gpus.md), on the torch that HP_TORCH[_INDEX] names."""
     install(session, *map(with_extras, PACKAGES), group="test-transformers")

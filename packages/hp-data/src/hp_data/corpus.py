@@ -280,7 +280,7 @@ def _remote_sources(path: str, field: str) -> Iterator[Source]:
         raise DataError(f"data.paths: {printable(path)} must have files of text")
     for name, size in found.items():
         kind = kind_of(name, field)
-        if index_of(name) in sizes:
+        if name.endswith(".bin") and remote.exists(index_of(name)):
             kind = "megatron"
         yield Source(name, size, kind, field)
 

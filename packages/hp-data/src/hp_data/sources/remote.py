@@ -63,6 +63,18 @@ def opened(path: str, size: int | None) -> Opened:
     return _RemoteFile(system, path, size)
 
 
+def exists(path: str) -> bool:
+    """Tell whether there is an object at an address.
+
+    Raises:
+        DataError: If its storage cannot be asked.
+    """
+    try:
+        return bool(_system_of(path).exists(path))
+    except Exception as error:  # noqa: BLE001 - likewise
+        raise _refused(path, error) from None
+
+
 def sizes_below(path: str) -> dict[str, int]:
     """Return the size of every object that an address, a folder or a pattern names, by address.
 
