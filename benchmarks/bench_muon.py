@@ -123,7 +123,8 @@ def main() -> None:
         rows = [rank[name] for rank in ranks]
         sent, most = max(row.sent for row in rows), max(row.flops for row in rows)
         least, seconds = min(row.flops for row in rows), sum(row.seconds for row in rows)
-        print(f"{name:8} {sent / 2**20:9.2f} {most / 1e9:7.2f} {least / 1e9:7.2f} {seconds:7.2f}")
+        mib = f"{sent / 2**20:.2f}" if sent else "-"
+        print(f"{name:8} {mib:>9} {most / 1e9:7.2f} {least / 1e9:7.2f} {seconds:7.2f}")
 
 
 if __name__ == "__main__":
