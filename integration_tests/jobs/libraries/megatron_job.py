@@ -23,6 +23,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 SAMPLES, LENGTH, VOCABULARY, STEPS = 4, 16, 64, 3
@@ -99,6 +100,8 @@ def parsed():
 def config_of(args):
     more = {}
     if args.experts:
+        if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16 has no other then
+            moe_utils.te_general_gemm = None
         more |= {"num_moe_experts": args.experts, "moe_router_topk": 2}
         more |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
     if args.mtp:
