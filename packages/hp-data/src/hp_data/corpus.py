@@ -13,6 +13,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -69,6 +70,26 @@ PIECE_BYTES = 1 << 22
 
 COLUMN_BYTES = 1 << 25
 """Bytes of a file of columns whose row groups one process reads."""
+
+
+class Corpus(NamedTuple):
+    """The text of a run.
+
+    Attributes:
+        paths: Value of ``data.paths``.
+        field: Value of ``data.field``.
+    """
+
+    paths: Sequence[str]
+    field: str
+
+    def sources(self) -> list[Source]:
+        """Return all files, see `find_sources`."""
+        return list(find_sources(self.paths, self.field))
+
+    def left_out(self) -> str:
+        """Return a message about files that are not read, see `left_out`."""
+        return left_out(self.paths, self.field)
 
 
 def find_sources(paths: Sequence[str], field: str = "") -> Iterator[Source]:

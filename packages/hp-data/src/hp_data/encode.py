@@ -27,7 +27,7 @@ import struct
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import IO, NamedTuple, Self
@@ -100,11 +100,16 @@ class Encoded(NamedTuple):
     is_last: bool = True
 
 
-def count_processes(total_bytes: int, tokenizer: Tokenizer) -> int:
-    """Return the number of processes worth starting for a text; 0: this process encodes it."""
+def count_processes(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
+    """Return the number of processes worth starting for files; 0: this process encodes them.
+
+    Formats that libraries read have a process in any case, whose memory is bounded.
+    """
+    least = int(any(not source.is_plain for source in sources))
     if tokenizer.is_cheap:
-        return 0
-    return max(1, min(usable_cores(), total_bytes // _BYTES_PER_PROCESS))
+        return least
+    total = sum(source.size for source in sources)
+    return max(1, min(usable_cores(), total // _BYTES_PER_PROCESS))
 
 
 def try_out(path: str, separator: str) -> None:

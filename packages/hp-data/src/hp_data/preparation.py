@@ -23,7 +23,7 @@ import numpy as np
 from hp_base.atomic_write import new_folder, remove_unfinished
 from hp_base.errors import ConfigError, DataError
 from hp_base.own_caches import make_own, opened_own, user_cache
-from hp_data.corpus import find_sources, left_out, pieces_of, read_piece
+from hp_data.corpus import Corpus, pieces_of, read_piece
 from hp_data.encode import count_processes, encode_all
 from hp_data.sources.source import Piece, Source, printable
 from hp_data.tokenizer import ByteTokenizer, TokenArray, Tokenizer
@@ -86,9 +86,8 @@ def prepare(
     if not is_prepared(directory):
         _make(
             directory,
-            paths,
+            Corpus(paths, field),
             None if tokenizer.is_cheap else cache,
-            field=field,
             tokenizer=tokenizer,
             eval_fraction=eval_fraction,
             on_progress=on_progress,
@@ -149,23 +148,22 @@ def digest_of_text(paths: Sequence[str], field: str = "") -> str:
     Raises:
         DataError: If the text cannot be read.
     """
-    return _digest_of([*find_sources(paths, field)], lambda: None)
+    return _digest_of(Corpus(paths, field).sources(), lambda: None)
 
 
 def _make(
     directory: Path,
-    paths: Sequence[str],
+    corpus: Corpus,
     cache: Cache | None,
     *,
-    field: str,
     tokenizer: Tokenizer,
     eval_fraction: float,
     on_progress: OnProgress,
     tell: Tell,
 ) -> None:
     """Copy the tokens from the cache, or make them from the text and store them in the cache."""
-    sources = list(find_sources(paths, field))
-    if others := left_out(paths, field):
+    sources = corpus.sources()
+    if others := corpus.left_out():
         tell(f"note: {others}")
     if cache is not None and not cache.is_empty:
         key = key_of(
@@ -203,7 +201,7 @@ def _tokenize(
     made = encode_all(
         (piece for source in sources for piece in pieces_of(source)),
         tokenizer,
-        num_processes=_count_processes(sources, tokenizer),
+        num_processes=count_processes(sources, tokenizer),
         on_wait=on_progress,
     )
     with (
@@ -294,7 +292,7 @@ def _digest_of(sources: Sequence[Source], on_progress: OnProgress) -> str:
             on_progress()
         return text.hexdigest()
     # What a file of records holds is read by processes whose memory is bounded.
-    number = _count_processes(sources, tokenizer)
+    number = count_processes(sources, tokenizer)
     made = encode_all(pieces, tokenizer, num_processes=number, on_wait=on_progress)
     with closing(made):
         for part in made:
@@ -302,13 +300,6 @@ def _digest_of(sources: Sequence[Source], on_progress: OnProgress) -> str:
                 _note(text, part.piece, part.digest)
             on_progress()
     return text.hexdigest()
-
-
-def _count_processes(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
-    """Return the number of processes to start; formats of libraries need one in any case."""
-    total = sum(source.size for source in sources)
-    least = int(any(not source.is_plain for source in sources))
-    return max(least, count_processes(total, tokenizer))
 
 
 def key_of(
