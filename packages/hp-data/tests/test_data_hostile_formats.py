@@ -177,6 +177,7 @@ def test_a_bomb_is_refused_before_it_fills_the_memory(
         ("a.jsonl.gz", gzip.compress(b'{"text": "\\u0000"}'), ":1: must be text: it has a char"),
         ("a.parquet.gz", gzip.compress(b"PAR1"), "must not be compressed a second time"),
         ("a.idx", b"MMIDIDX", "is read with the .bin beside it"),
+        ("a.gz", gzip.compress(b'{"text": "a"}\n'), "a.gz must be plain text, and is JSON"),
         ("a.txt.gz", b"", "its gz is cut off at byte 0"),
         ("a.txt.gz", gzip.compress(b"text") + b"more", "must be gz"),
         ("a.txt.gz", gzip.compress("gr\u00fcn".encode("latin-1")), "byte 2 is not"),

@@ -27,6 +27,7 @@ from hp_data.sources.formats import (
     documents_of,
     is_read_in_folders,
     kind_of,
+    suffixes_of,
 )
 from hp_data.sources.records import Records
 from hp_data.sources.source import (
@@ -218,7 +219,7 @@ def texts_of(source: Source, begin: int, raw: bytes) -> Iterator[str]:
     """
     if begin == 0:
         raw = raw.removeprefix(codecs.BOM_UTF8)
-        _require_kind(source, raw)
+        require_kind(source, raw)
     if source.kind != "jsonl":
         yield plain_text(source, begin, raw)
         return
@@ -422,19 +423,19 @@ def plain_lines(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _require_kind(source: Source, raw: bytes) -> None:
+def require_kind(source: Source, raw: bytes) -> None:
     """Check that JSON is a document per line, and is not read as plain text.
 
     Raises:
         DataError: If it is not; says what to do.
     """
-    name, suffix = printable(source.path), Path(source.path).suffix.lower()
+    name, (suffix, _) = printable(source.path), suffixes_of(source.path)
     if suffix == ".json" and _SPREAD.match(raw):
         raise DataError(
             f"{name} must be an object of JSON per line, or a list, and is spread over lines: "
             f"{_TO_LINES}"
         )
-    if source.kind == "text" and suffix not in _PROSE and _JSON.match(raw):
+    if source.format == "text" and suffix not in _PROSE and _JSON.match(raw):
         raise DataError(f"{name} must be plain text, and is JSON: {_TO_LINES}")
 
 

@@ -42,6 +42,7 @@ from hp_data.corpus import (
     plain_lines,
     plain_text,
     read_piece,
+    require_kind,
     text_of_stream,
     texts_of,
 )
@@ -259,6 +260,8 @@ def _long_text(parts: _Parts, opened: Opened, on_text: Callable[[int], None]) ->
     for begin, raw, is_last in text_of_stream(window, place):
         parts.digest.update(raw)
         plain = raw if begin else raw.removeprefix(codecs.BOM_UTF8)
+        if not begin:
+            require_kind(source, plain)
         text = plain_text(source, begin, plain)
         on_text(len(text))
         tokens = tokenizer.encode(text, goes_on=begin > 0) if text else parts.end[:0]
