@@ -407,7 +407,7 @@ def search(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def clean(session: nox.Session) -> None:
-    """Compare 452 clean jobs of many styles with one process, and seeded bugs; it goes on."""
+    """Compare 453 clean jobs of many styles with one process, and seeded bugs; it goes on."""
     install(session, "hp-train[packing]", group="test-transformers")
     kept = ("--bugs", "--results", str(SCRATCH / "clean"))
     session.run("python", "-m", "integration_tests.jobs.clean", *kept, *session.posargs)

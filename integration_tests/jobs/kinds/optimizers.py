@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.func import functional_call, grad, vmap
 
 from integration_tests.jobs.kinds.job import (
@@ -127,6 +128,23 @@ def left_out_by_norm(job: Job) -> None:
         nn.utils.clip_grad_norm_(weights, torch.inf)
         if norm < 50:
             optimizer.step()
+
+
+def made_state(job: Job) -> None:
+    """Ranks make the optimizer's state before they train, as to load it; the rate begins at 0."""
+    net = Words()
+    weights = list(net.parameters())
+    optimizer = torch.optim.SGD(weights, lr=1e-2, momentum=0.9)
+    if job.size > 1:
+        get_optimizer_state_dict(net, optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 2))
+    for _ in range(STEPS):
+        tokens, targets = job.words()
+        optimizer.zero_grad()
+        loss_of(net(tokens), targets).backward()
+        reduced(job, weights)
+        optimizer.step()
+        schedule.step()
 
 
 def owned_groups(job: Job) -> None:

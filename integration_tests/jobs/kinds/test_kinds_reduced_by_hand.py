@@ -26,6 +26,7 @@ ODD = by_name(
     optimizers.copies,
     optimizers.left_out,
     optimizers.left_out_by_norm,
+    optimizers.made_state,
     optimizers.sparse,
     models.frequencies,
     models.lazy,
@@ -52,7 +53,7 @@ def compared(tmp_path: Path, loop: Callable[[Job], None], fault: str = "") -> Co
     return beside_one(tmp_path, functools.partial(train, loop), fault, steps=2 * STEPS)
 
 
-@pytest.mark.sample("left_out", "left_out_by_norm")
+@pytest.mark.sample("left_out", "left_out_by_norm", "made_state")
 @pytest.mark.parametrize("kind", ODD)
 def test_what_computes_the_same_is_equal(tmp_path: Path, kind: str) -> None:
     result = compared(tmp_path, ODD[kind])

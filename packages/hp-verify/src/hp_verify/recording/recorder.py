@@ -342,8 +342,7 @@ class Recorder(ParameterRecorder):
     def clipped(self, norm: Tensor | float) -> None:
         """Take in the norm by which gradients were clipped."""
         if self._is_wanted():
-            full = norm.full_tensor() if is_dtensor(norm) else norm
-            self._number(ev.NORM, float(full))
+            self._number(ev.NORM, float(norm.full_tensor() if is_dtensor(norm) else norm))
 
     def _before_attempt(self, *_args: object, **_kwargs: object) -> None:
         self._updates.num_made = 0
@@ -357,7 +356,7 @@ class Recorder(ParameterRecorder):
     def _before_update(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        if self._is_no_rank():
+        if self._is_no_rank() or _moves_nothing(optimizer):
             return
         self._seen = {}
         self._updates.are_by_hand = False
@@ -390,6 +389,8 @@ class Recorder(ParameterRecorder):
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         self._seen = None
+        if _moves_nothing(optimizer):
+            return
         with self._lock:
             try:
                 if self._is_wanted():
@@ -413,8 +414,11 @@ class Recorder(ParameterRecorder):
 
     def _is_updated(self, optimizer: Optimizer, parameter: Tensor) -> bool:
         """Say if an update may have changed it; of a model that was never called none does."""
-        is_used = parameter.grad is not None or bool(optimizer.state.get(parameter))
-        return is_used or bool(self._all_owners().parts(parameter))
+        return (
+            parameter.grad is not None
+            or bool(optimizer.state.get(parameter))
+            or bool(self._all_owners().parts(parameter))
+        )
 
     def _states(self, optimizer: Optimizer) -> None:
         for parameter in updated(optimizer):
@@ -434,8 +438,10 @@ class Recorder(ParameterRecorder):
             self._not_recorded(phase, name, "of another shape than its parameter, in parts", shape)
             return
         dtype, place = dtype_name(value.dtype), self._place(phase)
-        event = ev.Event(place, phase, parts[0].name, shape, dtype)
-        self._notes.add(event, [digest_of(dense(value.detach()), whole(shape))])
+        self._notes.add(
+            ev.Event(place, phase, parts[0].name, shape, dtype),
+            [digest_of(dense(value.detach()), whole(shape))],
+        )
 
     # Writing.
 
@@ -454,6 +460,14 @@ class Recorder(ParameterRecorder):
         with self._lock:
             self._tried(self._look_for_update)()
             self.flush()
+
+
+def _moves_nothing(optimizer: Optimizer) -> bool:
+    """Tell whether all rates and gradients are 0, as where torch makes an optimizer's state."""
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    gradients = (p.grad for p in updated(optimizer) if p.grad is not None)
+    parts = (grad.to_local() if is_dtensor(grad) else grad for grad in gradients)
+    return bool(rates) and not any(rates) and not any(bool(part.any()) for part in parts)
 
 
 def _has_closure(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
