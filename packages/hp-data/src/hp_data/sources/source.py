@@ -109,7 +109,7 @@ class _LocalFile:
 
 
 class AsFile(io.RawIOBase):
-    """What is opened, as a file of Python's, for libraries that read such."""
+    """Gives opened bytes to libraries that read a file object of Python."""
 
     def __init__(self, opened: Opened) -> None:
         super().__init__()
