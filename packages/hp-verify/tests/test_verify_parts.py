@@ -26,7 +26,7 @@ def found(name: str, values: torch.Tensor) -> list[Slice]:
 
 
 def put_together(name: str, values: torch.Tensor, target: str) -> torch.Tensor:
-    """What slices say that a tensor is, written into an empty one."""
+    """Write what slices hold into an empty tensor, and return it."""
     result = torch.full_like(reference()[target], math.nan)
     for part in found(name, values):
         if part.name == target:

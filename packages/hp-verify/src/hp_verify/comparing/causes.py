@@ -166,8 +166,8 @@ def _without_effect(result: Comparison, index: int, mine: Step, theirs: Step) ->
     return {
         name
         for name, d in wrong.items()
-        for place in re.finditer("^(?=[^#:])|[.]", _module(name))
-        if name[: place.start()] in right
+        for parts in [_module(name).split(".")]
+        if any(".".join(parts[:end]) in right for end in range(len(parts)))
         and abs(ours[name].total - expected[name].norm) <= d.bound * expected[name].norm
     }
 
